@@ -1,0 +1,53 @@
+"""Every exception nbtrain raises.
+
+    NbtrainError
+    ├── UsageError          what the user typed cannot be done; shown as one line
+    │   └── DeviceError     the devices asked for do not exist or are taken
+    ├── CannotTravel        an object of the notebook cannot be sent to the ranks
+    ├── NotPrepared         a model is trained on several ranks without having been set up
+    ├── NotSupported        this strategy cannot do that; names one that can
+    ├── PoolError           the ranks could not be started or reached
+    │   └── RankDied        a rank's process ended while it was needed
+    └── RankError           what a rank raised, when its own exception could not be brought home;
+                            otherwise the cause of the original exception
+
+All of them survive pickling, because ranks raise them too.
+"""
+
+from __future__ import annotations
+
+
+class NbtrainError(Exception):
+    """Base of everything nbtrain raises on purpose."""
+
+
+class UsageError(NbtrainError):
+    """What the user typed cannot be done."""
+
+
+class DeviceError(UsageError):
+    """The devices asked for do not exist or are taken."""
+
+
+class CannotTravel(NbtrainError):
+    """An object of the notebook cannot be sent to the ranks."""
+
+
+class NotPrepared(NbtrainError):
+    """A model is trained on several ranks without having been set up."""
+
+
+class NotSupported(NbtrainError):
+    """The chosen strategy cannot do what the cell does."""
+
+
+class PoolError(NbtrainError):
+    """The ranks could not be started or reached."""
+
+
+class RankDied(PoolError):
+    """A rank's process ended while it was needed."""
+
+
+class RankError(NbtrainError):
+    """What a rank raised, as text: the cause of the exception that reaches the notebook."""

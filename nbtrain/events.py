@@ -1,0 +1,120 @@
+"""What a rank may tell the notebook while it runs: a closed set. Views consume events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    rank: int
+    time: float
+    """seconds since the epoch, on the rank"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output(Event):
+    """Text that was written to `stdout` or `stderr`, in order."""
+
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Display(Event):
+    """What `display()`, a figure or a last expression shows. `data` None: clear_output."""
+
+    data: Mapping[str, Any] | None
+    metadata: Mapping[str, Any]
+    transient: Mapping[str, Any]
+    update: bool = False
+    wait: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric(Event):
+    """What the user's own `log(loss=...)` said."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory(Event):
+    """Bytes: the process's private memory, and what torch has allocated and reserved on its device."""
+
+    process: int
+    allocated: int = 0
+    reserved: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput(Event):
+    """Totals since the cell began; a view divides by time."""
+
+    steps: int
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress(Event):
+    """Where the rank stands in the loader it iterates. `total` None: its length is not known."""
+
+    done: int
+    total: int | None
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState(Event):
+    """`ready`, `preparing`, `running`, `idle`."""
+
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed(Event):
+    """The cell raised on this rank."""
+
+    name: str
+    """the exception's class, `ValueError`"""
+    text: str
+    """its message"""
+    lines: tuple[str, ...]
+    """the traceback as IPython shows it"""
+    exception: bytes | None
+    """pickled, when it can be"""
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished(Event):
+    """The cell ended well on this rank."""
+
+    steps: int
+    home: Any = None
+    """from the lead rank: what comes home, packed"""
+    agreement: Any = None
+    """checksums of what should be equal on every rank"""
+    notes: tuple[str, ...] = ()
+    """sentences for the user"""
+
+
+class Sink(Protocol):
+    """A view. All calls come from the kernel's main thread, while a cell runs."""
+
+    def opened(self, summary: str) -> None:
+        """The run begins; `summary` is its first line (`ddp · 4 ranks · cpu · batch 32 × 4`)."""
+
+    def receive(self, event: Event) -> None:
+        """One event of one rank. Output and displays do not come here; they are relayed as they are."""
+
+    def tick(self, now: float) -> None:
+        """About ten times a second, whether anything happened or not."""
+
+    def closed(self, ok: bool) -> None:
+        """The run ended."""

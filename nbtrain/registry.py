@@ -1,0 +1,83 @@
+"""Names → classes, loaded on use. What a name needs is known without importing what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from nbtrain.errors import UsageError
+from nbtrain.specs import Needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One strategy or engine: where it is, what it needs, what it is for."""
+
+    name: str
+    where: str
+    """`module:Class`"""
+    summary: str
+    shards: str = "nothing"
+    needs: Needs = Needs()
+
+    def load(self) -> Any:
+        module, _, name = self.where.partition(":")
+        return getattr(import_module(module), name)
+
+
+def _table(*entries: Entry) -> dict[str, Entry]:
+    return {entry.name: entry for entry in entries}
+
+
+STRATEGIES: Mapping[str, Entry] = _table(
+    Entry(name="none", where="nbtrain.strategies.none:NoStrategy", summary="ranks and a process group, nothing touched"),
+    Entry(
+        name="single",
+        where="nbtrain.strategies.single:Single",
+        summary="one process, one device",
+        needs=Needs(max_ranks=1),
+    ),
+    Entry(
+        name="ddp",
+        where="nbtrain.strategies.ddp:DDP",
+        summary="every rank holds the model and a share of the batches; gradients are averaged",
+        shards="batches",
+    ),
+)
+
+ENGINES: Mapping[str, Entry] = _table(
+    Entry(name="local", where="nbtrain.engines.local:LocalEngine", summary="warm processes on this machine"),
+    Entry(
+        name="inprocess",
+        where="nbtrain.engines.inprocess:InProcessEngine",
+        summary="one rank inside the kernel; breakpoints work",
+        needs=Needs(max_ranks=1),
+    ),
+)
+
+
+def strategies() -> dict[str, Entry]:
+    """The built-in strategies and those that other packages announce (entry point group `nbtrain.strategies`)."""
+    found = dict(STRATEGIES)
+    for point in entry_points(group="nbtrain.strategies"):
+        if point.name not in found:
+            found[point.name] = Entry(name=point.name, where=point.value, summary=f"from {point.value.split(':')[0]}")
+    return found
+
+
+def strategy(name: str) -> Entry:
+    return _lookup("strategy", name, strategies())
+
+
+def engine(name: str) -> Entry:
+    return _lookup("engine", name, ENGINES)
+
+
+def _lookup(what: str, name: str, known: Mapping[str, Entry]) -> Entry:
+    try:
+        return known[name]
+    except KeyError:
+        raise UsageError(f"unknown {what} {name!r}; there are: {', '.join(sorted(known))}") from None

@@ -1,0 +1,71 @@
+"""What the user asked for, typed. Frozen, so that equality can decide whether a pool is reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """Who a rank is. `device` is what torch calls it: "cpu", "cuda:1"."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a strategy or an engine cannot do without; read in the kernel, nothing heavy imported."""
+
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    kinds: tuple[str, ...] = ("cpu", "cuda")
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSpec:
+    """Which processes to have. Two cells with equal pool specs share one pool."""
+
+    engine: str = "local"
+    start: str = "warm"
+    kind: str = "cpu"
+    """`cpu` or `cuda`"""
+    devices: tuple[str, ...] = ("cpu",)
+    """one entry per rank, as torch calls them"""
+    oversubscribe: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def backend(self) -> str:
+        """NCCL refuses two ranks on one card, so those talk through gloo."""
+        return "nccl" if self.kind == "cuda" and len(set(self.devices)) == self.world_size else "gloo"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """How one cell is to be run."""
+
+    pool: PoolSpec
+    strategy: str = "single"
+    options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
+    """the strategy's own options"""
+    accumulate: int = 1
+    split_batches: bool = False
+    sampler: bool = True
+    """False: every rank sees all batches (`--no-sampler`)"""
+    ranks: tuple[int, ...] | None = None
+    """None: all of them"""
+    output: str = "rank0"
+    monitor: str = "auto"
