@@ -1,0 +1,128 @@
+"""Rules of the test house: nothing is left behind, nothing runs forever, what is left out is said.
+
+Fixtures that start real things are in kernels.py (a Jupyter kernel) and lab.py (JupyterLab in a browser).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import pytest
+
+from tests.hygiene import Snapshot, mark_session
+
+pytest_plugins = ["tests.kernels", "tests.lab"]
+
+LIMIT = 120.0
+"""Seconds for one test, fixtures included, unless it says `@pytest.mark.limit(seconds)`."""
+
+LAST_RESORT = 60.0
+"""Seconds after the limit at which a test that cannot even be interrupted ends the whole session."""
+
+_STDERR = pytest.StashKey[TextIO]()
+_PRIVATE = pytest.StashKey[Path]()
+
+
+class TookTooLong(Exception):
+    """A test went on for longer than its limit; the stacks of all threads are above."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # A short path of our own: Unix sockets have about 100 characters, and what nbtrain leaves there is seen.
+    private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    config.stash[_PRIVATE] = private
+    os.environ["TMPDIR"] = os.environ["XDG_RUNTIME_DIR"] = str(private)
+    os.environ["MPLCONFIGDIR"] = str(private / "matplotlib-config")
+    tempfile.tempdir = None
+    mark_session()
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        config.stash[_STDERR] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    if (stream := config.stash.get(_STDERR, None)) is not None:
+        stream.close()
+    if (private := config.stash.get(_PRIVATE, None)) is not None:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """A time limit that raises in the test, and one that ends a session which does not even react to that."""
+    marker = item.get_closest_marker("limit")
+    limit = float(marker.args[0]) if marker else LIMIT
+    stream = item.config.stash[_STDERR]
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=stream)
+        raise TookTooLong(
+            f"{item.nodeid} is not done after {limit:g} s (@pytest.mark.limit(seconds) sets another limit)"
+        )
+
+    old = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=stream)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@pytest.fixture(autouse=True)
+def clean_house() -> Iterator[None]:
+    """Fails a test that leaves something behind. First in, last out: it sees the other fixtures' teardown too."""
+    before = Snapshot.take()
+    yield
+    if leaks := before.leaks():
+        before.restore()
+        pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clean_session() -> Iterator[None]:
+    """The same for processes of fixtures that outlive a test."""
+    before = Snapshot.take()
+    yield
+    if leaks := [line for line in before.leaks() if line.startswith(("process", "file"))]:
+        before.restore()
+        pytest.fail("left behind at the end: " + "; ".join(leaks), pytrace=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are left out where there is no GPU, and torch is asked only if there are any."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason for which tests were left out; pytest's own closing line comes after it."""
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        reasons[reason] = reasons.get(reason, 0) + 1
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"left out: {count} test{'s' * (count > 1)}: {reason}")
+
+
+if sys.platform == "win32":
+    raise RuntimeError("the tests use Unix signals and sockets; run them on Linux or macOS, or inside WSL")
