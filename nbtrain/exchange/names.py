@@ -1,0 +1,122 @@
+"""Which names of the notebook a cell needs and which it may assign, found without running anything.
+
+    analyse(source)          what the text of a cell reads, writes and deletes
+    reach(names, namespace)  those of its reads that the notebook has, and what their functions and classes read in turn
+
+Names in strings given to `eval`, and functions beyond the first thousand elements of a container, are not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from nbtrain.exchange._flow import UNSEEN, Flow
+from nbtrain.exchange._objects import Objects
+
+_NONE: Mapping[str, int] = MappingProxyType({})
+_PRIVATE = re.compile(r"__\w*__|_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|_exit_code|In|Out|get_ipython")
+_SHELL_GIVES = {"exit", "quit", "open"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellNames:
+    """What the text of a cell says about names. Built-ins are among them: only the namespace knows what is shadowed."""
+
+    reads: frozenset[str] = frozenset()
+    """may be read before the cell has surely bound them"""
+    writes: frozenset[str] = frozenset()
+    """may be bound, by `global` in the cell's functions too"""
+    deleted: frozenset[str] = frozenset()
+    certain: Mapping[str, int] = field(default_factory=lambda: _NONE)
+    """read whenever the cell runs from the top, and bound nowhere before → line of the first use"""
+    opaque: bool = False
+    """it can bind names that are not in its text (star import, `exec`, `%run`): do not judge what is missing"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """The names that have to travel, in the order of the namespace."""
+
+    hard: tuple[str, ...] = ()
+    """nobody else assigns them: when one cannot travel, the cell cannot run"""
+    soft: tuple[str, ...] = ()
+    """the cell may assign them before it reads them: when one cannot travel, it is left behind"""
+    writes: frozenset[str] = frozenset()
+    """what the cell, and the notebook's functions it can reach, may bind"""
+    opaque: bool = False
+    """as in CellNames, with the functions it can reach"""
+
+
+def private(name: str) -> bool:
+    """Dunder names and IPython's own (`_`, `_i3`, `Out`): they differ between notebook and rank, and never cross."""
+    return _PRIVATE.fullmatch(name) is not None
+
+
+@lru_cache(maxsize=256)
+def analyse(source: str) -> CellNames:
+    """`source`: the cell after IPython's transformation, so that magics are calls. SyntaxError as from `compile`."""
+    flow = Flow()
+    flow.block(ast.parse(source).body, frozenset())
+    return CellNames(
+        reads=_public(flow.reads),
+        writes=_public(flow.writes),
+        deleted=_public(flow.deleted),
+        certain=MappingProxyType({name: line for name, line in flow.certain.items() if not private(name)}),
+        opaque=flow.opaque,
+    )
+
+
+def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = ()) -> Captured:
+    """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`."""
+    objects = Objects(namespace)
+    asked = set(names.reads)
+    found: set[str] = set()
+    for value in values:
+        asked |= objects.reads(value)
+    roots = set(asked)
+    while ahead := {name for name in asked if name in namespace and not _given(name, namespace[name])} - found:
+        found |= ahead
+        for name in ahead:
+            asked |= objects.reads(namespace[name])
+    writes = names.writes | _public(objects.writes)
+    hard = _hard(roots, found, names.writes, namespace) if found & names.writes else found
+    return Captured(
+        hard=tuple(name for name in namespace if name in hard),
+        soft=tuple(name for name in namespace if name in found and name not in hard),
+        writes=writes,
+        opaque=names.opaque or not UNSEEN.isdisjoint(asked),
+    )
+
+
+def _hard(roots: set[str], found: set[str], writes: frozenset[str], namespace: dict[str, Any]) -> set[str]:
+    """What is reached without passing through a name the cell assigns: that one's present value may never be used."""
+    objects = Objects(namespace)
+    hard: set[str] = set()
+    while ahead := (roots & found) - writes - hard:
+        hard |= ahead
+        for name in ahead:
+            roots = roots | objects.reads(namespace[name])
+    return hard
+
+
+def _given(name: str, value: object) -> bool:
+    """Whether IPython put the name there."""
+    if private(name):
+        return True
+    if name not in _SHELL_GIVES:
+        return False
+    if name == "open":
+        return getattr(value, "__wrapped__", value) in (builtins.open, io.open)
+    return type(value).__module__.partition(".")[0] in {"IPython", "ipykernel", "_sitebuiltins"}
+
+
+def _public(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for name in names if not private(name))
