@@ -1,0 +1,53 @@
+# Nothing is needed but make and a Python of at least 3.10: all else goes into .venv, at the versions
+# of constraints.txt. PYTHON=/path/to/python chooses another interpreter for it.
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+NOTEBOOK := notebooks/01_first_run.ipynb
+
+.PHONY: help lab demo test gpu bench
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make lab    open the first notebook in JupyterLab'
+	@echo 'make demo   run the first notebook here in the terminal'
+	@echo 'make test   every check and every test that this machine allows'
+	@echo 'make gpu    the tests that need a CUDA device'
+	@echo 'make bench  the benchmarks'
+
+lab: $(INSTALLED)
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
+
+demo: $(INSTALLED)
+	@$(BIN)/python .ci/demo $(NOTEBOOK)
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+gpu: $(INSTALLED)
+	$(BIN)/pytest -m gpu
+
+bench: $(INSTALLED)
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# Made anew in place when what is wanted has changed; a half-finished one has no stamp.
+$(INSTALLED): pyproject.toml constraints.txt
+	@rm -f $@
+	@set -e; \
+	for python in $(PYTHON) .venv/bin/python python3.13 python3.12 python3.11 python3.10 python3; do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "nbtrain needs Python 3.10 or newer, and there is none on the PATH ($$(python3 --version 2>&1))."; \
+	    echo "Install one, or name it: make PYTHON=/path/to/python3.12"; exit 1; \
+	fi; \
+	if [ "$$found" != .venv/bin/python ]; then \
+	    if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
+	        echo "$$($$found --version) has no venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; \
+	    fi; \
+	    echo "making .venv with $$($$found --version)"; $$found -m venv --clear .venv; \
+	fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
