@@ -7,7 +7,7 @@ lambda in a scheduler. Nothing of the user's is called on the way: no properties
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from types import (
@@ -32,7 +32,7 @@ OBJECTS = 20_000
 Opener = Callable[[Any], Iterable[Any]]
 
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(...), range, slice, ModuleType, CodeType)
-# tensors and empty tables: a model of a thousand layers has tens of thousands of them
+_TABLES = (dict, OrderedDict, set)
 _QUIET_ENTRIES = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set"})
 
 
@@ -143,10 +143,15 @@ def _of_instance(value: object) -> Iterable[Any]:
     if not isinstance(attributes, dict):
         return ()
     if "_modules" in attributes and "_parameters" in attributes:
-        # never cut: a container of two thousand layers counts whole
+        # most of a module's many tables are empty, and a model has thousands of them
+        held = [
+            entry
+            for name, entry in list(dict.items(attributes))
+            if name not in _QUIET_ENTRIES and (type(entry) not in _TABLES or entry)
+        ]
         layers = attributes["_modules"]
-        held = [entry for name, entry in list(dict.items(attributes)) if name not in _QUIET_ENTRIES]
-        return [*held, *(dict.values(layers) if isinstance(layers, dict) else ())]
+        # never cut: a container of two thousand layers counts whole
+        return [*held, *dict.values(layers)] if isinstance(layers, dict) else held
     return list(dict.values(attributes))
 
 

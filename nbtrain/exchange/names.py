@@ -12,7 +12,7 @@ import ast
 import builtins
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -78,33 +78,27 @@ def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[objec
     """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`."""
     objects = Objects(namespace)
     asked = set(names.reads)
-    found: set[str] = set()
     for value in values:
         asked |= objects.reads(value)
-    roots = set(asked)
-    while ahead := {name for name in asked if name in namespace and not _given(name, namespace[name])} - found:
-        found |= ahead
-        for name in ahead:
-            asked |= objects.reads(namespace[name])
-    writes = names.writes | _public(objects.writes)
-    hard = _hard(roots, found, names.writes, namespace) if found & names.writes else found
+    # what the cell assigns is set aside at first: its present value may never be used, nor what only that leads to
+    hard = _follow(asked, names.writes, objects, namespace)
+    every = hard | _follow(asked, hard, objects, namespace)
     return Captured(
         hard=tuple(name for name in namespace if name in hard),
-        soft=tuple(name for name in namespace if name in found and name not in hard),
-        writes=writes,
+        soft=tuple(name for name in namespace if name in every and name not in hard),
+        writes=names.writes | _public(objects.writes),
         opaque=names.opaque or not UNSEEN.isdisjoint(asked),
     )
 
 
-def _hard(roots: set[str], found: set[str], writes: frozenset[str], namespace: dict[str, Any]) -> set[str]:
-    """What is reached without passing through a name the cell assigns: that one's present value may never be used."""
-    objects = Objects(namespace)
-    hard: set[str] = set()
-    while ahead := (roots & found) - writes - hard:
-        hard |= ahead
+def _follow(asked: set[str], aside: Set[str], objects: Objects, namespace: dict[str, Any]) -> set[str]:
+    """The names that `asked` leads to; what they read is added to it."""
+    found: set[str] = set()
+    while ahead := {n for n in asked - found - aside if n in namespace and not _given(n, namespace[n])}:
+        found |= ahead
         for name in ahead:
-            roots = roots | objects.reads(namespace[name])
-    return hard
+            asked |= objects.reads(namespace[name])
+    return found
 
 
 def _given(name: str, value: object) -> bool:
