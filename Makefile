@@ -35,19 +35,22 @@ bench: $(INSTALLED)
 # Made anew in place when what is wanted has changed; a half-finished one has no stamp.
 $(INSTALLED): pyproject.toml constraints.txt
 	@rm -f $@
-	@set -e; \
-	for python in $(PYTHON) .venv/bin/python python3.13 python3.12 python3.11 python3.10 python3; do \
-	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+	@found=; bare=; \
+	for python in $(or $(PYTHON),$(BIN)/python python3.13 python3.12 python3.11 python3.10 python3); do \
+	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue; \
+	    if $$python -c 'import ensurepip, venv' 2>/dev/null; then found=$$python; break; else bare=$$python; fi; \
 	done; \
-	if [ -z "$$found" ]; then \
-	    echo "nbtrain needs Python 3.10 or newer, and there is none on the PATH ($$(python3 --version 2>&1))."; \
-	    echo "Install one, or name it: make PYTHON=/path/to/python3.12"; exit 1; \
-	fi; \
-	if [ "$$found" != .venv/bin/python ]; then \
-	    if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
-	        echo "$$($$found --version) has no venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; \
-	    fi; \
-	    echo "making .venv with $$($$found --version)"; $$found -m venv --clear .venv; \
+	if [ -z "$$found" ] && [ -n "$$bare" ]; then \
+	    echo "$$bare has no venv module, and .venv is made with it. On Debian and Ubuntu: apt-get install python3-venv"; \
+	    exit 1; \
+	elif [ -z "$$found" ]; then \
+	    echo "nbtrain needs Python 3.10 or newer; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)."; \
+	    echo "Install one, or name it: make PYTHON=/path/to/python3.12"; \
+	    exit 1; \
+	elif [ "$$found" != $(BIN)/python ]; then \
+	    echo "making .venv with $$($$found --version)"; \
+	    $$found -m venv --clear .venv; \
 	fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@echo 'installing what nbtrain and its tests need (the first time: minutes)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@

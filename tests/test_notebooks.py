@@ -22,10 +22,10 @@ pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path 
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
     with private_home() as home:
         command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=120"]
-        command += ["-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "none.ini"), f"--rootdir={path.parent}", str(path)]
+        command += ["-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "none.ini"), f"--rootdir={path.parent}"]
         (tmp_path / "none.ini").write_text("[pytest]\n")
         told = subprocess.run(
-            command, cwd=home, env=private_environment(home), capture_output=True, text=True, check=False
+            [*command, str(path)], cwd=home, env=private_environment(home), capture_output=True, text=True, check=False
         )
     assert told.returncode == 0, told.stdout + told.stderr
 
