@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class Component:
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter once, in an order that is the same on every rank."""
-        found = [p for module in self.modules.values() for p in module.parameters()]
+        found: list[torch.Tensor] = [p for module in self.modules.values() for p in module.parameters()]
         found += self.loose.values()
         return list({id(p): p for p in found}.values())
 
@@ -51,6 +51,10 @@ class Prepared:
         """Backward passes inside are not communicated; `--accumulate` uses it for all but the last."""
         return nullcontext()
 
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """When a cell ends: what should be equal on every rank, by name; compared by checksum."""
+        return ()
+
     def reset(self) -> None:
         """A backward may have been cut short by an exception: forget what was under way."""
 
@@ -60,6 +64,9 @@ class Prepared:
 
 class Strategy:
     """Made once per pool and run options, on every rank, from the options the user gave."""
+
+    hands_off: ClassVar[bool] = False
+    """True: models, optimizers and loaders are left as they are, and nothing is guarded"""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
@@ -73,5 +80,6 @@ class Strategy:
         return rank, world_size
 
     def set_up(self, component: Component) -> Prepared:
-        """Collective, before the cell runs. Objects keep their identity."""
+        """Collective, before the cell runs. Objects keep their identity. The component is on the rank's
+        device already, with the same numbers on every rank."""
         return Prepared(component)

@@ -1,0 +1,205 @@
+"""Averages gradients over the ranks at the end of every backward, without wrapping the model.
+
+Hooks on the parameters fill buckets in a fixed order; a full bucket is sent while the backward goes on.
+Averaging is idempotent (what is averaged already stays what it is), so several backwards before a
+step, two forwards, own methods and gradient penalties are right without anybody being told about them.
+Each bucket carries one flag per parameter that says whether a rank used it: what nobody used keeps the
+gradient it had (None, mostly), exactly as in one process, and needs no collective of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # one call instead of one per tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Bucket:
+    """Parameters whose gradients travel together: one dtype, one device."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.ids = frozenset(map(id, parameters))
+        # A flat buffer gives contiguous views; where the parameter is laid out otherwise its gradient should be too.
+        self.contiguous = all(p.is_contiguous() for p in parameters)
+        # Per parameter: used, and then: sparse. Made once for the usual case: on a GPU this is a transfer.
+        self.all_used = parameters[0].new_tensor([1.0] * len(parameters) + [0.0] * len(parameters))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+
+class GradSync:
+    """The averaging of one component's gradients. Lives until `close`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], bucket_mb: float = 25) -> None:
+        self.parameters = list(parameters)
+        self.ids = frozenset(map(id, self.parameters))
+        self.capacity = int(bucket_mb * 2**20)
+        self.on = True
+        self.handles: dict[int, Any] = {}
+        self.pending: set[int] = set()  # arrived while `no_sync` was on
+        self.averaged: set[int] = set()  # since their optimizer's last step
+        self.build()
+        self.step_handle = register_optimizer_step_pre_hook(self.before_step)
+
+    def build(self) -> None:
+        """Deal the trainable parameters out to buckets; again when some were frozen or thawed."""
+        self.trainable = [p.requires_grad for p in self.parameters]
+        groups: list[list[torch.Tensor]] = []
+        room = 0
+        for p in reversed([p for p in self.parameters if p.requires_grad]):  # about the order of arrival
+            size = p.numel() * p.element_size()
+            last = groups[-1][0] if groups else None
+            if last is None or room < size or (last.dtype, last.device) != (p.dtype, p.device):
+                groups.append([])
+                room = self.capacity
+            groups[-1].append(p)
+            room -= size
+            if id(p) not in self.handles:
+                self.handles[id(p)] = p.register_post_accumulate_grad_hook(self.arrived)
+        self.buckets = [Bucket(group) for group in groups]
+        self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a backward under way: at its end, or because it raised."""
+        self.missing = [len(bucket.parameters) for bucket in self.buckets]
+        self.got: set[int] = set()
+        self.under_way: list[tuple[Bucket, torch.Tensor, bool, Any]] = []
+        self.armed = False
+
+    def arrived(self, p: torch.Tensor) -> None:
+        """Autograd has put a gradient into `p.grad`."""
+        key = id(p)
+        if not self.on:
+            self.pending.add(key)
+            return
+        if not self.armed:
+            self.armed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        if key in self.got or key not in self.where:
+            return
+        self.got.add(key)
+        self.missing[self.where[key]] -= 1
+        # In this order on every rank, whatever order the gradients came in: collectives must pair up.
+        while len(self.under_way) < len(self.buckets) and not self.missing[len(self.under_way)]:
+            self.launch()
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Send the next bucket."""
+        bucket = self.buckets[len(self.under_way)]
+        used = self.got | self.pending
+        grads = [p.grad for p in bucket.parameters]
+        whole = bucket.ids <= used and not any(g is None or g.is_sparse for g in grads)
+        flags = bucket.all_used
+        if not whole:
+            marks = [id(p) in used for p in bucket.parameters]
+            sparse = [g is not None and g.is_sparse for g in grads]
+            flags = flags.new_tensor([*map(float, marks), *map(float, sparse)])
+            grads = [
+                p.new_zeros(p.shape) if g is None or g.is_sparse else g
+                for p, g in zip(bucket.parameters, grads, strict=True)
+            ]
+        flat = _flatten_dense_tensors([*grads, flags])  # type: ignore[no-untyped-call]
+        if flat.dtype in (torch.bfloat16, torch.float16) and dist.get_backend() == "gloo":
+            flat = flat.float()  # gloo does not know bfloat16 everywhere, and sums of halves lose digits
+        flat.div_(dist.get_world_size())  # before the sum: halves would overflow
+        work = dist.all_reduce(flat, async_op=True)
+        self.under_way.append((bucket, flat, whole, work))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward has ended: send what this rank did not use, wait, hand the gradients out."""
+        try:
+            while len(self.under_way) < len(self.buckets):
+                self.launch()
+            for bucket, flat, whole, work in self.under_way:
+                work.wait()
+                self.hand_out(bucket, flat.to(bucket.dtype), whole)
+        finally:
+            self.pending.clear()
+            self.reset()
+
+    def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
+        count = len(bucket.parameters)
+        tail = flat[-2 * count :]
+        views = _unflatten_dense_tensors(flat, [*bucket.parameters, tail])  # type: ignore[no-untyped-call]
+        if whole and bucket.contiguous:  # no need to look at the flags, and no wait for the device
+            for p, g in zip(bucket.parameters, views, strict=False):
+                p.grad = g
+            self.averaged |= bucket.ids
+            return
+        used, sparse = [True] * count, [False] * count
+        if not whole:
+            flags = (tail.real if tail.is_complex() else tail).gt(0).tolist()
+            used, sparse = flags[:count], flags[count:]
+        for p, g, some, thin in zip(bucket.parameters, views, used, sparse, strict=False):
+            if not some:
+                continue
+            if thin:
+                if p.grad is None:  # not used here, but elsewhere: this rank must take part
+                    indices = torch.empty(1, 0, dtype=torch.int64, device=p.device)
+                    p.grad = torch.sparse_coo_tensor(indices, p.new_empty(0, *p.shape[1:]), p.shape)
+                self.average(p)
+            elif p.grad is None:
+                p.grad = torch.empty_like(p).copy_(g)
+            else:
+                p.grad.copy_(g)
+            self.averaged.add(id(p))
+
+    @torch.no_grad()
+    def average(self, p: torch.Tensor) -> None:
+        """One gradient by itself."""
+        grad = p.grad
+        assert grad is not None
+        if not grad.is_sparse:
+            dense = grad.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(dense)
+            grad.copy_(dense.div_(dist.get_world_size()))
+        elif dist.get_backend() == "gloo" and not grad.is_cuda:
+            thin = grad.coalesce()
+            dist.all_reduce(thin)
+            p.grad = thin / dist.get_world_size()
+        else:  # NCCL has no sparse tensors
+            dense = grad.to_dense()
+            dist.all_reduce(dense)
+            p.grad = dense.div_(dist.get_world_size()).to_sparse(grad.sparse_dim())
+        self.averaged.add(id(p))
+
+    def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average what came another way: `torch.autograd.grad`, by hand, into a layer that was just thawed."""
+        for p in parameters:
+            if p.grad is not None and id(p) not in self.averaged and id(p) in self.ids:
+                self.average(p)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = set(map(id, held))
+        if self.ids.isdisjoint(keys):
+            return
+        if not keys <= self.averaged:
+            self.catch_up(held)
+        self.averaged -= keys
+        if [p.requires_grad for p in self.parameters] != self.trainable:
+            self.build()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def close(self) -> None:
+        for handle in (*self.handles.values(), self.step_handle):
+            handle.remove()
+        self.handles.clear()

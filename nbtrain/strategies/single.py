@@ -1,0 +1,9 @@
+"""`single`: one process, one device. Components are moved to the device; nothing else is needed."""
+
+from __future__ import annotations
+
+from nbtrain.strategies.base import Strategy
+
+
+class Single(Strategy):
+    """One rank, which sees every batch (`share` of one rank is all there is)."""

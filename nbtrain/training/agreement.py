@@ -1,0 +1,32 @@
+"""Checksums of what should be equal on every rank: the notebook compares them when a cell ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from nbtrain.exchange.fingerprint import checksum
+from nbtrain.strategies.base import Prepared
+from nbtrain.training.randomness import Randomness
+
+ORDER = "the order of batches (a loader was iterated on some ranks only)"
+
+
+class Agreement:
+    """Remembers what was compared last, so that a cell that trained nothing costs nothing."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, int] = {}
+
+    def take(self, prepared: Iterable[Prepared], stepped: bool, randomness: Randomness) -> list[tuple[str, int]]:
+        """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
+        replicas: list[tuple[str, torch.Tensor]] = [pair for one in prepared for pair in one.replicas()]
+        versions = {id(tensor): tensor._version for _, tensor in replicas}
+        numbers: list[tuple[str, int]] = []
+        if stepped or versions != self.versions:
+            numbers = [(name, checksum(tensor)) for name, tensor in replicas]
+        self.versions = versions
+        if not randomness.alone:
+            numbers.append((ORDER, randomness.fingerprint()))
+        return numbers

@@ -1,0 +1,149 @@
+"""What the patched loader functions do on a rank: deal out, move, count. No loader is changed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from nbtrain.training.data import Deal, Dealt, dealt_out, move, samples_in
+from nbtrain.training.patches import Patches
+from nbtrain.training.randomness import Randomness, derive
+from nbtrain.training.steps import Steps
+
+
+class Loaders:
+    """The rank's side of every loader it iterates while a cell runs."""
+
+    def __init__(self, randomness: Randomness, steps: Steps, device: torch.device, rank: int) -> None:
+        self.randomness = randomness
+        self.steps = steps
+        self.device = device
+        self.rank = rank
+        self.running = False
+        self.hands_off = False
+        self.deal = Deal(index=0, count=1)
+        self.padded = 0
+        self.unshared: set[str] = set()
+
+    def patch(self, patches: Patches) -> None:
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        patches.wrap(DataLoader, "_index_sampler", self._index_sampler)
+        patches.wrap(DataLoader, "__iter__", self._iter)
+        patches.wrap(_BaseDataLoaderIter, "__init__", self._iterator_init)
+        patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
+
+    def begin(self, deal: Deal, hands_off: bool) -> None:
+        self.running, self.deal, self.hands_off = True, deal, hands_off
+        self.padded = 0
+        self.unshared.clear()
+
+    def end(self) -> list[str]:
+        """Sentences about what the cell's loaders did."""
+        self.running = False
+        notes = []
+        if self.padded:
+            word = "sample" if self.padded == 1 else "samples"
+            notes.append(
+                f"the last batches were uneven: {self.padded} {word} were seen twice, so that every rank got as many"
+            )
+        if "iterable" in self.unshared and self.deal.count > 1:
+            stride = "itertools.islice(data, rank, None, world_size)"
+            notes.append(
+                "an iterable data set is left alone: every rank sees the same samples. To share them out, let each "
+                f"rank take its own: {stride}"
+            )
+        if "single" in self.unshared and self.deal.count > 1:
+            notes.append("a loader with batch_size=None is left alone: every rank sees all of its samples")
+        return notes
+
+    @property
+    def _active(self) -> bool:
+        return self.running and not self.hands_off
+
+    @property
+    def _shares(self) -> bool:
+        """Whether loaders must keep in step with those of other ranks."""
+        return self._active and not self.randomness.alone
+
+    def _index_sampler(self, old: property) -> property:
+        def sampler(loader: DataLoader[Any]) -> Any:
+            theirs = old.fget(loader)  # type: ignore[misc]
+            if not self._shares or not dealt_out(loader):
+                return theirs
+            return Dealt(theirs, self._deal_now, self.randomness, drop_last=loader.drop_last, padded=self._pad)
+
+        return property(sampler)
+
+    def _deal_now(self) -> Deal:
+        return self.deal
+
+    def _pad(self, samples: int) -> None:
+        self.padded += samples
+
+    def _iter(self, old: Any) -> Any:
+        def iterate(loader: DataLoader[Any]) -> Any:
+            if not self._active:
+                return old(loader)
+            if isinstance(loader.dataset, IterableDataset):
+                self.unshared.add("iterable")
+            elif loader.batch_sampler is None:
+                self.unshared.add("single")
+            with _forked_workers(loader):
+                iterator = old(loader)
+            self.steps.opened(iterator, loader)
+            return iterator
+
+        return iterate
+
+    def _iterator_init(self, old: Any) -> Any:
+        def init(iterator: Any, loader: DataLoader[Any]) -> None:
+            if not self._shares:
+                return old(iterator, loader)
+            # The draw of the base seed is part of the order of draws in one process; the seed itself, from which
+            # loader workers augment, must differ from rank to rank.
+            with self.randomness.shared():
+                old(iterator, loader)
+            if self.rank:
+                iterator._base_seed = derive(iterator._base_seed, self.rank)
+
+        return init
+
+    def _next(self, old: Any) -> Any:
+        def following(iterator: Any) -> Any:
+            if not self._active:
+                return old(iterator)
+            self.steps.asked(iterator)
+            try:
+                batch = old(iterator)
+            except StopIteration:
+                self.steps.exhausted(iterator)
+                raise
+            self.steps.got(samples_in(batch))
+            return batch if self.device.type == "cpu" else move(batch, self.device)
+
+        return following
+
+
+@contextmanager
+def _forked_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """Loader workers have to know the notebook's classes. From Python 3.14 on they are not forked by themselves."""
+    if (
+        sys.version_info < (3, 14)
+        or not loader.num_workers
+        or loader.multiprocessing_context is not None
+        or "fork" not in multiprocessing.get_all_start_methods()
+    ):
+        yield
+        return
+    loader.multiprocessing_context = "fork"
+    try:
+        yield
+    finally:
+        loader.multiprocessing_context = None

@@ -1,0 +1,216 @@
+"""Finds what hangs together among models, optimizers and schedulers, and has the strategy set it up.
+
+The unit is not a model: one optimizer may hold two models and a temperature, two optimizers may share one model.
+What is set up already is kept; a component that grew (a new layer, a new optimizer) is closed and set up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nbtrain.errors import NotPrepared
+from nbtrain.exchange.fingerprint import checksum
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.training.collectives import equalise
+
+
+@dataclass(slots=True)
+class Kept:
+    """One component as it was set up."""
+
+    prepared: Prepared
+    objects: frozenset[int]
+    """ids of modules, optimizers and schedulers"""
+    parameters: list[torch.Tensor]
+    """held, so that no new one can take over an id"""
+    layout: list[tuple[int, torch.dtype, torch.Size]]
+
+    def ids(self) -> set[int]:
+        return {id(p) for p in self.parameters}
+
+
+class Workshop:
+    """What is prepared on a rank."""
+
+    def __init__(self, strategy: Strategy, device: torch.device, world_size: int) -> None:
+        self.strategy = strategy
+        self.device = device
+        self.world_size = world_size
+        self.kept: list[Kept] = []
+        self.ready: set[int] = set()
+        self.known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        return [kept.prepared for kept in self.kept]
+
+    def prepare(self, objects: Mapping[str, object]) -> None:
+        """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
+        if self.strategy.hands_off:
+            return
+        for component in _components(objects, [kept.prepared.component for kept in self.kept]):
+            self._set_up(component)
+
+    def forget(self, objects: Iterable[object] | None = None) -> None:
+        """Close what was set up: everything, or the components that hold one of these objects."""
+        wanted = None if objects is None else {id(item) for item in objects}
+        for kept in self.kept[:]:
+            if wanted is None or wanted & kept.objects:
+                self._close(kept)
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self.known.get(optimizer) == size:
+            return
+        loose = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and id(p) not in self.ready
+        ]
+        if loose:
+            count = "1 parameter" if len(loose) == 1 else f"{len(loose)} parameters"
+            raise NotPrepared(
+                f"{type(optimizer).__name__} trains {count} on {self.world_size} ranks without having been set up, so "
+                "that every rank would train a model of its own. Was it made inside the cell? Then write before the "
+                "loop:\n    model, optimizer = setup(model, optimizer)"
+            )
+        self.known[optimizer] = size
+
+    def _set_up(self, component: Component) -> None:
+        groups = (component.modules, component.optimizers, component.schedulers)
+        objects = frozenset(id(item) for group in groups for item in group.values())
+        parameters = component.parameters()
+        layout = [(id(p), p.dtype, p.shape) for p in parameters]
+        ids = {id(p) for p in parameters}
+        old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
+        place(component, self.device)
+        if len(old) == 1 and old[0].objects == objects and old[0].layout == layout:
+            return
+        for kept in old:
+            self._close(kept)
+        equalise([*parameters, *component.buffers()], checksum)
+        self.kept.append(Kept(self.strategy.set_up(component), objects, parameters, layout))
+        self.ready |= ids
+        self.known.clear()
+
+    def _close(self, kept: Kept) -> None:
+        kept.prepared.close()
+        self.kept.remove(kept)
+        self.ready -= kept.ids()
+        self.known.clear()
+
+
+def place(component: Component, device: torch.device) -> None:
+    """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
+    for tensor in (*component.parameters(), *component.buffers()):
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+    for optimizer in component.optimizers.values():
+        for group in optimizer.param_groups:
+            counts_there = group.get("capturable") or group.get("fused")
+            for p in group["params"]:
+                state = optimizer.state.get(p) or {}
+                for key, value in state.items():
+                    # torch keeps step counts on the CPU unless a kernel reads them
+                    if isinstance(value, torch.Tensor) and (key != "step" or counts_there):
+                        state[key] = value.to(device)
+
+
+def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:
+    """The connected components of `objects`, together with those of `before` they are connected to."""
+    modules = {name: item for name, item in objects.items() if isinstance(item, nn.Module)}
+    optimizers = {name: item for name, item in objects.items() if isinstance(item, Optimizer)}
+    schedulers = {name: item for name, item in objects.items() if isinstance(item, LRScheduler)}
+    links = _Links()
+    for component in before:
+        everything = (*component.modules.values(), *component.optimizers.values(), *component.loose.values())
+        links.join([*map(id, everything), *map(id, component.parameters()), *map(id, component.buffers())])
+    for module in modules.values():
+        links.join([id(module), *map(id, module.parameters()), *map(id, module.buffers())])
+    for optimizer in optimizers.values():
+        links.join([id(optimizer), *(id(p) for group in optimizer.param_groups for p in group["params"])])
+    for scheduler in schedulers.values():
+        if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
+            links.join([id(scheduler), id(scheduler.optimizer)])
+
+    found: dict[int, Component] = {}
+    touched = set()
+    for component in before:  # first, so that names stay what they were
+        for item in (*component.modules.values(), *component.optimizers.values(), *component.loose.values()):
+            target = found.setdefault(links.root(id(item)), Component())
+            _merge(target, component)
+            break
+    for name, module in modules.items():
+        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+            root = links.root(id(module))
+            touched.add(root)
+            _add(found.setdefault(root, Component()).modules, name, module)
+    for name, optimizer in optimizers.items():
+        root = links.root(id(optimizer))
+        touched.add(root)
+        _add(found.setdefault(root, Component()).optimizers, name, optimizer)
+    for name, scheduler in schedulers.items():
+        root = links.root(id(scheduler))
+        if root in found:
+            touched.add(root)
+            _add(found[root].schedulers, name, scheduler)
+    chosen = [found[root] for root in found if root in touched]
+    for component in chosen:
+        _find_loose(component)
+    return chosen
+
+
+def _find_loose(component: Component) -> None:
+    """Parameters that an optimizer holds and no module owns."""
+    component.loose = {}
+    owned = set(map(id, component.parameters()))
+    for name, optimizer in component.optimizers.items():
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) not in owned:
+                owned.add(id(p))
+                component.loose[f"{name}[{i}]"] = p
+
+
+def _merge(target: Component, other: Component) -> None:
+    for attribute in ("modules", "optimizers", "schedulers"):
+        for name, item in getattr(other, attribute).items():
+            _add(getattr(target, attribute), name, item)
+
+
+def _add(table: dict[str, Any], name: str, item: Any) -> None:
+    """Once, under the first name it came with; another object of that name gets a number."""
+    if any(item is other for other in table.values()):
+        return
+    free, number = name, 2
+    while free in table:
+        free, number = f"{name} ({number})", number + 1
+    table[free] = item
+
+
+class _Links:
+    """Which ids belong together (union-find)."""
+
+    def __init__(self) -> None:
+        self.parent: dict[int, int] = {}
+
+    def root(self, key: int) -> int:
+        while (parent := self.parent.setdefault(key, key)) != key:
+            self.parent[key] = key = self.parent[parent]
+        return key
+
+    def join(self, keys: list[int]) -> None:
+        first = self.root(keys[0])
+        for key in keys[1:]:
+            self.parent[self.root(key)] = first

@@ -1,0 +1,169 @@
+"""Who draws which random numbers on a rank.
+
+Every rank has its own default streams: rank 0 carries the notebook's on, the others start from numbers
+derived from it, so that dropout and augmentation differ. Beside them runs one *shared* stream, equal on all
+ranks, that starts where the notebook's stands. It is swapped in while a loader draws its base seed and its
+order, so that shuffling is what one process with the same seed would see, and the default streams of the
+ranks do not notice.
+
+`torch.manual_seed` inside the cell starts the shared stream anew, as it would in one process. To see it even
+when the same seed is set again, the seed that torch remembers beside its state is replaced by a mark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+States = dict[str, Any]
+MARK = 0x6E62747261696E
+"""What `torch.initial_seed()` says on a rank until the cell sets a seed of its own."""
+
+
+def capture() -> States:
+    """The states of the process's default streams. numpy and CUDA only where they are in use."""
+    states: States = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore(states: States) -> None:
+    """Set the default streams. CUDA's only where it is in use: this must not be what starts it."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def derive(state: Any, rank: int) -> int:
+    """A seed of 63 bits that belongs to this state and rank."""
+    content = state.cpu().numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
+    digest = hashlib.blake2b(content + rank.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Randomness:
+    """The streams of one rank. `adopt` before a cell, `collect` after it."""
+
+    def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
+        self.rank = rank
+        self.alone = world_size == 1
+        self.cuda = cuda
+        self.shared_states: States = {}
+        self.began: States = {}
+        self.seed: int | None = None  # what the notebook's torch remembers as its seed
+        self.cuda_seed: int | None = None
+        self.depth = 0
+
+    def adopt(self, states: States) -> None:
+        """Start from where the notebook's streams stand. Called with the same states on every rank."""
+        self.shared_states = {key: _copy(state) for key, state in states.items() if key != "cuda"}
+        if self.rank == 0:
+            restore(states)
+        else:
+            self._seed(states)
+        self._adopt_cuda(states)
+        if not self.alone:
+            self._mark()
+        self.began = capture()
+
+    def collect(self) -> States:
+        """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared
+        stream stands, else where this rank's own does."""
+        states = capture()
+        if self.alone:
+            return states
+        for key, shared in self.shared_states.items():
+            if key in states and key in self.began and _same(states[key], self.began[key]):
+                states[key] = _copy(shared)
+        seed = states["torch"][:8].view(torch.int64)
+        if self.seed is not None and seed.item() == MARK:
+            seed.fill_(self.seed)
+        return states
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """The shared stream in place of the rank's own ones."""
+        if self.alone or self.depth or not self.shared_states:
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+            return
+        if torch.initial_seed() != MARK:  # the cell has set a seed, on every rank
+            self.shared_states["torch"] = torch.get_rng_state()
+            self._mark()
+            self.began["torch"] = torch.get_rng_state()
+        own = {key: state for key, state in capture().items() if key in self.shared_states}
+        restore(self.shared_states)
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            self.shared_states.update({key: state for key, state in capture().items() if key in self.shared_states})
+            restore(own)
+
+    def fingerprint(self) -> int:
+        """Equal on all ranks as long as they have iterated the same loaders."""
+        return derive(self.shared_states["torch"], 0) if self.shared_states else 0
+
+    def _seed(self, states: States) -> None:
+        if "torch" in states:
+            torch.default_generator.manual_seed(derive(states["torch"], self.rank))
+        if "random" in states:
+            random.seed(derive(states["random"], self.rank))
+        if "numpy" in states and (numpy := sys.modules.get("numpy")):
+            numpy.random.seed(derive(states["numpy"], self.rank) % 2**32)
+
+    def _adopt_cuda(self, states: States) -> None:
+        """A notebook without CUDA sends no state of it: then its seed starts the stream once, and it runs on."""
+        if not self.cuda:
+            return
+        if "cuda" in states:
+            if self.rank:
+                torch.cuda.manual_seed(derive(states["cuda"], self.rank))
+            else:
+                torch.cuda.set_rng_state(states["cuda"])
+            return
+        seed = int(states["torch"][:8].view(torch.int64).item())
+        if seed != self.cuda_seed:
+            self.cuda_seed = seed
+            torch.cuda.manual_seed(derive(seed, self.rank) if self.rank else seed)
+
+    def _mark(self) -> None:
+        state = torch.get_rng_state()
+        seed = state[:8].view(torch.int64)
+        if self.rank == 0:
+            self.seed = int(seed.item())
+        seed.fill_(MARK)
+        torch.set_rng_state(state)
+
+
+def _copy(state: Any) -> Any:
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return repr(one) == repr(other) if not isinstance(one, tuple) else all(map(_equal, one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    answer = one == other
+    return bool(answer.all() if hasattr(answer, "all") else answer)

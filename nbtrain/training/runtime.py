@@ -1,0 +1,251 @@
+"""Everything that runs on a rank around a strategy, as the one object the worker uses.
+
+Functions of torch replaced by `install`, and why:
+
+    torch.autograd.backward              accumulation; a backward cut short is forgotten; interruption between steps
+    clip_grad_norm_, clip_grad_value_    a strategy may know better; accumulation
+    DataLoader.__iter__, _index_sampler  batches are dealt out; counting
+    _BaseDataLoaderIter.__init__         the order of batches is drawn from a stream that all ranks share
+    _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
+
+Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from nbtrain.errors import UsageError
+from nbtrain.events import Event, Metric
+from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.strategies.base import Strategy
+from nbtrain.training import collectives
+from nbtrain.training.accumulate import Accumulation
+from nbtrain.training.agreement import Agreement
+from nbtrain.training.data import Deal
+from nbtrain.training.loaders import Loaders
+from nbtrain.training.patches import Patches
+from nbtrain.training.prepare import Workshop
+from nbtrain.training.randomness import Randomness
+from nbtrain.training.steps import Steps
+
+_installed: Runtime | None = None
+
+
+class Runtime:
+    """One per rank and strategy. `install`, then per cell: `begin`, the cell, `end`."""
+
+    def __init__(self, info: RankInfo, strategy: Strategy, emit: Callable[[Event], None]) -> None:
+        self.info = info
+        self.strategy = strategy
+        self.emit = emit
+        self.device = torch.device(info.device)
+        self.steps = Steps(info.rank)
+        self.randomness = Randomness(info.rank, info.world_size, self.device.type == "cuda")
+        self.workshop = Workshop(strategy, self.device, info.world_size)
+        self.loaders = Loaders(self.randomness, self.steps, self.device, info.rank)
+        self.accumulation: Accumulation | None = None
+        self.running = False
+        self._agreement = Agreement()
+        self._patches = Patches()
+        self._in_backward = False
+
+    # --- per process -----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Replace what has to be replaced in torch. Once; another runtime of this process is uninstalled first."""
+        global _installed
+        if _installed is self:
+            return
+        if _installed is not None:
+            _installed.uninstall()
+        patches = self._patches
+        patches.wrap(torch.autograd, "backward", self._backward)
+        for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
+            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+                patches.wrap(module, name, make)
+        self.loaders.patch(patches)
+        patches.keep(register_optimizer_step_pre_hook(self._before_step))
+        patches.keep(register_optimizer_step_post_hook(self._after_step))
+        _installed = self
+
+    def uninstall(self) -> None:
+        """Put torch back as it was."""
+        global _installed
+        self.forget()
+        self._patches.undo()
+        if _installed is self:
+            _installed = None
+
+    # --- per cell --------------------------------------------------------------------------------
+
+    def begin(self, run: RunSpec, objects: Mapping[str, object]) -> list[str]:
+        """Prepare what the cell uses; sentences for the user. Collective."""
+        self.workshop.prepare(objects)
+        index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
+        deal = Deal(index=index, count=count, split=run.split_batches)
+        self.steps.begin()
+        self.loaders.begin(deal, self.strategy.hands_off)
+        if run.accumulate > 1:
+            self.accumulation = Accumulation(
+                run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
+            )
+            self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
+        self.running = True
+        return [] if self.strategy.hands_off else _batch_notes(objects, deal, run.accumulate)
+
+    def end(self, ok: bool) -> list[str]:
+        """After the cell, whether it succeeded or not; sentences for the user."""
+        self.running = False
+        self._in_backward = False
+        if self.accumulation is not None:
+            self.accumulation.leave()
+            self.accumulation = None
+        if not ok:
+            self._reset()
+        return self.loaders.end()
+
+    def forget(self, *objects: object) -> None:
+        """Close what is prepared: everything, or the components that hold one of these objects."""
+        self.workshop.forget(objects or None)
+
+    def agreement(self) -> list[tuple[str, int]]:
+        """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
+        return self._agreement.take(self.workshop.prepared, self.steps.count > 0, self.randomness)
+
+    def builtins(self) -> dict[str, Any]:
+        """The names every cell may use."""
+        return {
+            "rank": self.info.rank,
+            "world_size": self.info.world_size,
+            "local_rank": self.info.local_rank,
+            "device": self.device,
+            "log": self.log,
+            "reduce": collectives.reduce,
+            "gather": collectives.gather,
+            "barrier": collectives.barrier,
+            "setup": self.setup,
+        }
+
+    # --- what the cell calls ---------------------------------------------------------------------
+
+    def log(self, **values: Any) -> None:
+        """Show numbers on the run's chart: `log(loss=loss)`."""
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise UsageError(
+                    f"log({name}=...) takes a number or a tensor with one element, not {type(value).__name__}"
+                ) from None
+        self.emit(Metric(rank=self.info.rank, time=time.time(), step=self.steps.count, values=numbers))
+
+    def setup(self, *objects: Any) -> Any:
+        """Prepare what was made inside the cell, with rank 0's weights: `model, optimizer = setup(model, optimizer)`.
+
+        Collective: every rank has to call it. The very same objects are returned.
+        """
+        self.workshop.prepare({f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)})
+        if self.accumulation is not None:
+            for item in objects:
+                if isinstance(item, Optimizer):
+                    self.accumulation.gate(item)
+        return objects[0] if len(objects) == 1 else objects
+
+    # --- what torch calls ------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        for prepared in self.workshop.prepared:
+            prepared.reset()
+
+    def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
+                return old(tensors, grad_tensors, *args, **kwargs)
+            if not self.steps.loading:
+                self.steps.at_boundary()
+            self._in_backward = True
+            try:
+                if self.accumulation is None:
+                    return old(tensors, grad_tensors, *args, **kwargs)
+                with self.accumulation.backward() as share:
+                    return old(tensors, _scaled(tensors, grad_tensors, share), *args, **kwargs)
+            except BaseException:
+                self._reset()
+                raise
+            finally:
+                self._in_backward = False
+
+        return backward
+
+    def _clip_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            if not self.running:
+                return old(parameters, max_norm, norm_type, *args, **kwargs)
+            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if self.accumulation is not None and not self.accumulation.due:
+                max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
+            for prepared in self.workshop.prepared:
+                norm = prepared.clip(held, max_norm, norm_type)
+                if norm is not None:
+                    return norm
+            return old(held, max_norm, norm_type, *args, **kwargs)
+
+        return clip
+
+    def _clip_value(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.running and self.accumulation is not None and not self.accumulation.due:
+                return None
+            return old(parameters, *args, **kwargs)
+
+        return clip
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.running:
+            return
+        if self.info.world_size > 1 and not self.strategy.hands_off:
+            self.workshop.guard(optimizer)
+        if self.accumulation is not None:
+            self.accumulation.check(optimizer)
+        self.steps.stepping = True
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.running:
+            self.steps.stepped(optimizer)
+
+
+def _scaled(tensors: Any, grads: Any, share: float) -> Any:
+    """The gradients a backward starts from, times `share`."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = [grads] * len(roots) if grads is None or isinstance(grads, torch.Tensor) else list(grads)
+    if any(grad is None and root.numel() != 1 for root, grad in zip(roots, given, strict=False)):
+        return grads  # torch says what is wrong
+    return [
+        torch.full_like(root, share) if grad is None else grad * share for root, grad in zip(roots, given, strict=False)
+    ]
+
+
+def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int) -> list[str]:
+    """The effective batch, once per batch size: `batch 32 × 4`."""
+    notes: list[str] = []
+    for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        if not isinstance(size, int) or isinstance(size, bool):
+            continue
+        note = f"batch {size}"
+        if deal.count > 1:
+            note += f" split over {deal.count} ranks" if deal.split else f" × {deal.count}"
+        if accumulate > 1:
+            note += f" × {accumulate} accumulated"
+        if note not in notes and note != f"batch {size}":
+            notes.append(note)
+    return notes

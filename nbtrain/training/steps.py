@@ -1,0 +1,126 @@
+"""Counts what a rank has done: optimizer steps, samples, epochs, where it stands in its loader.
+
+Steps are those of the optimizer that stepped most often: a GAN's two optimizers, each stepping once per batch, make
+one step per batch. What `--accumulate` leaves out is no step. All numbers may be read from other threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch.utils.data import DataLoader
+
+from nbtrain.events import Progress, Throughput
+
+
+class Steps:
+    """The counters of one rank; `begin` sets them to zero.
+
+    `boundary`, when set, is called where a cell may be interrupted without leaving half a step behind: when the next
+    batch is asked for, or, while no loader is in use, when a backward begins. It may raise.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.boundary: Callable[[], None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.began = time.monotonic()
+        self.count = 0
+        self.samples = 0
+        self.batches = 0
+        self.stepping = False
+        """an optimizer's `step` is under way: not the moment to interrupt"""
+        self.armed = False
+        self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.iterators: list[tuple[ref[Any], int, int | None]] = []
+        """loaders under way, the one used last at the end: weakly, epoch, length"""
+        self.finished: tuple[int, int] | None = None
+
+    def opened(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        """A loader's iteration begins."""
+        epoch = self.epochs.get(loader, -1) + 1
+        self.epochs[loader] = epoch
+        try:
+            total: int | None = len(iterator)
+        except (TypeError, NotImplementedError):
+            total = None
+        self._remove(iterator)
+        self.iterators.append((ref(iterator), epoch, total))
+
+    def asked(self, iterator: Any) -> None:
+        """The next batch is wanted: between two steps."""
+        self.at_boundary()
+        # Last is another one: this is the way back from a loop over it.
+        if self.iterators and self.iterators[-1][0]() is not iterator and (place := self._remove(iterator)):
+            self.iterators.append(place)
+
+    def at_boundary(self) -> None:
+        if self.armed:
+            self.armed = False
+            if self.boundary is not None:
+                self.boundary()
+
+    def got(self, samples: int) -> None:
+        self.batches += 1
+        self.samples += samples
+
+    def exhausted(self, iterator: Any) -> None:
+        if (place := self._remove(iterator)) and place[2] is not None:
+            self.finished = (place[2], place[1])
+
+    def stepped(self, optimizer: Any) -> None:
+        """A real step has been taken."""
+        taken = self.taken.get(optimizer, 0) + 1
+        self.taken[optimizer] = taken
+        self.count = max(self.count, taken)
+        self.stepping = False
+        self.armed = True
+
+    @property
+    def loading(self) -> bool:
+        """A loader is being iterated."""
+        return self._current() is not None
+
+    @property
+    def at_last_batch(self) -> bool:
+        """The batch being worked on is the last of its loader."""
+        current = self._current()
+        return current is not None and current[0] == current[1]
+
+    def progress(self) -> Progress | None:
+        current = self._current()
+        if current is None and self.finished is not None:
+            current = (self.finished[0], self.finished[0], self.finished[1])
+        if current is None:
+            return None
+        done, total, epoch = current
+        return Progress(rank=self.rank, time=time.time(), done=done, total=total, epoch=epoch)
+
+    def throughput(self) -> Throughput:
+        seconds = time.monotonic() - self.began
+        return Throughput(rank=self.rank, time=time.time(), steps=self.count, samples=self.samples, seconds=seconds)
+
+    def _current(self) -> tuple[int, int | None, int] | None:
+        """(batches handed out, length, epoch) of the loader used last that is still alive."""
+        for iterator, epoch, total in reversed(self.iterators[:]):
+            if (alive := iterator()) is not None:
+                return alive._num_yielded, total, epoch
+        return None
+
+    def _remove(self, iterator: Any) -> tuple[ref[Any], int, int | None] | None:
+        found = None
+        kept = []
+        for place in self.iterators:
+            alive = place[0]()
+            if alive is iterator:
+                found = place
+            elif alive is not None:
+                kept.append(place)
+        self.iterators = kept
+        return found
