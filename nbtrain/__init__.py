@@ -1,0 +1,95 @@
+"""Train a model of your notebook on many processes or GPUs, from that notebook, with the loop you already wrote.
+
+    %load_ext nbtrain
+
+    %%distributed --strategy ddp --devices 4
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Importing this module does nothing and loads nothing but the standard library; names load on use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbtrain import errors
+    from nbtrain.strategies.base import Strategy
+
+    # What a rank finds among its builtins; said here for editors.
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    def log(**values: Any) -> None: ...
+    def reduce(value: Any, op: str = "mean") -> Any: ...
+    def gather(value: Any) -> Any: ...
+    def barrier() -> None: ...
+    def setup(*objects: Any) -> Any: ...
+
+
+__version__ = "0.1.0"
+
+__all__ = ["Strategy", "__version__", "errors", "load_ipython_extension", "unload_ipython_extension"]
+
+ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup")
+"""Not in `__all__`: `from nbtrain import *` has to work in the notebook, where these do not exist."""
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """`%load_ext nbtrain`"""
+    from nbtrain.magics.extension import load
+
+    load(shell, doctor=_doctor)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """`%unload_ext nbtrain`, and the first half of `%reload_ext nbtrain`"""
+    from nbtrain.magics.extension import unload
+
+    unload(shell)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ON_A_RANK:
+        return _of_the_rank(name)
+    if name == "Strategy":
+        from nbtrain.strategies.base import Strategy
+
+        return Strategy
+    if name == "errors":
+        from importlib import import_module
+
+        return import_module("nbtrain.errors")
+    raise AttributeError(f"module 'nbtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *ON_A_RANK})
+
+
+def _doctor() -> str:
+    # Handed to the magics, which stand beside the doctor and not above it.
+    from nbtrain import doctor
+
+    return doctor.report()
+
+
+def _of_the_rank(name: str) -> Any:
+    import builtins
+
+    try:
+        return getattr(builtins, name)
+    except AttributeError:
+        from nbtrain.errors import UsageError
+
+        # Not an AttributeError: `from nbtrain import log` would turn that into "cannot import name".
+        raise UsageError(
+            f"nbtrain.{name} exists on the ranks only: use it (or import it) inside a %%distributed cell"
+        ) from None

@@ -1,0 +1,107 @@
+"""Where a cell's body stands in the notebook, so that kernel and ranks both say `Cell In[5], line 3`."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.errors import NbtrainError, UsageError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbtrain.session import Cell
+
+
+class CellSyntaxError(NbtrainError):
+    """The body of the cell is not Python; shown exactly as IPython shows a cell's own syntax error."""
+
+    def __init__(self, message: str, lines: list[str]) -> None:
+        super().__init__(message, lines)
+        self.message = message
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return self.message
+
+    def _render_traceback_(self) -> list[str]:
+        # Raised as a SyntaxError, it would be shown below the stack of the magic that found it.
+        return self.lines
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What IPython's `pre_run_cell` says of the cell that runs: the only place that has it as it was typed."""
+
+    raw: str
+    stored: bool
+    """in the history, so it has a number"""
+
+
+def locate(shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen | None) -> Cell:
+    """The cell as the ranks need it. Raises UsageError if there is nothing in it."""
+    from nbtrain.session import Cell
+
+    text = body.lstrip("\n") if not body.strip() else body
+    lines = text.splitlines()
+    blank = next((at for at, one in enumerate(lines) if one.strip()), None)
+    if blank is None:
+        raise UsageError(f"there is no code below %%{magic}; write the training loop there")
+    found = _body_starts(seen.raw, magic, lines) if seen is not None else None
+    if seen is None or found is None:  # run by a program, not typed into a cell
+        raw, first, number = f"%%{magic} {line}\n{body}", 2, None
+    else:
+        raw, first = seen.raw, found
+        number = len(_inputs(shell)) - 1 if seen.stored else None
+    # The name is IPython's own for this cell; what it has in its cache is one line, `run_cell_magic(...)`.
+    filename = shell.compile.cache(raw, shell.execution_count if number is None else number, raw_code=raw)
+    # Input transformers drop leading blank lines and would shift what follows.
+    source = "".join(text.splitlines(keepends=True)[blank:])
+    return Cell(source=source, filename=filename, first_line=first + blank, number=number)
+
+
+def check(shell: InteractiveShell, cell: Cell, magic: str) -> None:
+    """Finds syntax errors before anything is started. Magics, `!cmd` and top-level await are fine."""
+    above = cell.first_line - 1
+    flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    shift = above
+    try:
+        transformed = shell.transform_cell(cell.source)
+        shift = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks compile it too and will warn
+            tree: Any = shell.compile.ast_parse("\n" * above + transformed, cell.filename)
+            compile(tree, cell.filename, "exec", flags, True)
+    except SyntaxError as error:
+        error.filename = cell.filename
+        if shift and error.lineno is not None:
+            error.lineno += shift
+        rendering: Any = shell.SyntaxTB
+        lines = rendering.structured_traceback(type(error), error, [])
+        message = f"{type(error).__name__}: {error.msg} (line {error.lineno} of the cell)"
+        raise CellSyntaxError(message, list(lines)) from None
+    except (ValueError, OverflowError) as error:  # null bytes, numbers that are too large
+        raise UsageError(f"the cell cannot be compiled: {error}") from None
+    if not tree.body:
+        raise UsageError(f"there are only comments below %%{magic}; write the training loop there")
+
+
+def _body_starts(raw: str, magic: str, body: list[str]) -> int | None:
+    """The line, from 1, below the magic's own; None if the body is not from this cell."""
+    lines = raw.splitlines()
+    for at, line in enumerate(lines):
+        if line.strip().startswith(f"%%{magic}"):
+            below = lines[at + 1 :]
+            same = len(below) >= len(body) and all(a.strip() == b.strip() for a, b in zip(below, body))  # noqa: B905
+            return at + 2 if same else None
+        if line.strip() and not line.strip().startswith("%%"):  # %%time may stand above
+            return None
+    return None
+
+
+def _inputs(shell: InteractiveShell) -> list[str]:
+    # `execution_count` inside a cell is this cell's number in IPython 7 and the next one's in 9.
+    manager = shell.history_manager
+    return [""] if manager is None else manager.input_hist_parsed

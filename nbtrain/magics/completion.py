@@ -1,0 +1,161 @@
+"""Tab on a magic's line: option names, their choices, the flags of the chosen strategy, verbs and ranks.
+
+`complete` decides what fits; two thin adapters bring it to IPython: a matcher from 8.6 on, a hook before.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from nbtrain import registry
+from nbtrain.magics.flags import Flag
+from nbtrain.magics.options import BY_FLAG, OPTIONS, Option
+from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics.state import State
+from nbtrain.magics.verbs import VERBS
+from nbtrain.magics.words import Word, split
+from nbtrain.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+NOTHING: tuple[str, list[str]] = ("", [])
+
+
+def complete(left: str, state: State, names: Mapping[str, str]) -> tuple[str, list[str]]:
+    """(what is already typed of it, what it may become) for a line up to the cursor."""
+    magic = re.match(r"\s*(%%?)(\w+)\s", left)
+    if not magic or magic[2] not in names.values():
+        return NOTHING
+    is_rank = magic[2] == names["rank"]
+    rest = left[magic.end() :]
+    words = split(rest, unfinished=True)
+    typed = words.pop() if words and words[-1].start + len(words[-1].text) == len(rest) else None
+    if typed is None and rest.strip() and not rest[-1].isspace():
+        return NOTHING  # in a comment
+    fragment = typed.text if typed is not None else ""
+    flag, equals, value = fragment.partition("=")
+    if equals and typed is not None and typed.is_flag:
+        words, fragment = [*words, Word(flag)], value
+    own = _own_flags(words, state)
+    before = words[-1].text if words else ""
+    if (choices := _values(before, own, state)) is not None:
+        found: Iterable[str] = choices
+    elif magic[1] == "%" and not is_rank:
+        verb = words[0].text if words and words[0].text in VERBS else None
+        found = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
+    elif is_rank and not fragment.startswith("-") and not any(word.is_flag for word in words):
+        found = [*_ranks(fragment, state), *(_flags(words, own, fragment) if words and not fragment else [])]
+    else:
+        found = _flags(words, own, fragment)
+    return fragment, [one for one in found if one.startswith(fragment)]
+
+
+def _values(before: str, own: Mapping[str, Flag], state: State) -> list[str] | None:
+    """What may follow an option. None: nothing need follow, so the next word is an option."""
+    option = BY_FLAG.get(before)
+    if option is not None:
+        if option.read is None:
+            return None
+        return _strategies(state) if option.name == "strategy" else [*option.choices, *option.suggestions]
+    if before in own and own[before].type is not bool:
+        return list(own[before].choices)
+    return None
+
+
+def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str | None = None) -> list[str]:
+    given = {BY_FLAG[word.text].flag if word.text in BY_FLAG else word.text for word in words}
+
+    def fits(option: Option) -> bool:
+        return option.flag not in given and (verb is None or (VERBS[verb].options and option.pool))
+
+    found = [option.flag for option in OPTIONS if fits(option)]
+    found += [flag for flag in own if flag not in given]
+    if fragment == "-":
+        found += [option.short for option in OPTIONS if option.short and fits(option)]
+    return found
+
+
+def _strategies(state: State) -> list[str]:
+    def is_one(value: Any) -> bool:
+        return isinstance(value, Strategy) or (
+            isinstance(value, type) and issubclass(value, Strategy) and value is not Strategy
+        )
+
+    theirs = [name for name, value in state.notebook.items() if not name.startswith("_") and is_one(value)]
+    return ["auto", *registry.strategies(), *theirs]
+
+
+def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:
+    name = state.defaults.value("strategy")
+    for word, following in pairwise(words):
+        if BY_FLAG.get(word.text) is BY_FLAG["--strategy"]:
+            name = following.plain
+    found: dict[str, Flag] = {}
+    for one in AUTO if name == "auto" else (name,):
+        if one in registry.strategies() and "torch" not in sys.modules:
+            continue  # nobody waits seconds for a Tab
+        try:
+            found.update(Chosen.named(one, state.notebook).flags())
+        except Exception:  # half a line, or a strategy that cannot be loaded: running the cell will say why
+            continue
+    return found
+
+
+def _ranks(fragment: str, state: State) -> list[str]:
+    head, comma, _ = fragment.rpartition(",")
+    taken = head.split(",")
+    return [f"{head}{comma}{rank}" for rank in range(state.world_size() or 0) if str(rank) not in taken]
+
+
+def install(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> Callable[[], None]:
+    """Returns what undoes it."""
+    try:
+        from IPython.core.completer import context_matcher
+    except ImportError:
+        return _install_hook(shell, state, names)
+    from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
+
+    @context_matcher(identifier="nbtrain.magics")  # type: ignore[untyped-decorator, unused-ignore]
+    def matcher(context: CompletionContext) -> SimpleMatcherResult:
+        above = context.full_text.split("\n")[: context.cursor_line]
+        left = context.text_until_cursor
+        inside = left.lstrip().startswith("%%") and any(line.strip() for line in above)
+        fragment, found = NOTHING if inside else complete(left, state, names)
+        return SimpleMatcherResult(
+            completions=[SimpleCompletion(text=one, type="param") for one in found],
+            matched_fragment=fragment if found else context.token,
+            suppress=bool(found),
+            do_not_suppress=set(),
+            ordered=False,
+        )
+
+    shell.Completer.custom_matchers.append(matcher)
+    return lambda: shell.Completer.custom_matchers.remove(matcher)
+
+
+def _install_hook(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> Callable[[], None]:
+    keys = [f"%%{names['distributed']}", f"%{names['distributed']}", f"%%{names['rank']}"]
+
+    def hook(self: InteractiveShell, event: Any) -> list[str]:
+        fragment, found = complete(event.text_until_cursor, state, names)
+        # IPython replaces its own idea of the last word, which begins behind any = or comma.
+        known = len(fragment) - len(event.symbol)
+        return [one[known:] for one in found] if known >= 0 and fragment.endswith(event.symbol) else []
+
+    for key in keys:
+        shell.set_hook("complete_command", hook, str_key=key)
+
+    def undo() -> None:
+        strings = shell.strdispatchers["complete_command"].strs
+        for key in keys:
+            chain = strings[key].chain
+            chain[:] = [entry for entry in chain if getattr(entry[1], "__func__", None) is not hook]
+            if not chain:
+                del strings[key]
+
+    return undo

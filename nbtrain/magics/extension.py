@@ -1,0 +1,163 @@
+"""The magics themselves: registered when the extension is loaded, gone without a trace when it is unloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError as OneLine
+from IPython.core.magic import no_var_expand
+
+from nbtrain.errors import UsageError
+from nbtrain.magics import cells, completion, manual, verbs
+from nbtrain.magics.parse import Request, parse_ranks
+from nbtrain.magics.resolve import check_flags
+from nbtrain.magics.state import Session, State
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_LOADED: dict[InteractiveShell, Extension] = {}
+
+INSTEAD = {"distributed": "nbtrain", "rank": "nbtrain_rank"}
+"""Names for magics whose own name another extension already has."""
+
+
+def load(
+    shell: InteractiveShell, *, doctor: Callable[[], str], open_session: Callable[[Any], Session] | None = None
+) -> None:
+    """`doctor` writes the report of `%distributed doctor`; `open_session` makes what runs the cells."""
+    if shell not in _LOADED:
+        _LOADED[shell] = Extension(shell, State(shell, open_session or _open_session, doctor))
+
+
+def unload(shell: InteractiveShell) -> None:
+    extension = _LOADED.pop(shell, None)
+    if extension is not None:
+        extension.close()
+
+
+def _open_session(shell: InteractiveShell) -> Session:
+    from nbtrain.session import Session
+
+    return Session(shell)
+
+
+class Extension:
+    """nbtrain in one shell."""
+
+    def __init__(self, shell: InteractiveShell, state: State) -> None:
+        self.shell = shell
+        self.state = state
+        self.names = self._free_names()
+        self._magics: list[tuple[str, str, Callable[..., Any]]] = []
+        self._register("line", self.names["distributed"], self._line_magic())
+        self._register("cell", self.names["distributed"], self._cell_magic())
+        self._register("cell", self.names["rank"], self._rank_magic())
+        shell.events.register("pre_run_cell", self._before_cell)
+        self._forget_completion = completion.install(shell, self.state, self.names)
+
+    def close(self) -> None:
+        """Undoes all of it, and says so if ranks went with it."""
+        self._forget_completion()
+        self.shell.events.unregister("pre_run_cell", self._before_cell)
+        manager = self.shell.magics_manager
+        for kind, name, magic in self._magics:
+            if manager.magics[kind].get(name) is magic:  # else somebody has taken the name over
+                del manager.magics[kind][name]
+            if vars(manager.user_magics).get(name) is magic:
+                delattr(manager.user_magics, name)
+        if self.state.close():
+            print("nbtrain: the ranks were stopped; what the notebook has stays, the next cell starts new ones")
+
+    def _free_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        magics = self.shell.magics_manager.magics
+        for name, other in INSTEAD.items():
+            owner = magics["cell"].get(name) or magics["line"].get(name)
+            if owner is not None:
+                print(
+                    f"nbtrain: %%{name} belongs to {getattr(owner, '__module__', None) or 'another extension'} and "
+                    f"is left alone; write %%{other} instead, with the same options"
+                )
+            names[name] = name if owner is None else other
+        return names
+
+    def _register(self, kind: str, name: str, magic: Callable[..., Any]) -> None:
+        magic.__name__ = magic.__qualname__ = name
+        # Words are read as they were typed: `--wrap {Block}` is a set, not a format string.
+        self.shell.magics_manager.register_function(no_var_expand(magic), magic_kind=kind, magic_name=name)
+        self._magics.append((kind, name, magic))
+
+    def _before_cell(self, info: Any) -> None:
+        self.state.seen = cells.Seen(info.raw_cell, bool(info.store_history))
+
+    def _line_magic(self) -> Callable[..., None]:
+        def distributed(line: str) -> None:
+            with one_line():
+                self._say(self._line(self.state.read(line)))
+
+        distributed.__doc__ = manual.manual(**self.names)
+        return distributed
+
+    def _cell_magic(self) -> Callable[..., None]:
+        def distributed(line: str, cell: str) -> None:
+            with one_line():
+                request = self.state.read(line)
+                if request.words:
+                    name, word = self.names["distributed"], request.words[0].text
+                    if word in verbs.VERBS:
+                        raise UsageError(f"{word} is a verb and stands on a line of its own: %{name} {word}")
+                    raise UsageError(f"%%{name} takes options only: what is {word!r} there for?")
+                self._run(self.names["distributed"], line, cell, request, self.state.defaults)
+
+        distributed.__doc__ = manual.manual(**self.names)
+        return distributed
+
+    def _rank_magic(self) -> Callable[..., None]:
+        def rank(line: str, cell: str) -> None:
+            with one_line():
+                request = self.state.read(line)
+                ranks = parse_ranks(request.words)
+                self._run(self.names["rank"], line, cell, request, self.state.last or self.state.defaults, ranks)
+
+        rank.__doc__ = manual.rank_manual(**self.names)
+        return rank
+
+    def _run(
+        self, name: str, line: str, body: str, request: Request, base: Request, ranks: tuple[int, ...] | None = None
+    ) -> None:
+        cell = cells.locate(self.shell, name, line, body, self.state.seen)
+        cells.check(self.shell, cell, name)
+        run = self.state.devices.run(request, base, self.state.notebook, ranks)
+        if ranks is None:
+            self.state.last = request.over(base)
+        self.state.opened().run(run, cell)
+
+    def _line(self, request: Request) -> str | None:
+        if request.words:
+            return verbs.run_verb(self.state, request)
+        if request.given or request.own:
+            check_flags(request, self.state.defaults, self.state.notebook)
+            return self.state.set_defaults(request)
+        set_so_far = str(self.state.defaults)
+        return (
+            f"defaults: {set_so_far or 'none set'}\n"
+            f"verbs: {', '.join(verbs.VERBS)}\n"
+            f"%%{self.names['distributed']}? is the manual"
+        )
+
+    @staticmethod
+    def _say(text: str | None) -> None:
+        if text:
+            print(text)
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """What the user typed cannot be done: IPython shows its own UsageError as one line, without a traceback."""
+    try:
+        yield
+    except UsageError as error:
+        raise OneLine(str(error)) from None

@@ -1,0 +1,98 @@
+"""The table of options: everything a `%%distributed` line may say, apart from a strategy's own flags.
+
+Parsing, completion, the manual and the list of names in an error are all read from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbtrain import registry
+from nbtrain.magics import values
+from nbtrain.magics.values import DeviceSpec, Reader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    name: str
+    """how the code calls it; the flag is made of it"""
+    help: str
+    short: str | None = None
+    metavar: str | None = None
+    """how the manual calls its value. None: it is a switch, or its choices say it"""
+    read: Reader | None = None
+    """None: a switch"""
+    choices: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
+    """what completion offers where any value may be written"""
+    default: Any = False
+    pool: bool = False
+    """it decides which processes there are: `%distributed start` takes it"""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def spellings(self) -> str:
+        """`-d, --devices`"""
+        return f"{self.short}, {self.flag}" if self.short else self.flag
+
+    @property
+    def usage(self) -> str:
+        """`-d, --devices SPEC`"""
+        return " ".join(filter(None, [self.spellings, self.metavar or "|".join(self.choices)]))
+
+
+def _choice(name: str, *choices: str, help: str, pool: bool = False) -> Option:
+    """The first one is the default."""
+    return Option(name=name, help=help, read=values.one_of(*choices), choices=choices, default=choices[0], pool=pool)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        name="strategy",
+        short="-s",
+        metavar="NAME",
+        read=values.strategy,
+        default="auto",
+        help="how the ranks train one model: a name from `%distributed strategies`, or a name of the notebook that "
+        "holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a process group, "
+        "nothing touched, for code that brings its own",
+    ),
+    Option(
+        name="devices",
+        short="-d",
+        metavar="SPEC",
+        read=values.devices,
+        suggestions=("auto",),
+        default=DeviceSpec("auto"),
+        pool=True,
+        help='4: the first four GPUs (on a machine without any, four CPU ranks). "0,2" or [0, 2]: those. -1: all. '
+        "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using",
+    ),
+    _choice("accelerator", "auto", "cpu", "gpu", "cuda", pool=True, help="which kind of device --devices counts"),
+    _choice("engine", *registry.ENGINES, pool=True, help="local: processes on this machine. inprocess: one rank inside "
+            "the kernel, where breakpoints work"),
+    _choice("start", "warm", "spawn", "fork", pool=True, help="how ranks come to be. warm: forks of a process that has "
+            "imported torch. spawn: a fresh interpreter each. fork: forks of the kernel, for one cell"),
+    Option(
+        name="accumulate",
+        metavar="K",
+        read=values.count,
+        default=1,
+        help="an optimizer step at every K-th call; in between, step and zero_grad do nothing and nothing is sent",
+    ),
+    Option(name="split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
+    Option(name="no_sampler", help="every rank sees all batches"),
+    Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
+    _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
+    _choice("monitor", "auto", "html", "text", "off", help="the table of ranks below the cell"),
+)  # fmt: skip
+
+BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+BY_FLAG: Mapping[str, Option] = {
+    flag: option for option in OPTIONS for flag in (option.flag, option.short) if flag is not None
+}

@@ -1,0 +1,193 @@
+"""What the user gave → what is run: strategy, devices and options made definite, or one line that says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.magics import flags
+from nbtrain.magics.flags import Flag
+from nbtrain.magics.options import OPTIONS
+from nbtrain.magics.parse import Request
+from nbtrain.magics.values import DeviceSpec, Namespace, similar
+from nbtrain.specs import Needs, PoolSpec, RunSpec
+from nbtrain.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from nbtrain.devices import Devices
+
+AUTO = ("single", "ddp")
+"""What `auto` may become: on one device, on several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """A strategy before it is loaded: the registry's, or one of the notebook's own."""
+
+    name: str
+    needs: Needs
+    source: registry.Entry | Strategy | type[Strategy]
+
+    @classmethod
+    def named(cls, name: str, notebook: Namespace) -> Chosen:
+        entry = registry.strategies().get(name)
+        if entry is not None:
+            return cls(name=name, needs=entry.needs, source=entry)
+        return cls(name=name, needs=Needs(), source=notebook[name])
+
+    def flags(self) -> dict[str, Flag]:
+        """Loads it."""
+        return flags.flags_of(type(self.source) if isinstance(self.source, Strategy) else self.load())
+
+    def load(self) -> Any:
+        return self.source.load() if isinstance(self.source, registry.Entry) else self.source
+
+    def preset(self) -> dict[str, Any]:
+        """Options that an object of the notebook already carries."""
+        if not isinstance(self.source, Strategy):
+            return {}
+        return {one.name: getattr(self.source.options, one.name) for one in fields(self.source.options)}
+
+
+class Resolver:
+    """Keeps what `auto` and `free:2` meant, and the lease on those cards, from cell to cell until the ranks stop."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, Devices] | None = None
+
+    def forget(self) -> None:
+        """The ranks are gone, so their devices are free again."""
+        if self._known is not None and self._known[1].lease is not None:
+            self._known[1].lease.close()
+        self._known = None
+
+    def world_size(self) -> int | None:
+        """Of the ranks that were asked for last."""
+        return None if self._known is None else len(self._known[1].names)
+
+    def pool(self, request: Request, needs: Iterable[tuple[str, Needs]] = ()) -> PoolSpec:
+        """Which processes `request` asks for. `needs`: who limits their number, and how."""
+        engine = registry.engine(request.value("engine"))
+        limits = [(f"--engine {engine.name}", engine.needs), *needs]
+        auto = request.value("devices").chosen_by_us
+        # auto leases every card that is free; whoever can use only one should take only one
+        alone = auto and any(need.max_ranks == 1 for _, need in limits)
+        found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"))
+        names = found.names
+        for who, need in limits:
+            if need.max_ranks is not None and len(names) > need.max_ranks:
+                if not auto:
+                    instead = "--engine local" if who.startswith("--engine") else "--strategy ddp"
+                    raise UsageError(
+                        f"{who} takes {_count(need.max_ranks)} and {request.given['devices'].typed} is "
+                        f"{len(names)}: write --devices {need.max_ranks}, or {instead}"
+                    )
+                names = names[: need.max_ranks]
+            if len(names) < need.min_ranks:
+                raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {len(names)}")
+            if found.kind not in need.kinds:
+                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {found.kind}")
+            if reason := missing(need):
+                raise UsageError(f"{who}: {reason}")
+        return PoolSpec(
+            engine=engine.name,
+            start=request.value("start"),
+            kind=found.kind,
+            devices=tuple(names),
+            oversubscribe=request.value("oversubscribe"),
+        )
+
+    def run(self, line: Request, base: Request, notebook: Namespace, ranks: tuple[int, ...] | None = None) -> RunSpec:
+        """How a cell is run whose line is `line`, over the defaults `base`."""
+        request = line.over(base)
+        check_flags(line, base, notebook)
+        name = request.value("strategy")
+        if name == "auto":
+            pool = self.pool(request)
+            chosen = Chosen.named(AUTO[pool.world_size > 1], notebook)
+        else:
+            chosen = Chosen.named(name, notebook)
+            pool = self.pool(request, [(f"--strategy {name}", chosen.needs)])
+        if ranks is not None and (wrong := [rank for rank in ranks if rank >= pool.world_size]):
+            raise UsageError(
+                f"there is no rank {', '.join(map(str, wrong))}: {_valid(pool.world_size)}; --devices asks for more"
+            )
+        return RunSpec(
+            pool=pool,
+            strategy=chosen.name,
+            options=self._options(chosen, name, line, base, notebook),
+            accumulate=request.value("accumulate"),
+            split_batches=request.value("split_batches"),
+            sampler=not request.value("no_sampler"),
+            ranks=ranks,
+            output=request.value("output"),
+            monitor=request.value("monitor"),
+        )
+
+    def _devices(self, request: Request, spec: DeviceSpec) -> Devices:
+        from nbtrain import devices
+
+        accelerator, oversubscribe = request.value("accelerator"), request.value("oversubscribe")
+        key = (spec, accelerator, oversubscribe)
+        if self._known is None or self._known[0] != key:
+            found = devices.resolve(
+                spec.value, accelerator=accelerator, oversubscribe=oversubscribe, quoted=spec.quoted
+            )
+            self.forget()
+            self._known = key, found
+        return self._known[1]
+
+    @staticmethod
+    def _options(chosen: Chosen, asked: str, line: Request, base: Request, notebook: Namespace) -> dict[str, Any]:
+        options = chosen.preset()
+        own = line.over(base).own
+        if not own:  # nothing to check, so nothing to load
+            return options
+        known = chosen.flags()
+        for typed, word in own.items():
+            if typed in known:
+                options[known[typed].field] = flags.read(typed, word, known[typed], notebook)
+            elif typed in line.own:
+                # check_flags let it pass, so it belongs to what else `auto` may become
+                assert asked == "auto"
+                raise UsageError(
+                    f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {AUTO[1]}"
+                )
+        return options
+
+
+def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
+    """Flags that neither the table nor the strategy has, and values that do not fit."""
+    if not line.own:
+        return
+    name = line.over(base).value("strategy")
+    known: dict[str, Flag] = {}
+    for one in AUTO if name == "auto" else (name,):
+        known.update(Chosen.named(one, notebook).flags())
+    for typed, word in line.own.items():
+        if typed not in known:
+            table = [option.spellings for option in OPTIONS]
+            every = [*(option.flag for option in OPTIONS), *known]
+            raise UsageError(
+                f"there is no option {typed}{similar(typed, every)}; there are {', '.join([*table, *known])}"
+                f" (%%distributed? is the manual)"
+            )
+        flags.read(typed, word, known[typed], notebook)
+
+
+def missing(needs: Needs) -> str | None:
+    """Why something cannot be used in this environment, and the command that changes it."""
+    gone = [name for name in needs.packages if find_spec(name) is None]
+    return f"{', '.join(gone)} is not installed: pip install {' '.join(gone)}" if gone else None
+
+
+def _count(number: int) -> str:
+    return "one device" if number == 1 else f"{number} devices"
+
+
+def _valid(world_size: int) -> str:
+    return "the only rank is 0" if world_size == 1 else f"ranks are 0 to {world_size - 1}"

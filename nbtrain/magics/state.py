@@ -1,0 +1,83 @@
+"""What the magics of one shell remember between cells: defaults, the session, what ran last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nbtrain.magics.parse import Request, parse
+from nbtrain.magics.resolve import Resolver
+from nbtrain.specs import PoolSpec, RunSpec
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbtrain.magics.cells import Seen
+    from nbtrain.session import Cell
+
+
+class Session(Protocol):
+    """What the magics ask of a session (`nbtrain.session.Session` in real life)."""
+
+    def run(self, run: RunSpec, cell: Cell) -> None: ...
+    def start(self, pool: PoolSpec) -> None: ...
+    def stop(self) -> None: ...
+    def restart(self) -> None: ...
+    def status(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class State:
+    """One per shell, made when the extension is loaded."""
+
+    def __init__(
+        self, shell: InteractiveShell, open_session: Callable[[Any], Session], doctor: Callable[[], str]
+    ) -> None:
+        self.shell = shell
+        self.defaults = Request()
+        self.last: Request | None = None
+        """options of the last `%%distributed` cell, over the defaults of then: what `%%rank` refers to"""
+        self.devices = Resolver()
+        self.seen: Seen | None = None
+        self.session: Session | None = None
+        """None until something needs one: it loads torch"""
+        self._open_session = open_session
+        self.doctor = doctor
+
+    @property
+    def notebook(self) -> dict[str, Any]:
+        return self.shell.user_ns
+
+    def opened(self) -> Session:
+        if self.session is None:
+            self.session = self._open_session(self.shell)
+        return self.session
+
+    def read(self, line: str) -> Request:
+        return parse(line, self.notebook)
+
+    def world_size(self) -> int | None:
+        """How many ranks there are, or would be, as far as that is known without looking for devices."""
+        wanted = self.defaults.value("devices").value
+        return self.devices.world_size() or (wanted if isinstance(wanted, int) and wanted > 0 else None)
+
+    def set_defaults(self, request: Request) -> str:
+        """What to tell the user."""
+        self.defaults = Request(given=request.given, own=request.own).over(self.defaults)
+        self.last = None
+        return f"from now on: {self.defaults}"
+
+    def forget_ranks(self) -> None:
+        """They were stopped: the next cell chooses devices anew."""
+        self.last = None
+        self.devices.forget()
+
+    def close(self) -> bool:
+        """Whether there was a session to close."""
+        session, self.session = self.session, None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            self.forget_ranks()
+        return session is not None

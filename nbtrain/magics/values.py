@@ -1,0 +1,150 @@
+"""What a word on the magic line stands for: a literal, or a name of the notebook."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.magics.words import Word
+from nbtrain.strategies.base import Strategy
+
+Namespace = Mapping[str, Any]
+Reader = Callable[[str, Word, Namespace], Any]
+"""(flag, word, notebook) → value; raises UsageError that quotes what was typed"""
+
+SWITCH: Mapping[str, bool] = {"true": True, "on": True, "false": False, "off": False}
+"""What may follow a switch; a default is taken back with `off`."""
+
+
+class Unreadable(UsageError):
+    """Neither a literal nor a name of the notebook."""
+
+
+def evaluate(text: str, notebook: Namespace) -> Any:
+    """Literals, names, attributes of names, and tuples, lists, sets and dicts of them. Nothing is called."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        raise Unreadable(f"{text!r} is neither a literal nor a name of the notebook") from None
+    return _build(tree.body, text, notebook)
+
+
+def _build(node: ast.expr, text: str, notebook: Namespace) -> Any:
+    def build(inner: ast.expr | None) -> Any:
+        if inner is None:
+            raise Unreadable(f"{text!r}: ** cannot be used here")
+        return _build(inner, text, notebook)
+
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Tuple():
+            return tuple(map(build, node.elts))
+        case ast.List():
+            return list(map(build, node.elts))
+        case ast.Set():
+            return set(map(build, node.elts))
+        case ast.Dict():
+            return {build(key): build(value) for key, value in zip(node.keys, node.values, strict=True)}
+        case ast.Name(id=name):
+            if name not in notebook:
+                raise Unreadable(f"the notebook has no {name!r}")
+            return notebook[name]
+        case ast.Attribute(value=owner, attr=name):
+            try:
+                return getattr(build(owner), name)
+            except AttributeError as error:
+                raise Unreadable(str(error)) from None
+    raise Unreadable(f"{text!r} is neither a literal nor a name of the notebook; assign it to a variable first")
+
+
+def similar(typed: str, names: Iterable[str]) -> str:
+    """`; did you mean --devices?`, or nothing."""
+    close = get_close_matches(typed, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def one_of(*choices: str) -> Reader:
+    """One of these words, or a notebook name that holds one of them."""
+
+    def read(flag: str, word: Word, notebook: Namespace) -> str:
+        for value in (word.plain, notebook.get(word.text)):
+            if isinstance(value, str) and value in choices:
+                return value
+        raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{similar(word.plain, choices)}")
+
+    return read
+
+
+def count(flag: str, word: Word, notebook: Namespace) -> int:
+    """1, 2, 3, ..."""
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        value = None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{flag} {word.text}: {flag} takes a whole number, 1 or more")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What the user wrote behind `--devices`."""
+
+    value: Any
+    """None, int, list, or the text"""
+    quoted: bool = False
+
+    @property
+    def chosen_by_us(self) -> bool:
+        return self.value == "auto"
+
+
+def devices(flag: str, word: Word, notebook: Namespace) -> DeviceSpec:
+    """An unquoted integer is an int; quotes, and strings that a variable holds, are lists of indices."""
+    if word.quoted:
+        return DeviceSpec(word.plain, quoted=True)
+    if word.text == "auto":
+        return DeviceSpec("auto")
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        if word.text.isidentifier():
+            raise UsageError(
+                f"{flag} {word.text}: the notebook has no {word.text!r}; "
+                f'write a number, "0,2" for devices 0 and 2, auto, free:2, or the name of a variable'
+            ) from None
+        return DeviceSpec(word.text)
+    if isinstance(value, tuple) and not word.text.isidentifier() and "(" not in word.text:
+        return DeviceSpec(word.text)
+    if isinstance(value, str):
+        return DeviceSpec(value, quoted=True)
+    return DeviceSpec(list(value) if isinstance(value, tuple | range) else value)
+
+
+def strategy(flag: str, word: Word, notebook: Namespace) -> str:
+    """A strategy that nbtrain knows, or the notebook's name for one of its own."""
+    known = ["auto", *registry.strategies()]
+    if word.plain in known:
+        return word.plain
+    if word.text in notebook:
+        value = notebook[word.text]
+        if isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy)):
+            return word.text
+        if isinstance(value, str) and value in known:
+            return value
+        raise UsageError(
+            f"{flag} {word.text}: {word.text} is a {type(value).__name__}, not a strategy; "
+            f"it has to be one of {', '.join(known)}, or a subclass of nbtrain.Strategy"
+        )
+    raise UsageError(
+        f"{flag} {word.text}: there is no such strategy{similar(word.plain, known)}; there are {', '.join(known)}, "
+        f"and any name of the notebook that holds an nbtrain.Strategy"
+    )

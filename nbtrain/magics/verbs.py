@@ -1,0 +1,122 @@
+"""The verbs of `%distributed`: each does one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from nbtrain import probes, registry
+from nbtrain.errors import UsageError
+from nbtrain.magics.flags import flags_of
+from nbtrain.magics.options import BY_NAME
+from nbtrain.magics.parse import Request
+from nbtrain.magics.resolve import Chosen, missing
+from nbtrain.magics.state import State
+from nbtrain.magics.values import similar
+
+NO_RANKS = "no ranks are running; a %%distributed cell starts them"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    help: str
+    do: Callable[[State, Request], str | None]
+    """returns what to print"""
+    usage: str
+    options: bool = False
+    """it takes the options that decide which processes there are"""
+
+
+def run_verb(state: State, request: Request) -> str | None:
+    """`%distributed start --devices 2`: the first word is the verb."""
+    name, *more = (word.plain for word in request.words)
+    verb = VERBS.get(name)
+    if verb is None:
+        raise UsageError(f"there is no verb {name!r}{similar(name, VERBS)}; there are {', '.join(VERBS)}")
+    if more:
+        raise UsageError(f"{name} stands alone: what is {' '.join(more)!r} there for?")
+    wrong = [option for option in request.given if not (verb.options and BY_NAME[option].pool)]
+    if wrong or request.own:
+        flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
+        takes = [option.flag for option in BY_NAME.values() if option.pool] if verb.options else []
+        instead = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
+        raise UsageError(f"{name} has no option {', '.join(flags)}{instead}")
+    return verb.do(state, request)
+
+
+def _status(state: State, request: Request) -> str:
+    return NO_RANKS if state.session is None else state.session.status()
+
+
+def _start(state: State, request: Request) -> str | None:
+    wanted = request.over(state.defaults)
+    name = wanted.value("strategy")
+    needs = [] if name == "auto" else [(f"--strategy {name}", Chosen.named(name, state.notebook).needs)]
+    state.opened().start(state.devices.pool(wanted, needs))
+    # A cell without options should use the ranks that were just started, not replace them.
+    return state.set_defaults(request) if request.given else None
+
+
+def _stop(state: State, request: Request) -> str | None:
+    if state.session is None:
+        return NO_RANKS
+    try:
+        state.session.stop()
+    finally:
+        state.forget_ranks()
+    return None
+
+
+def _restart(state: State, request: Request) -> str | None:
+    if state.session is None:
+        return NO_RANKS
+    state.session.restart()
+    return None
+
+
+def _strategies(state: State, request: Request) -> str:
+    rows = [("strategy", "shards", "available", "options")]
+    here = {"cpu", "cuda"} if probes.gpus() else {"cpu"}
+    for entry in registry.strategies().values():
+        reason = missing(entry.needs)
+        if reason is None and not here.intersection(entry.needs.kinds):
+            reason = f"runs on {' and '.join(entry.needs.kinds)}, which this machine has not"
+        rows.append(
+            (
+                entry.name,
+                entry.shards,
+                f"no: {reason}" if reason else "yes",
+                _options_of(entry) if reason is None else "",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _options_of(entry: registry.Entry) -> str:
+    return " ".join(flag.flag for typed, flag in flags_of(entry.load()).items() if typed == flag.flag)
+
+
+def _doctor(state: State, request: Request) -> str:
+    return state.doctor()
+
+
+VERBS: Mapping[str, Verb] = {
+    "status": Verb(
+        usage="status", do=_status, help="ranks, devices, memory, and what lives on the ranks"
+    ),
+    "start": Verb(
+        usage="start [options]",
+        do=_start,
+        options=True,
+        help="starts the ranks now instead of at the first cell; its options become defaults",
+    ),
+    "stop": Verb(usage="stop", do=_stop, help="ends the ranks and frees their devices; the notebook keeps everything"),
+    "restart": Verb(usage="restart", do=_restart, help="new ranks in place of the ones that run"),
+    "strategies": Verb(
+        usage="strategies", do=_strategies, help="what each strategy shards, its options, and what it lacks here"
+    ),
+    "doctor": Verb(usage="doctor", do=_doctor, help="what is possible here, what is not, and why"),
+}  # fmt: skip
