@@ -81,3 +81,12 @@ def array_checksum(array: np.ndarray) -> int:
     else:
         sums = words.reshape(rows, LANES).sum(0)
     return zlib.crc32(data[whole:], zlib.crc32(sums))
+
+
+def memory_checksum(data: memoryview) -> int:
+    """For a block of bytes that may be read-only."""
+    if data.nbytes <= SMALL:
+        return zlib.crc32(data)
+    import numpy as np
+
+    return array_checksum(np.frombuffer(data, np.uint8))

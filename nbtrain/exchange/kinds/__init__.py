@@ -1,0 +1,71 @@
+"""How each kind of object is looked at, made on the other side, and edited in place.
+
+    base.py        what a kind is; atoms, references
+    containers.py  lists, dicts, sets, tuples
+    code.py        functions and classes of the notebook
+    objects.py     instances; whatever only its own pickle can move
+    numeric.py     arrays and tensors
+    learning.py    modules, optimizers, schedulers, loaders
+
+`kind_of` decides; None means that an object travels as it is, by value or by name.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+import weakref
+from typing import Any
+
+from nbtrain.exchange.kinds import code, containers, learning, numeric, objects
+from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
+
+_BY_TYPE: dict[type, Kind] = {
+    **containers.KINDS,
+    **code.KINDS,
+    weakref.ReferenceType: objects.WEAK,
+    Handle: objects.KEPT,
+}
+_BY_NAME: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        *_BY_TYPE.values(), containers.NAMED, code.CLASS, code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL,
+        objects.OPAQUE, objects.KEPT, objects.SENTINEL, numeric.ARRAY, numeric.MEMMAP, numeric.STORAGE, numeric.TENSOR,
+        learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER,
+    )
+}  # fmt: skip
+
+
+def kind_named(name: str) -> Kind:
+    return _BY_NAME[name]
+
+
+def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
+    """How this object travels; None: as it is."""
+    cls = type(obj)
+    if cls is types.FunctionType:
+        ours = obj.__globals__ is namespace
+        return code.KINDS[cls] if ours or not code.importable(obj) else None
+    kind = _BY_TYPE.get(cls)
+    if kind is not None:
+        return kind
+    if isinstance(obj, type):
+        return None if code.importable(obj) or not obj.__flags__ & (1 << 9) else code.CLASS
+    if cls in (types.BuiltinFunctionType, types.MethodWrapperType):
+        bound = getattr(obj, "__self__", None)
+        return None if bound is None or isinstance(bound, (types.ModuleType, type)) else code.BUILTIN_METHOD
+    kind = numeric.kind_of(obj) or learning.kind_of(obj)
+    if kind is not None:
+        return kind
+    if isinstance(obj, tuple):
+        return containers.NAMED
+    if isinstance(obj, enum.Enum) or isinstance(obj, (typing.TypeVar,)):
+        return objects.OPAQUE
+    kind = objects.plain_instance(obj)
+    if kind is objects.INSTANCE and not kind.fields(obj)[0] and objects.sentinel(obj):  # type: ignore[attr-defined]
+        return objects.SENTINEL
+    return kind or objects.OPAQUE
+
+
+__all__ = ["ATOMS", "NOTHING", "Handle", "Kind", "Make", "Packed", "Put", "Ref", "kind_named", "kind_of"]

@@ -1,0 +1,137 @@
+"""What a kind is: how one sort of object is looked at, made on the other side, and edited in place."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import pathlib
+import re
+import types
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.residence import Arrival, Node, Walk
+
+ATOMS: set[type] = {
+    type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),
+    types.ModuleType, re.Pattern, decimal.Decimal, fractions.Fraction, uuid.UUID,
+    datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
+    pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath,
+}  # fmt: skip
+"""Types whose objects nobody can change: they travel as they are. Kinds of other libraries add theirs."""
+
+NOTHING = object()
+"""What `look` returns when it only remembered: the other side was told by the way the object is made."""
+
+
+class Ref:
+    """A node, inside what is sent."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ref, (self.key,)
+
+
+class Packed:
+    """A tuple, a bound method, ...: an object that cannot be changed but may hold some that can."""
+
+    __slots__ = ("kind", "parts")
+
+    def __init__(self, kind: str, parts: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packed, (self.kind, self.parts)
+
+
+@dataclass(slots=True)
+class Make:
+    """The other side makes a twin."""
+
+    key: int
+    kind: str
+    args: Any
+
+
+@dataclass(slots=True)
+class Put:
+    """The other side edits its twin."""
+
+    key: int
+    state: Any
+
+
+class Handle:
+    """An object that stays on the ranks because it cannot travel; here it stands for itself."""
+
+    def __init__(self, type_name: str, text: str) -> None:
+        self.type_name = type_name
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name} on the ranks: {self.text}>"
+
+
+class Kind:
+    """One sort of object. Stateless; one instance serves all objects of the kind."""
+
+    name: str
+    compound = False
+    """True: no identity of its own, it travels inside its holder (see `parts` and `join`)"""
+
+    whole = False
+    """True: what `shell` says is all of it; a new node needs no `look`"""
+
+    constant = False
+    """True: once made it cannot change, so a walk need not look at it again"""
+    lasting = False
+    """True: found inside an opaque object, it is a node of its own and not something made up for the pickle"""
+
+    def turn(self, obj: Any) -> int:
+        """When it is put in place: 0 before what needs the hash of its elements (1), and that before what runs
+        a class's own `__setstate__` (2), which may look at everything else."""
+        return 0
+
+    def identity(self, obj: Any) -> int:
+        """What tells two objects apart: their address, but for things that Python wraps anew each time."""
+        return id(obj)
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        """How the other side makes it, without what it holds. In the sender."""
+        return None
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        """The twin, from what `shell` said. In the receiver."""
+        raise TypeError(f"{self.name} is not made on its own")
+
+    def made(self, node: Node, args: Any) -> None:
+        """In the receiver, once the twin is in the table: what both sides know now, where `args` say it."""
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""
+        raise TypeError(f"{self.name} has no state")
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        """Edit the twin so that it holds `state`."""
+        raise TypeError(f"{self.name} cannot be edited")
+
+    def settle(self, node: Node) -> None:
+        """After everything of a parcel was put in place."""
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        """How a person writes the way from `holder`, reached as `address`, to `child`."""
+        return address
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        raise TypeError(self.name)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        raise TypeError(self.name)

@@ -1,0 +1,277 @@
+"""Lists, dicts, sets, deques, bytearrays; and tuples, which travel inside whatever holds them."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import zlib
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.exchange.kinds.base import ATOMS, Kind
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.residence import Arrival, Node, Walk
+
+LARGE = 4096
+"""From this length on, a container of plain data (numbers, text, lists and dicts of them) is one block:
+its inner lists have no identity of their own on the other side. Walking a million of them would take seconds."""
+
+
+class _Refused(Exception):
+    pass
+
+
+class _PlainPickler(pickle.Pickler):
+    """Builtin containers and atoms only, at C speed."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        raise _Refused
+
+
+def plain_bytes(obj: Any) -> bytes | None:
+    """The pickle of a container that holds plain data only, else None."""
+    file = io.BytesIO()
+    try:
+        _PlainPickler(file, 5).dump(obj)
+    except (_Refused, RecursionError, pickle.PicklingError, TypeError):
+        return None
+    return file.getvalue()
+
+
+class Block:
+    """What a large container of plain data looked like."""
+
+    __slots__ = ("crc", "size")
+
+    def __init__(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data)
+        self.size = len(data)
+
+    def same(self, other: Any) -> bool:
+        return type(other) is Block and (other.crc, other.size) == (self.crc, self.size)
+
+
+def same_items(now: Any, seen: Any) -> bool:
+    """The very same objects in the same order."""
+    return len(now) == len(seen) and all(map(is_, now, seen))
+
+
+def atomic(values: Any) -> bool:
+    return set(map(type, values)) <= ATOMS
+
+
+def item_address(address: str, holder: Any, child: Any) -> str:
+    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+    for key, value in items:
+        if value is child:
+            return f"{address}[{key!r}]"
+        if isinstance(value, tuple):
+            for index, inner in enumerate(value):
+                if inner is child:
+                    return f"{address}[{key!r}][{index}]"
+    return address
+
+
+class Sequence(Kind):
+    """Lists and deques."""
+
+    name = "list"
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return []
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        obj, seen = node.obj, node.seen
+        if type(seen) is list and same_items(obj, seen):
+            return None
+        if len(obj) >= LARGE and (data := plain_bytes(list(obj))) is not None:
+            block = Block(data)
+            if block.same(seen):
+                return None
+            node.seen = block
+            return data
+        node.seen = list(obj)
+        return node.seen if atomic(obj) else list(map(walk.encode, node.seen))
+
+    def values(self, state: Any, arrival: Arrival) -> list[Any]:
+        if type(state) is bytes:
+            return pickle.loads(state)  # type: ignore[no-any-return]
+        return list(map(arrival.decode, state))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        node.obj[:] = self.values(state, arrival)
+        node.seen = Block(state) if type(state) is bytes else None
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        return item_address(address, holder, child)
+
+
+class Deque(Sequence):
+    name = "deque"
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return node.obj.maxlen
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return collections.deque(maxlen=args)
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        values = self.values(state, arrival)
+        node.obj.clear()
+        node.obj.extend(values)
+        node.seen = Block(state) if type(state) is bytes else None
+
+
+class Set(Sequence):
+    name = "set"
+
+    def turn(self, obj: Any) -> int:
+        return 1
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return set()
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        values = self.values(state, arrival)
+        node.obj.clear()
+        node.obj.update(values)
+        node.seen = Block(state) if type(state) is bytes else None
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        return f"{address} (an element)"
+
+
+class Mapping(Kind):
+    """Dicts of every standard kind; their order is kept."""
+
+    name = "dict"
+
+    def turn(self, obj: Any) -> int:
+        return 1
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return {}
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        obj, seen = node.obj, node.seen
+        if type(seen) is tuple and same_items(obj, seen[0]) and same_items(obj.values(), seen[1]):
+            return None
+        if len(obj) >= LARGE and (data := plain_bytes(dict(obj))) is not None:
+            block = Block(data)
+            if block.same(seen):
+                return None
+            node.seen = block
+            return data
+        keys, values = list(obj), list(obj.values())
+        node.seen = keys, values
+        return list(map(walk.encode, keys)), list(map(walk.encode, values))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        if type(state) is bytes:
+            items = list(pickle.loads(state).items())
+            node.seen = Block(state)
+        else:
+            items = list(zip(map(arrival.decode, state[0]), map(arrival.decode, state[1]), strict=True))
+            node.seen = None
+        node.obj.clear()
+        for key, value in items:
+            node.obj[key] = value
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        return item_address(address, holder, child)
+
+
+class Ordered(Mapping):
+    name = "OrderedDict"
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return collections.OrderedDict()
+
+
+class Counter(Mapping):
+    name = "Counter"
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return collections.Counter()
+
+
+class Default(Mapping):
+    name = "defaultdict"
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return walk.encode(node.obj.default_factory)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return collections.defaultdict(arrival.decode(args))
+
+
+class Bytes(Kind):
+    name = "bytearray"
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return bytearray()
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        seen = zlib.crc32(node.obj), len(node.obj)
+        if seen == node.seen:
+            return None
+        node.seen = seen
+        return bytes(node.obj)
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        node.obj[:] = state
+        node.seen = zlib.crc32(state), len(state)
+
+
+class Tuple(Kind):
+    name = "tuple"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return tuple(obj)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return parts
+
+
+class FrozenSet(Tuple):
+    name = "frozenset"
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return frozenset(parts)
+
+
+class Named(Kind):
+    """Named tuples, torch.Size and whatever else is a tuple by birth."""
+
+    name = "tuple subclass"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return type(obj), *obj
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        cls, *values = parts
+        make = getattr(cls, "_make", None)
+        return make(values) if make is not None else tuple.__new__(cls, values)
+
+
+class Slice(Kind):
+    name = "slice"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return obj.start, obj.stop, obj.step
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return slice(*parts)
+
+
+KINDS: dict[type, Kind] = {
+    list: Sequence(), collections.deque: Deque(), set: Set(), dict: Mapping(), bytearray: Bytes(),
+    collections.OrderedDict: Ordered(), collections.Counter: Counter(), collections.defaultdict: Default(),
+    tuple: Tuple(), frozenset: FrozenSet(), slice: Slice(),
+}  # fmt: skip
+NAMED = Named()

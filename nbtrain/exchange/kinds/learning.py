@@ -1,0 +1,209 @@
+"""Modules, optimizers, schedulers and data loaders."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.objects import Instance
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.residence import Arrival, Node, Walk
+
+BOXES = ("_parameters", "_buffers", "_modules")
+SKIPPED = frozenset((*BOXES, "_compiled_call_impl"))
+
+
+class Module(Kind):
+    """`nn.Module`: one node a module; its tables of parameters, buffers and children belong to it."""
+
+    name = "module"
+    lasting = True
+
+    def turn(self, obj: Any) -> int:
+        return 2 if _own_setstate(obj) else 0
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return walk.encode(type(node.obj))
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import torch
+
+        cls = arrival.decode(args)
+        obj = cls.__new__(cls)
+        torch.nn.Module.__init__(obj)
+        return obj
+
+    def _state(self, obj: Any) -> dict[str, Any]:
+        import torch
+
+        held = vars(obj)
+        own = getattr(type(obj), "__getstate__", None)
+        return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        held = self._state(node.obj)
+        if node.seen is not None and node.seen.same(held):
+            return None
+        node.seen = _ModuleSeen(held)
+        boxes = [held[name] for name in BOXES]
+        skip = {key for key, value in held.items() if key in SKIPPED or _empty_hook(key, value)}
+        own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
+        return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        own, boxes = state
+        obj = node.obj
+        held = vars(obj)
+        fields = {key: arrival.decode(value) for key, value in own}
+        if _own_setstate(obj):
+            fresh = {name: {key: arrival.decode(value) for key, value in box} for name, box in zip(BOXES, boxes, strict=True)}
+            obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
+            node.seen = None
+            return
+        for key in [key for key in held if key not in fields and key not in SKIPPED and not _is_hook(key)]:
+            del held[key]
+        for key, value in held.items():
+            if _is_hook(key) and key not in fields and value:
+                value.clear()
+        held.update(fields)
+        for name, box in zip(BOXES, boxes, strict=True):
+            held[name].clear()
+            held[name].update((key, arrival.decode(value)) for key, value in box)
+        node.seen = None
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        if type(holder) is child:
+            return f"{address} (its class {child.__name__})"
+        held = vars(holder)
+        for name in BOXES:
+            for key, value in held[name].items():
+                if value is child:
+                    return f"{address}[{key}]" if key.isdigit() else f"{address}.{key}"
+        return next((f"{address}.{key}" for key, value in held.items() if value is child), address)
+
+
+def _own_setstate(obj: Any) -> bool:
+    import torch
+
+    return type(obj).__setstate__ is not torch.nn.Module.__setstate__
+
+
+def _is_hook(key: str) -> bool:
+    return key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+def _empty_hook(key: str, value: Any) -> bool:
+    return not value and _is_hook(key)
+
+
+class _ModuleSeen:
+    """What a module held: compared by identity, in a few microseconds, because models have hundreds of modules."""
+
+    __slots__ = ("boxes", "hooked", "hooks", "keys", "values")
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.keys, self.values = list(held), list(held.values())
+        self.boxes = [(name, list(held[name]), list(held[name].values())) for name in BOXES]
+        self.hooks = [value for value in self.values if type(value) is OrderedDict]
+        self.hooked = sum(map(len, self.hooks))
+
+    def same(self, held: dict[str, Any]) -> bool:
+        if len(held) != len(self.values) or not all(map(is_, held.values(), self.values)) or list(held) != self.keys:
+            return False
+        for name, keys, values in self.boxes:
+            box = held[name]
+            if len(box) != len(values):
+                return False
+            if values and not (all(map(is_, box.values(), values)) and list(box) == keys):
+                return False
+        return not self.hooked and not any(self.hooks) or self.hooked == sum(map(len, self.hooks))
+
+
+class Optimizer(Instance):
+    """Travels with its whole `__dict__`: torch's own pickle drops what an optimizer added (LBFGS loses its parameters)."""
+
+    name = "optimizer"
+    lasting = True
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        held = {k: v for k, v in vars(obj).items() if k != "step" and not _is_hook(k)}
+        return list(held), list(held.values())
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        cls = arrival.decode(args)
+        obj = cls.__new__(cls)
+        for when in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
+            setattr(obj, f"_optimizer_{when}_hooks", OrderedDict())
+        for when in ("pre", "post"):
+            setattr(obj, f"_optimizer_load_state_dict_{when}_hooks", OrderedDict())
+        return obj
+
+    def settle(self, node: Node) -> None:
+        node.obj._patch_step_function()
+
+
+class Scheduler(Instance):
+    """A learning-rate scheduler. The mark it left on its optimizer's `step` is put back, or it would warn falsely."""
+
+    name = "scheduler"
+    lasting = True
+
+    def settle(self, node: Node) -> None:
+        optimizer = getattr(node.obj, "optimizer", None)
+        if optimizer is None or "step" in vars(optimizer):
+            return
+        plain = type(optimizer).step
+
+        @functools.wraps(plain)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer._opt_called = True
+            return plain(optimizer, *args, **kwargs)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = step
+
+
+class Loader(Instance):
+    """A DataLoader. Its running iterator, with its worker processes, stays."""
+
+    name = "loader"
+    lasting = True
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        held = {k: v for k, v in vars(obj).items() if k != "_iterator"}
+        held.setdefault("_iterator", None)
+        return list(held), [None if k == "_iterator" else v for k, v in held.items()]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        running = vars(node.obj).get("_iterator")
+        super().put(node, state, arrival)
+        vars(node.obj)["_iterator"] = running
+
+
+MODULE, OPTIMIZER, SCHEDULER, LOADER = Module(), Optimizer(), Scheduler(), Loader()
+
+
+def kind_of(obj: Any) -> Kind | None:
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn"):
+        return None
+    if isinstance(obj, torch.nn.Module):
+        return None if "__reduce__" in _overridden(type(obj), torch.nn.Module) else MODULE
+    if isinstance(obj, torch.optim.Optimizer):
+        return OPTIMIZER
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return SCHEDULER
+    if isinstance(obj, torch.utils.data.DataLoader):
+        return LOADER
+    return None
+
+
+def _overridden(cls: type, base: type) -> set[str]:
+    """Which pickle methods classes below `base` define themselves."""
+    mro = cls.__mro__[: cls.__mro__.index(base)]
+    return {"__reduce__" for c in mro if {"__reduce__", "__reduce_ex__"} & set(vars(c))}

@@ -1,0 +1,273 @@
+"""Instances of ordinary classes, weak references, and whatever only its own pickle method knows how to move."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+import weakref
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle.cloudpickle as cp
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange import kinds
+from nbtrain.exchange.fingerprint import memory_checksum
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import NOTHING, Handle, Kind, Make
+from nbtrain.exchange.kinds.containers import same_items
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.residence import Arrival, Node, Walk
+
+MISSING = object()
+
+
+class Instance(Kind):
+    """An object whose state is its `__dict__` and its slots."""
+
+    name = "instance"
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return walk.encode(type(node.obj))
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        cls = arrival.decode(args)
+        return cls.__new__(cls)
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        """Names and values of what it holds."""
+        held = getattr(obj, "__dict__", {})
+        keys, values = list(held), list(held.values())
+        for slot in slots_of(type(obj)):
+            value = getattr(obj, slot, MISSING)
+            if value is not MISSING:
+                keys.append(slot)
+                values.append(value)
+        return keys, values
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        keys, values = self.fields(node.obj)
+        seen = node.seen
+        if seen is not None and keys == seen[0] and same_items(values, seen[1]):
+            return None
+        node.seen = keys, values
+        return keys, list(map(walk.encode, values))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        obj = node.obj
+        fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
+        slots = slots_of(type(obj))
+        for slot in slots:
+            if slot in fields:
+                object.__setattr__(obj, slot, fields.pop(slot))
+            elif hasattr(obj, slot):
+                object.__delattr__(obj, slot)
+        held = getattr(obj, "__dict__", None)
+        if held is not None:
+            for key in [key for key in self.fields(obj)[0] if key not in fields and key in held]:
+                del held[key]
+            held.update(fields)
+        node.seen = None
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        if type(holder) is child:
+            return f"{address} (its class {child.__name__})"
+        keys, values = self.fields(holder)
+        for key, value in zip(keys, values, strict=True):
+            if value is child:
+                return f"{address}.{key}"
+            if isinstance(value, tuple) and any(inner is child for inner in value):
+                return f"{address}.{key}"
+        return address
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__"):
+                mangled = slot.startswith("__") and not slot.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{slot}" if mangled else slot)
+    return tuple(names)
+
+
+class Stateful(Instance):
+    """An instance whose class has its own `__getstate__`: it says what of it may travel (a dict)."""
+
+    name = "stateful"
+
+    def turn(self, obj: Any) -> int:
+        return 2
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        state = obj.__getstate__()
+        return list(state), list(state.values())
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
+        if hasattr(node.obj, "__setstate__"):
+            node.obj.__setstate__(fields)
+        else:
+            vars(node.obj).update(fields)
+        node.seen = None
+
+
+def plain_instance(obj: Any) -> Kind | None:
+    """The kind of an object that pickles in Python's standard way, else None."""
+    cls = type(obj)
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return None
+    if hasattr(cls, "__getnewargs_ex__") or hasattr(cls, "__getnewargs__") or cls in copyreg.dispatch_table:
+        return None
+    own_state = getattr(cls, "__getstate__", None) is not getattr(object, "__getstate__", None)
+    try:
+        reduced = obj.__reduce_ex__(4)
+    except Exception:  # whatever its own methods raise: the pickle check will say it
+        return None
+    maker, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    if getattr(maker, "__name__", "") != "__newobj__" or len(args) != 1 or items is not None or pairs is not None:
+        return None
+    if own_state:
+        return STATEFUL if isinstance(state, dict) else None
+    return None if hasattr(cls, "__setstate__") else INSTANCE
+
+
+def sentinel(obj: Any) -> bool:
+    """An object that a library keeps as *the* one of its kind (`dataclasses.MISSING`): it travels by name."""
+    module = sys.modules.get(type(obj).__module__)
+    return module is not None and module.__name__ != "__main__" and any(v is obj for v in vars(module).values())
+
+
+class Sentinel(Kind):
+    name = "sentinel"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        module = sys.modules[type(obj).__module__]
+        return module, next(name for name, value in vars(module).items() if value is obj)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return getattr(*parts)
+
+
+class Weak(Kind):
+    name = "weak reference"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return (obj(),)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return weakref.ref(parts[0]) if parts[0] is not None else weakref.ref(type("Gone", (), {})())
+
+
+def twin(key: int) -> Any:
+    """Stands for a node inside an opaque object's pickle; the receiver's unpickler resolves it."""
+    raise pickle.UnpicklingError("only nbtrain's own unpickler resolves twins")
+
+
+class _Pickler(cp.Pickler):
+    """An object's own pickle, where what both sides know stays itself.
+
+    Arrays and containers that nobody knew before go by value: most pickle methods make them up on the spot.
+    """
+
+    def __init__(self, file: io.BytesIO, walk: Walk, top: Any, buffers: list[memoryview]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=lambda b: bool(buffers.append(b.raw())))
+        self.walk = walk
+        self.top = top
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is not self.top:
+            kind = kinds.kind_of(obj, self.walk.namespace)
+            if kind is not None and not kind.compound and (kind.lasting or self.walk.table.find(obj)):
+                ref = self.walk.encode(obj)
+                if ref is None and not self.walk.quiet:
+                    raise CannotTravel(f"a {type(obj).__name__} inside it cannot")
+                return twin, (ref.key if ref is not None else 0,)
+            if kind is numeric.TENSOR:  # torch's own pickle holds an address: never twice the same
+                return numeric.tensor_by_value(obj)
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, buffers: list[memoryview], arrival: Arrival) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self.arrival = arrival
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "twin" and module == __name__:
+            return self.arrival.twin
+        return super().find_class(module, name)
+
+
+class Opaque(Kind):
+    """An object that only its own pickle method can move. Changed, it is made anew and its holders hold the new one."""
+
+    name = "opaque"
+    whole = True
+
+    def _pickle(self, node: Node, walk: Walk) -> tuple[bytes, list[memoryview], tuple[int, ...]]:
+        file = io.BytesIO()
+        buffers: list[memoryview] = []
+        try:
+            _Pickler(file, walk, node.obj, buffers).dump(node.obj)
+        except CannotTravel:
+            raise
+        except RecursionError:
+            raise CannotTravel("it is nested too deeply") from None
+        except Exception as error:  # any class may raise anything from its own pickle method
+            raise CannotTravel(str(error) or type(error).__name__) from error
+        data = file.getvalue()
+        return data, buffers, (zlib.crc32(data), len(data), *map(memory_checksum, buffers))
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        data, buffers, node.seen = self._pickle(node, walk)
+        return data, [] if walk.quiet else list(map(walk.buffer, buffers))
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        data, where = args
+        return _Unpickler(data, list(map(arrival.buffer, where)), arrival).load()
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        data, buffers, seen = self._pickle(node, walk)
+        if seen == node.seen:
+            node.children = walk.children
+            return None
+        node.seen = seen
+        if walk.quiet:
+            return NOTHING
+        return Make(node.key, self.name, (data, list(map(walk.buffer, buffers))))
+
+
+class Kept(Kind):
+    """What stays on the ranks because it cannot travel: the notebook holds a handle for it."""
+
+    name = "handle"
+    whole = constant = True
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        cls = type(node.obj)
+        try:
+            text = repr(node.obj)
+        except Exception as error:  # a user's __repr__ may raise anything
+            text = f"its repr raised {type(error).__name__}"
+        return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins."), text[:200]
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return Handle(*args)
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        return None
+
+
+INSTANCE = Instance()
+STATEFUL = Stateful()
+OPAQUE = Opaque()
+KEPT = Kept()
+WEAK = Weak()
+SENTINEL = Sentinel()
