@@ -60,20 +60,20 @@ class Dealt:
     def __init__(
         self,
         batches: Any,
-        deal: Callable[[], Deal],
+        deal: Deal,
         randomness: Randomness,
         *,
         drop_last: bool = False,
         padded: Callable[[int], None] = lambda samples: None,
     ) -> None:
         self.batches = batches
-        self.deal = deal  # asked at each start: loaders with persistent workers keep this object from cell to cell
+        self.deal = deal
         self.randomness = randomness
         self.drop_last = bool(getattr(batches, "drop_last", drop_last))
         self.padded = padded
 
     def __len__(self) -> int:
-        deal, batches = self.deal(), len(self.batches)
+        deal, batches = self.deal, len(self.batches)
         if deal.split or deal.count == 1:
             return batches
         return batches // deal.count if self.drop_last else -(-batches // deal.count)
@@ -82,7 +82,7 @@ class Dealt:
         # Not a generator: a sampler that draws when `iter` is called does so now, as in one process.
         with self.randomness.shared():
             inner = iter(self.batches)
-        deal = self.deal()
+        deal = self.deal
         if deal.count == 1:
             return self._all(inner)
         return self._parts(inner, deal) if deal.split else self._rounds(inner, deal)

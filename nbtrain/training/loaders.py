@@ -77,12 +77,9 @@ class Loaders:
             theirs = old.fget(loader)  # type: ignore[misc]
             if not self._shares or not dealt_out(loader):
                 return theirs
-            return Dealt(theirs, self._deal_now, self.randomness, drop_last=loader.drop_last, padded=self._pad)
+            return Dealt(theirs, self.deal, self.randomness, drop_last=loader.drop_last, padded=self._pad)
 
         return property(sampler)
-
-    def _deal_now(self) -> Deal:
-        return self.deal
 
     def _pad(self, samples: int) -> None:
         self.padded += samples
@@ -95,6 +92,8 @@ class Loaders:
                 self.unshared.add("iterable")
             elif loader.batch_sampler is None:
                 self.unshared.add("single")
+            if loader.persistent_workers and loader._iterator is not None:
+                loader._iterator._index_sampler = loader._index_sampler  # it was made for an earlier cell
             with _forked_workers(loader):
                 iterator = old(loader)
             self.steps.opened(iterator, loader)

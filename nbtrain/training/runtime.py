@@ -141,7 +141,7 @@ class Runtime:
         numbers = {}
         for name, value in values.items():
             try:
-                numbers[name] = float(value)
+                numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
             except (TypeError, ValueError, RuntimeError):
                 raise UsageError(
                     f"log({name}=...) takes a number or a tensor with one element, not {type(value).__name__}"

@@ -1,0 +1,206 @@
+"""Steps, samples and positions are counted; accumulation makes one step of K calls; interruption falls between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbtrain.errors import NotPrepared
+from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.single import Single
+from nbtrain.training.runtime import Runtime
+
+SPEC = RunSpec(pool=PoolSpec())
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
+    here = Runtime(info, Single(Single.Options()), lambda event: None)
+    here.install()
+    here.begin(SPEC, {})
+    yield here
+    here.end(True)
+    here.uninstall()
+
+
+def make(samples: int = 10, batch_size: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(TensorDataset(torch.randn(samples, 2)), batch_size),
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_counts_and_positions(runtime: Runtime) -> None:
+    model, optimizer, loader = make()
+    checks = DataLoader(TensorDataset(torch.randn(3, 2)), 1)
+    places = []
+    for _ in range(2):
+        for (x,) in loader:
+            for _ in checks:
+                break
+            for _ in checks:
+                pass
+            step(model, optimizer, x)
+            place = runtime.steps.progress()
+            assert place is not None
+            places.append((place.done, place.total, place.epoch))
+    assert places == [(1, 3, 0), (2, 3, 0), (3, 3, 0), (1, 3, 1), (2, 3, 1), (3, 3, 1)]
+    assert runtime.steps.count == 6
+    assert runtime.steps.throughput().steps == 6
+    assert runtime.steps.throughput().samples == 2 * 10 + 6 * 4
+    last = runtime.steps.progress()
+    assert last is not None
+    assert (last.done, last.total) == (3, 3)
+
+
+def test_two_optimizers_make_one_step_per_batch(runtime: Runtime) -> None:
+    model, one, loader = make()
+    two = torch.optim.SGD(model.parameters(), 0.1)
+    for (x,) in loader:
+        step(model, one, x)
+        step(model, two, x)
+    assert runtime.steps.count == 3
+
+
+def test_interruption_falls_between_steps(runtime: Runtime) -> None:
+    model, optimizer, loader = make()
+    seen: list[int] = []
+    runtime.steps.boundary = lambda: seen.append(runtime.steps.count)
+    for (x,) in loader:
+        step(model, optimizer, x)
+        step(model, optimizer, x)
+    assert seen == [2, 4, 6], "with a loader: when the next batch is wanted"
+    seen.clear()
+    for _ in range(3):
+        step(model, optimizer, torch.ones(1, 2))
+    assert seen == [7, 8], "without: when the next backward begins"
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    runtime.steps.boundary = stop
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, torch.ones(1, 2))
+    assert runtime.steps.count == 9
+
+
+def test_a_broken_off_loader_is_let_go(runtime: Runtime) -> None:
+    _, _, loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    assert runtime.steps.loading
+    del iterator
+    assert not runtime.steps.loading
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_accumulation_is_the_large_batch(runtime: Runtime, zero_first: bool) -> None:
+    """7 batches of 2, three at a time: 6 + 6 + 2 samples, the last one a step by itself."""
+    model, optimizer, loader = make(14, 2)
+    other, reference, large = make(14, 6)
+    for (x,) in large:
+        step(other, reference, x)
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=3), {"model": model, "optimizer": optimizer})
+    before = model.weight.detach().clone()
+    for i, (x,) in enumerate(loader, 1):
+        if zero_first:
+            optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+        assert torch.equal(model.weight, before) == (i < 3)
+    torch.testing.assert_close(model.weight, other.weight)
+    assert runtime.steps.count == 3
+    runtime.end(True)
+    assert "step" not in vars(optimizer)
+
+
+def test_a_short_last_group_counts_as_the_mean_of_what_there_is(runtime: Runtime) -> None:
+    model, optimizer, loader = make(10, 2)
+    other, reference, large = make(10, 6)
+    for (x,) in large:
+        step(other, reference, x)
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=3), {"model": model, "optimizer": optimizer})
+    for (x,) in loader:
+        step(model, optimizer, x)
+    torch.testing.assert_close(model.weight, other.weight)
+
+
+def test_a_group_broken_off_is_dropped_with_the_cell(runtime: Runtime) -> None:
+    model, optimizer, loader = make()
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {"model": model, "optimizer": optimizer})
+    for (x,) in loader:
+        step(model, optimizer, x)
+        break
+    assert model.weight.grad is not None
+    runtime.end(True)
+    assert model.weight.grad is None
+    assert runtime.steps.count == 0
+    runtime.begin(SPEC, {"model": model, "optimizer": optimizer})
+    step(model, optimizer, torch.ones(1, 2))
+    assert runtime.steps.count == 1
+
+
+def test_accumulation_and_an_optimizer_nobody_set_up(runtime: Runtime) -> None:
+    model, optimizer, _ = make()
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {})
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NotPrepared, match="setup\\(model, optimizer\\)"):
+        optimizer.step()
+    runtime.setup(model, optimizer)
+    step(model, optimizer, torch.ones(1, 2))
+    assert runtime.steps.count == 0
+
+
+def test_accumulation_with_a_scaler(runtime: Runtime) -> None:
+    model, optimizer, loader = make(8, 2)
+    other, reference, large = make(8, 4)
+    for (x,) in large:
+        step(other, reference, x)
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {"model": model, "optimizer": optimizer})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for (x,) in loader:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, other.weight)
+    assert runtime.steps.count == 2
+
+
+def test_reentrant_checkpoints_count_once(runtime: Runtime) -> None:
+    """Their backward runs another one inside: it must not be scaled a second time."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, optimizer, _ = make()
+    x = torch.ones(2, 2, requires_grad=True)
+    model(x).mean().backward()
+    expected = model.weight.grad.clone()  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {"model": model, "optimizer": optimizer})
+    checkpoint(model, x, use_reentrant=True).mean().backward()
+    torch.testing.assert_close(model.weight.grad, expected / 2)
