@@ -153,7 +153,8 @@ class Snapshot:
 
     def leaks(self) -> list[str]:
         found = gone_within(GRACE, self._new_processes) + gone_within(GRACE, self._new_threads)
-        gc.collect()  # what only a cycle kept open is not a leak
+        if self._new_descriptors():
+            gc.collect()  # what only a cycle kept open is not a leak
         found += gone_within(GRACE, self._new_descriptors) + gone_within(GRACE, self._new_files)
         return found + self._changed_settings()
 
