@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import IPython
+from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
@@ -119,9 +121,14 @@ def completions(shell: InteractiveShell, text: str) -> list[str]:
     """What the front end shows for Tab at the `|`, each as the whole word it makes of the line."""
     at = text.index("|")
     text = text.replace("|", "")
-    from IPython.core.completer import provisionalcompleter
-
+    begin = text.rfind(" ", 0, at) + 1
+    if IPython.version_info < (8, 6):
+        # `completions` would mix in what jedi makes of the line, which a hook cannot prevent
+        last = text.rfind("\n", 0, at) + 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PendingDeprecationWarning)
+            fragment, matches = shell.complete("", text[last:].split("\n")[0], at - last)
+        return sorted({text[begin : at - len(fragment)] + one for one in matches})
     with provisionalcompleter():
         found = list(shell.Completer.completions(text, at))
-    begin = text.rfind(" ", 0, at) + 1
     return sorted({text[begin : one.start] + one.text for one in found})

@@ -18,6 +18,7 @@ from nbtrain.errors import UsageError
 from nbtrain.magics import extension
 from nbtrain.magics.cells import CellSyntaxError
 from nbtrain.specs import PoolSpec
+from nbtrain.strategies.base import Strategy
 from tests.shells import Notebook, Recorder, bare_shell, notebook
 
 
@@ -88,7 +89,9 @@ def test_the_line_form_sets_defaults(nb: Notebook, capsys: pytest.CaptureFixture
 def test_a_default_that_cannot_be_is_refused_and_changes_nothing(nb: Notebook) -> None:
     nb.run("%distributed -d 3")
     assert "did you mean ddp?" in nb.complaint("%distributed -d 2 -s dpd")
-    assert "there is no option --devcies; did you mean --devices?" in nb.complaint("%distributed --devcies 2")
+    assert "there is no option --devcies; did you mean --devices?" in nb.complaint(
+        "%distributed -s Mine --devcies 2", Mine=Strategy
+    )
     assert nb.spec("%%distributed\npass").pool.world_size == 3
 
 

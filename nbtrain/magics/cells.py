@@ -50,13 +50,14 @@ def locate(shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen
     if blank is None:
         raise UsageError(f"there is no code below %%{magic}; write the training loop there")
     found = _body_starts(seen.raw, magic, lines) if seen is not None else None
+    stored = seen is not None and seen.stored
+    count = len(_inputs(shell)) - 1 if stored else shell.execution_count
     if seen is None or found is None:  # run by a program, not typed into a cell
         raw, first, number = f"%%{magic} {line}\n{body}", 2, None
     else:
-        raw, first = seen.raw, found
-        number = len(_inputs(shell)) - 1 if seen.stored else None
+        raw, first, number = seen.raw, found, count if stored else None
     # The name is IPython's own for this cell; what it has in its cache is one line, `run_cell_magic(...)`.
-    filename = shell.compile.cache(raw, shell.execution_count if number is None else number, raw_code=raw)
+    filename = shell.compile.cache(raw, count, raw_code=raw)
     # Input transformers drop leading blank lines and would shift what follows.
     source = "".join(text.splitlines(keepends=True)[blank:])
     return Cell(source=source, filename=filename, first_line=first + blank, number=number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -132,7 +133,7 @@ class Resolver:
         from nbtrain import devices
 
         accelerator, oversubscribe = request.value("accelerator"), request.value("oversubscribe")
-        key = (spec, accelerator, oversubscribe)
+        key = (spec, accelerator, oversubscribe, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if self._known is None or self._known[0] != key:
             found = devices.resolve(
                 spec.value, accelerator=accelerator, oversubscribe=oversubscribe, quoted=spec.quoted
