@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = None
     mark_session()
     capture = config.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
     with capture.global_and_fixture_disabled():
         config.stash[_STDERR] = os.fdopen(os.dup(2), "w")
 

@@ -100,12 +100,14 @@ def _descriptors() -> dict[int, str]:
 
 
 def _files() -> set[str]:
-    """Shared memory and everything directly below the private temporary directory."""
+    """Shared memory, and what is directly below the private temporary directory and the user's folder in it."""
+    private = tempfile.gettempdir()
+    meeting_place = f"{private}/nbtrain"  # kept, because several notebooks lease GPUs there; its files are not
     found = set()
-    for folder in ("/dev/shm", tempfile.gettempdir()):
+    for folder in ("/dev/shm", private, meeting_place):
         with suppress(FileNotFoundError, NotADirectoryError):
             found |= {f"{folder}/{name}" for name in os.listdir(folder) if not name.startswith(LIBRARY_FILES)}
-    return found
+    return found - {meeting_place}
 
 
 def _held_by_others(path: str) -> bool:
