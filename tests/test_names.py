@@ -208,6 +208,10 @@ def test_private(name: str) -> None:
     assert not private(name + "put")
 
 
+def test_a_deep_expression() -> None:
+    assert analyse("x = " + " + ".join(["a"] * 900)).certain == {"a": 1}
+
+
 def test_decoding_agrees_with_dis() -> None:
     """Bytecode changes with every Python: this says where."""
 

@@ -245,34 +245,35 @@ def _evaluated_now(node: ast.AST) -> set[str]:
     return names
 
 
-def _surely_evaluated(node: ast.AST) -> Iterator[ast.Name]:
+def _surely_evaluated(root: ast.AST) -> Iterator[ast.Name]:
     """The names a statement looks up or binds whatever its values are: no bodies, no right side of `and`."""
-    children: Iterable[ast.AST | None]
-    if isinstance(node, ast.Name):
-        yield node
-        return
+    ahead: list[ast.AST | None] = [root]  # no recursion: a sum of a thousand terms is a thousand levels deep
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, ast.Name):
+            yield node
+        elif node is not None:
+            ahead += reversed(_parts(node))
+
+
+def _parts(node: ast.AST) -> list[ast.AST | None]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        children = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
-    elif isinstance(node, ast.ClassDef):
-        children = [*node.decorator_list, *node.bases, *node.keywords]
-    elif isinstance(node, _LAZY):
-        children = [*node.args.defaults, *node.args.kw_defaults] if isinstance(node, ast.Lambda) else []
-    elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-        children = [node.generators[0].iter]
-    elif isinstance(node, ast.BoolOp):
-        children = node.values[:1]
-    elif isinstance(node, (ast.IfExp, ast.Assert)):
-        children = [node.test]
-    elif isinstance(node, ast.Compare):
-        children = [node.left, node.comparators[0]]
-    elif isinstance(node, ast.AnnAssign):
-        children = [node.value, node.target if node.value is not None else None]
-    elif isinstance(node, ast.AugAssign):
-        if isinstance(node.target, ast.Name):
-            yield ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
-        children = [node.target, node.value]
-    else:
-        children = ast.iter_child_nodes(node)
-    for child in children:
-        if child is not None:
-            yield from _surely_evaluated(child)
+        return [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
+    if isinstance(node, ast.ClassDef):
+        return [*node.decorator_list, *node.bases, *node.keywords]
+    if isinstance(node, _LAZY):
+        return [*node.args.defaults, *node.args.kw_defaults] if isinstance(node, ast.Lambda) else []
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return [node.generators[0].iter]
+    if isinstance(node, ast.BoolOp):
+        return [node.values[0]]
+    if isinstance(node, (ast.IfExp, ast.Assert)):
+        return [node.test]
+    if isinstance(node, ast.Compare):
+        return [node.left, node.comparators[0]]
+    if isinstance(node, ast.AnnAssign):
+        return [node.value, node.target] if node.value is not None else []
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        read = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+        return [read, node.target, node.value]
+    return list(ast.iter_child_nodes(node))
