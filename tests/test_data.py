@@ -144,7 +144,7 @@ def test_no_sampler_none_and_distributed_samplers_are_left_alone() -> None:
     assert (shares, lengths) == ([whole, whole], [4, 4])
     shares, _ = deal(lambda: DataLoader(numbers(8), batch_size=2), 2, strategy=NoStrategy(None))
     assert shares == [whole, whole]
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
+    sampler: Any = DistributedSampler(numbers(8), num_replicas=2, rank=1, shuffle=False)
     shares, _ = deal(lambda: DataLoader(numbers(8), batch_size=2, sampler=sampler), 2)
     assert shares[1] == [[1, 3], [5, 7]]
 
@@ -190,10 +190,10 @@ def test_a_sampler_that_reacts_is_not_asked_ahead_of_its_round() -> None:
 
 
 def _workers(rank: int) -> list[Any]:
-    torch.manual_seed(7)
     loader = DataLoader(numbers(16), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
     found = []
     for split in (False, True):  # the loader keeps its iterator, and each cell its own way to deal
+        torch.manual_seed(7)
         with running(rank, 2, split_batches=split):
             found.append([[batch.tolist() for batch in loader] for _ in range(2)])
     del loader

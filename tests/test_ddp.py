@@ -98,8 +98,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader
 
 def plain(bench: Bench) -> Weights:
     model = net()
+    groups: list[dict[str, Any]] = [
+        {"params": [*model.first.parameters()], "lr": 1e-2},
+        {"params": [*model.last.parameters(), model.scale]},
+    ]
     optimizer = torch.optim.AdamW(
-        [{"params": [*model.first.parameters()], "lr": 1e-2}, {"params": [*model.last.parameters(), model.scale]}],
+        groups,
         lr=1e-3,
         betas=(0.8, 0.99),
         weight_decay=0.1,
@@ -326,7 +330,8 @@ def sparse(bench: Bench) -> Weights:
 
 def channels_last(bench: Bench) -> Weights:
     torch.manual_seed(6)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 1)).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+    model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     images = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -347,7 +352,7 @@ def made_in_the_cell(bench: Bench) -> Weights:
 
     def loop() -> None:
         model = net(1 + bench.runtime.info.rank)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
         same, also = bench.runtime.setup(model, optimizer)
         assert same is model
         assert also is optimizer
@@ -426,7 +431,7 @@ def _norms(rank: int) -> dict[str, Any]:
     bench = Bench(rank, 2)
     bench.runtime.install()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     bench.cell(lambda: train(model, optimizer, bench.loader(), 1), model=model, optimizer=optimizer)
     first = bench.runtime.agreement()

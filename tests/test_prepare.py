@@ -96,7 +96,7 @@ def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Works
 
 @pytest.mark.gpu
 def test_place_moves_in_place() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()

@@ -159,7 +159,7 @@ def test_loader_workers_augment_differently_on_each_rank_and_as_alone_on_rank_0(
 
     def cell(runtime: Runtime) -> int:
         before = torch.get_rng_state()
-        seed = iter(loader)._base_seed  # type: ignore[attr-defined]
+        seed: int = iter(loader)._base_seed  # type: ignore[attr-defined, assignment]
         assert torch.equal(torch.get_rng_state(), before), "the rank's own stream does not notice"
         return seed
 

@@ -29,7 +29,7 @@ def runtime() -> Iterator[Runtime]:
     here.uninstall()
 
 
-def make(samples: int = 10, batch_size: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+def make(samples: int = 10, batch_size: int = 4) -> tuple[nn.Linear, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     return (
@@ -198,7 +198,8 @@ def test_reentrant_checkpoints_count_once(runtime: Runtime) -> None:
     model, optimizer, _ = make()
     x = torch.ones(2, 2, requires_grad=True)
     model(x).mean().backward()
-    expected = model.weight.grad.clone()  # type: ignore[union-attr]
+    assert model.weight.grad is not None
+    expected = model.weight.grad.clone()
     optimizer.zero_grad()
     runtime.end(True)
     runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {"model": model, "optimizer": optimizer})

@@ -29,6 +29,7 @@ class Bucket:
         self.contiguous = all(p.is_contiguous() for p in parameters)
         # Per parameter: used, and then: sparse. Made once for the usual case: on a GPU this is a transfer.
         self.all_used = parameters[0].new_tensor([1.0] * len(parameters) + [0.0] * len(parameters))
+        self.shapes = [*parameters, self.all_used]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,16 +79,20 @@ class GradSync:
     def arrived(self, p: torch.Tensor) -> None:
         """Autograd has put a gradient into `p.grad`."""
         key = id(p)
-        if not self.on:
-            self.pending.add(key)
-            return
         if not self.armed:
+            if not self.on:
+                self.pending.add(key)
+                return
             self.armed = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
-        if key in self.got or key not in self.where:
+        got = self.got
+        index = self.where.get(key)
+        if index is None or key in got:
             return
-        self.got.add(key)
-        self.missing[self.where[key]] -= 1
+        got.add(key)
+        self.missing[index] -= 1
+        if self.missing[index]:
+            return
         # In this order on every rank, whatever order the gradients came in: collectives must pair up.
         while len(self.under_way) < len(self.buckets) and not self.missing[len(self.under_way)]:
             self.launch()
@@ -96,7 +101,7 @@ class GradSync:
     def launch(self) -> None:
         """Send the next bucket."""
         bucket = self.buckets[len(self.under_way)]
-        used = self.got | self.pending
+        used = self.got | self.pending if self.pending else self.got
         grads = [p.grad for p in bucket.parameters]
         whole = bucket.ids <= used and not any(g is None or g.is_sparse for g in grads)
         flags = bucket.all_used
@@ -129,16 +134,16 @@ class GradSync:
             self.reset()
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
-        count = len(bucket.parameters)
-        tail = flat[-2 * count :]
-        views = _unflatten_dense_tensors(flat, [*bucket.parameters, tail])  # type: ignore[no-untyped-call]
+        views = _unflatten_dense_tensors(flat, bucket.shapes)  # type: ignore[no-untyped-call]
         if whole and bucket.contiguous:  # no need to look at the flags, and no wait for the device
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g
             self.averaged |= bucket.ids
             return
+        count = len(bucket.parameters)
         used, sparse = [True] * count, [False] * count
         if not whole:
+            tail = views[-1]
             flags = (tail.real if tail.is_complex() else tail).gt(0).tolist()
             used, sparse = flags[:count], flags[count:]
         for p, g, some, thin in zip(bucket.parameters, views, used, sparse, strict=False):
