@@ -112,6 +112,9 @@ def _files() -> set[str]:
 
 def _held_by_others(path: str) -> bool:
     """A file in /dev/shm may be that of another test session on this machine: whoever maps it is its owner."""
+    with suppress(OSError):
+        if os.stat(path).st_uid != os.getuid():
+            return True
     mine = {p.pid for p in _descendants()} | {os.getpid()}
     for process in psutil.process_iter():
         if process.pid not in mine:

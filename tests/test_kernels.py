@@ -1,11 +1,13 @@
 """The harness itself: what the other tests rely on when they drive a real kernel."""
 
 import os
+from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.kernels import Kernel
+from tests.hygiene import alive
+from tests.kernels import Kernel, running_kernel
 
 pytestmark = pytest.mark.kernel
 
@@ -54,7 +56,7 @@ def test_a_kernel_has_nobody_elses_settings(shared_kernel: Kernel) -> None:
     assert os.environ["HOME"] not in shown.split()
 
 
-def test_children_are_seen_also_when_they_are_orphans(kernel_factory) -> None:  # type: ignore[no-untyped-def]
+def test_children_are_seen_also_when_they_are_orphans(kernel_factory: Callable[..., Kernel]) -> None:
     kernel = kernel_factory(SOME_SETTING="yes")
     sleeper = "import subprocess, os; p = subprocess.Popen(['sleep', '600'], start_new_session=True); p.pid"
     shown = kernel.run(sleeper)
@@ -62,6 +64,17 @@ def test_children_are_seen_also_when_they_are_orphans(kernel_factory) -> None:  
     kernel.kill()
     assert [child.pid for child in kernel.children()] == [int(shown.value)]
     psutil.Process(int(shown.value)).kill()
+
+
+def test_what_outlives_its_kernel_fails_the_test_and_is_ended() -> None:
+    with (
+        pytest.raises(pytest.fail.Exception, match="alive 2 s after the kernel's end: ") as failure,
+        running_kernel() as kernel,
+    ):
+        kernel.run("import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True)")
+        (child,) = kernel.children()
+    assert str(child.pid) in str(failure.value)
+    assert not alive(child)
 
 
 def test_a_dead_kernel_is_reported_with_what_it_had_shown(kernel: Kernel) -> None:
