@@ -60,7 +60,7 @@ class DDP(Strategy):
 
         def __post_init__(self) -> None:
             if not self.bucket_mb > 0:
-                raise UsageError(f"--bucket_mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+                raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
 
     def set_up(self, component: Component) -> Prepared:
         return Replicated(component, self.options.bucket_mb)

@@ -18,15 +18,16 @@ class Agreement:
 
     def __init__(self) -> None:
         self.versions: dict[int, int] = {}
+        self.steps = 0
 
-    def take(self, prepared: Iterable[Prepared], stepped: bool, randomness: Randomness) -> list[tuple[str, int]]:
+    def take(self, prepared: Iterable[Prepared], steps: int, randomness: Randomness) -> list[tuple[str, int]]:
         """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
         replicas: list[tuple[str, torch.Tensor]] = [pair for one in prepared for pair in one.replicas()]
         versions = {id(tensor): tensor._version for _, tensor in replicas}
         numbers: list[tuple[str, int]] = []
-        if stepped or versions != self.versions:
+        if steps != self.steps or versions != self.versions:  # fused optimizers leave versions alone
             numbers = [(name, checksum(tensor)) for name, tensor in replicas]
-        self.versions = versions
+        self.versions, self.steps = versions, steps
         if not randomness.alone:
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers

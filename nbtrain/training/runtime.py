@@ -118,7 +118,7 @@ class Runtime:
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
-        return self._agreement.take(self.workshop.prepared, self.steps.count > 0, self.randomness)
+        return self._agreement.take(self.workshop.prepared, self.steps.total, self.randomness)
 
     def builtins(self) -> dict[str, Any]:
         """The names every cell may use."""

@@ -26,6 +26,8 @@ class Steps:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.boundary: Callable[[], None] | None = None
+        self.total = 0
+        """calls of `step`, of all cells and optimizers"""
         self.begin()
 
     def begin(self) -> None:
@@ -79,6 +81,7 @@ class Steps:
         taken = self.taken.get(optimizer, 0) + 1
         self.taken[optimizer] = taken
         self.count = max(self.count, taken)
+        self.total += 1
         self.stepping = False
         self.armed = True
 
