@@ -1,0 +1,29 @@
+"""`python -m nbtrain doctor`: what can be asked from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 1 where the doctor finds that nbtrain cannot work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nbtrain",
+        description="Train a model of your notebook on many processes or GPUs. In the notebook: %load_ext nbtrain",
+    )
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="")
+    commands.add_parser("doctor", help="what is possible here, what is not, and why")
+    if parser.parse_args(arguments).command is None:
+        parser.print_help()
+        return 0
+    from nbtrain import doctor
+
+    findings = doctor.diagnose()
+    print(doctor.report(findings))
+    return int(any(finding.level == "bad" for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

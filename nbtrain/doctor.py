@@ -1,0 +1,447 @@
+"""What is possible here, what is not, and why: `%distributed doctor` and `python -m nbtrain doctor`.
+
+Nothing is imported to find out, torch least of all: versions come from package metadata, cards from
+the driver, limits from the cgroup. `watch_cuda_init` notes which cell wakes CUDA in the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from nbtrain import devices, probes, registry
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+GIB = 2**30
+
+PACKAGES: Mapping[str, str] = {
+    "torch": "2.6",
+    "ipython": "7.34",
+    "ipykernel": "6.17",
+    "ipywidgets": "7.7",
+    "anywidget": "0.9",
+    "cloudpickle": "3.0",
+    "pyzmq": "24",
+    "psutil": "5.9",
+}
+"""What nbtrain cannot do without, and from which version."""
+
+PLACES: Mapping[str, str] = {
+    "Colab": "nbtrain's server extension is not loaded here: ■ stops a run, the dashboard's own button waits for the "
+    "cell; do not upgrade ipython or ipykernel, the session depends on their versions",
+    "Kaggle": "nbtrain's server extension is not loaded here: ■ stops a run; widgets installed by pip may not show, "
+    "then write --monitor html",
+    "Databricks": "nbtrain's server extension is not loaded here: ■ stops a run; if the widget does not show, write "
+    "--monitor html",
+    "VS Code": "there is no Jupyter page and so no server extension: ■ stops a run, the dashboard's own button waits "
+    "for the cell",
+    "Python": "no notebook is running in this process: what is said about the kernel is about this process",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    level: str
+    """`ok`, `note` (a limit worth knowing), `warn` (something will not work) or `bad` (nbtrain cannot work)"""
+    topic: str
+    text: str
+    instead: str = ""
+    """what to write or do about it"""
+
+
+# ---------------------------------------------------------------- who woke CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where CUDA was initialised. `line` None: only the cell is known."""
+
+    cell: int | None
+    """its number, known when the cell has ended"""
+    line: int | None = None
+    source: str = ""
+    through: str = ""
+    """file and line of the library that did it for the cell"""
+
+    def __str__(self) -> str:
+        if self.cell is not None:
+            text = f"cell [{self.cell}]"
+        else:
+            text = "something outside the cells" if self.line is None else "a cell"
+        text += f", line {self.line}" if self.line is not None else ""
+        text += f": `{self.source}`" if self.source else ""
+        return text + (f" (through {self.through})" if self.through else "")
+
+
+class CudaWatch:
+    """Notes the first initialisation of CUDA in this process.
+
+    torch runs what is queued by `torch.cuda._lazy_call` at the moment it initialises: one queued
+    function there sees the stack. It can only be queued once torch is imported, which is looked for
+    between cells; for CUDA that wakes in the very cell that imports torch first, and for CUDA that
+    another library wakes, the cell is known but not the line. What happened before nbtrain was
+    loaded is not known at all. Costs one look at the process's open files per cell.
+    """
+
+    def __init__(self, shell: InteractiveShell, *, initialised: Callable[[], Any] = probes.cuda_initialised) -> None:
+        self.origin: Origin | None = None
+        self._shell = shell
+        self._initialised = initialised
+        self._unnumbered = False
+        """the origin is in the cell that is running; its number comes with its result"""
+        self._torch: Any = None
+        """`torch.cuda`, once the function is queued there"""
+        self.too_late = initialised() is not None
+        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._after_cell)
+        self._look(None)
+
+    def close(self) -> None:
+        for event, function in (("pre_run_cell", self._before_cell), ("post_run_cell", self._after_cell)):
+            self._shell.events.unregister(event, function)
+        if self._torch is not None:
+            queue = getattr(self._torch, "_queued_calls", [])
+            queue[:] = [call for call in queue if call[0] != self._note]
+
+    def _before_cell(self, info: Any) -> None:
+        self._look(None)
+        self._unnumbered = self.origin is None
+
+    def _after_cell(self, result: Any) -> None:
+        if self.origin is None:
+            self._look(result.execution_count)
+        elif self._unnumbered:
+            self.origin = replace(self.origin, cell=result.execution_count)
+        self._unnumbered = False
+
+    def _look(self, cell: int | None) -> None:
+        if self.too_late or self.origin is not None:
+            return
+        if self._initialised() is not None:
+            self.origin = Origin(cell)
+            return
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if self._torch is None and cuda is not None and hasattr(cuda, "_lazy_call"):
+            self._torch = cuda
+            cuda._lazy_call(self._note)
+
+    def _note(self) -> None:
+        """Called by torch, on the stack of whoever needed CUDA."""
+        if self.origin is not None:
+            return
+        frames = list(_stack(sys._getframe(1)))
+        own = next((frame for frame in reversed(frames) if frame.f_globals is self._shell.user_ns), None)
+        if own is None:
+            self.origin = Origin(None)
+            return
+        called = frames[: frames.index(own)]
+        foreign = [f for f in called if f.f_globals is not self._shell.user_ns and not _of_torch(f)]
+        self.origin = Origin(
+            cell=None,
+            line=own.f_lineno,
+            source=_line(own),
+            through=f"{foreign[0].f_code.co_filename}:{foreign[0].f_lineno}" if foreign else "",
+        )
+
+
+_WATCH: list[CudaWatch] = []
+"""The watch of this kernel, newest last: the report asks it."""
+
+
+def watch_cuda_init(shell: InteractiveShell) -> Callable[[], None]:
+    """Begin to watch, when the extension is loaded; call what it returns when the extension is unloaded."""
+    watch = CudaWatch(shell)
+    _WATCH.append(watch)
+
+    def stop() -> None:
+        if watch in _WATCH:
+            _WATCH.remove(watch)
+            watch.close()
+
+    return stop
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _of_torch(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] == "torch" or name.startswith("importlib.") or "<frozen" in frame.f_code.co_filename
+
+
+def _line(frame: FrameType) -> str:
+    import linecache
+
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+# ---------------------------------------------------------------- the findings
+
+
+def diagnose(
+    *,
+    machine: devices.Machine | None = None,
+    versions: Mapping[str, str | None] | None = None,
+    root: Path = Path("/"),
+    origin: Origin | None = None,
+) -> list[Finding]:
+    """Everything there is to say. What is not given is read from this process and its machine."""
+    machine = machine or devices.here()
+    versions = _versions() if versions is None else versions
+    watch = _WATCH[-1] if _WATCH else None
+    origin = origin or (watch.origin if watch else None)
+    return [
+        *_place(),
+        *check_versions(versions),
+        *check_host(machine.cores, probes.memory(root), probes.shared_memory(root / "dev/shm")),
+        *check_gpus(machine, probes.nvml_problem() if not machine.gpus else None),
+        *check_cuda(probes.cuda_initialised(), origin, watched=watch is not None and not watch.too_late),
+        *check_compiler(torch_cuda(), nvcc_version()),
+        *check_starts(probes.why_not_fork()),
+        *check_strategies(machine),
+    ]
+
+
+def report(findings: Iterable[Finding] | None = None) -> str:
+    """The findings as plain text, one line each, with what to do below."""
+    found = diagnose() if findings is None else list(findings)
+    width = max((len(one.topic) for one in found), default=0)
+    marks = {"ok": " ", "note": "·", "warn": "!", "bad": "✗"}
+    lines = []
+    for one in found:
+        lines.append(f"{marks[one.level]} {one.topic:<{width}}  {one.text}")
+        if one.instead:
+            lines.append(f"  {'':<{width}}  → {one.instead}")
+    counts = {level: sum(one.level == level for one in found) for level in marks}
+    if counts["bad"] or counts["warn"]:
+        lines.append(
+            f"\n{counts['bad']} × ✗ (nbtrain cannot work like this), {counts['warn']} × ! (will not work here)"
+        )
+    else:
+        lines.append("\nnothing stands in the way")
+    return "\n".join(lines)
+
+
+def _place() -> Iterator[Finding]:
+    place = probes.environment()
+    system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("ok", "here", f"{place}, {system}")
+    if place in PLACES:
+        yield Finding("note", "here", PLACES[place])
+
+
+def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
+    """`versions`: package → version, None where it is not installed."""
+    good = []
+    for name, found in versions.items():
+        least = PACKAGES.get(name)
+        if found is None and least is not None:
+            yield Finding("bad", "versions", f"{name} is not installed", f'pip install "{name}>={least}"')
+        elif found is None:
+            yield Finding("note", "versions", f"{name} runs from its source folder, it is not installed")
+        elif name == "ipykernel" and _numbers(found)[:2] == (7, 0):
+            yield Finding(
+                "warn",
+                "versions",
+                f"ipykernel {found} loses what threads print and show: a run's output and dashboard may stand still",
+                'pip install "ipykernel>=6.17,!=7.0.*" and restart the kernel',
+            )
+        elif least is not None and _numbers(found) < _numbers(least):
+            yield Finding(
+                "bad",
+                "versions",
+                f"{name} {found} is older than {least}, the oldest that nbtrain supports",
+                f'pip install "{name}>={least}" and restart the kernel',
+            )
+        else:
+            good.append(f"{name} {found}")
+    if good:
+        yield Finding("ok", "versions", ", ".join(good))
+
+
+def check_host(cores: int, memory: probes.Memory, shm: probes.Space | None) -> Iterator[Finding]:
+    machine = os.cpu_count() or cores
+    yield Finding("ok", "cores", f"{cores} allowed" + (f" of the machine's {machine}" if machine > cores else ""))
+    limit = f", the cgroup allows {_size(memory.limit)} of them" if memory.limit < memory.host else ""
+    text = f"{_size(memory.available)} free; the machine has {_size(memory.host)}{limit}"
+    if memory.available < 2 * GIB:
+        yield Finding("note", "memory", text, "a warm rank needs some 0.2 GiB besides its copy of the weights")
+    else:
+        yield Finding("ok", "memory", text)
+    if shm is not None and shm.free < GIB:
+        yield Finding(
+            "note",
+            "/dev/shm",
+            f"{_size(shm.free)} free: enough for nbtrain, which does not use it; DataLoader workers hand their batches "
+            "over in it and die with a bus error when it is full",
+            "num_workers=0, or a container started with --shm-size=2g",
+        )
+    elif shm is not None:
+        yield Finding("ok", "/dev/shm", f"{_size(shm.free)} free")
+
+
+def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[Finding]:
+    """`problem`: why the driver shows no cards."""
+    if not machine.gpus:
+        text = "no NVIDIA GPU; an integer for --devices is a number of CPU ranks"
+        if problem and problem.startswith("NVML:"):  # there is a driver, and it does not work
+            yield Finding("warn", "GPUs", f"the driver does not answer: {problem}", "restart the machine or container")
+        elif (Path("/dev") / "kfd").exists():
+            yield Finding("note", "GPUs", "AMD cards are here, and are not counted in this version: ranks run on CPU")
+        else:
+            yield Finding("ok", "GPUs", text)
+        return
+    cards = machine.cards()
+    for number, card in enumerate(cards):
+        users = [f"process {user.pid}{' (this notebook)' * (user.pid in machine.mine)}" for user in card.users]
+        who = f"used by {', '.join(users)}" if users else "no process is seen on it"
+        yield Finding("ok", "GPUs", f"cuda:{number} {card.name}, {_size(card.used)} of {_size(card.total)} used, {who}")
+    if machine.visible is not None and len(cards) < len(machine.gpus):
+        text = f"CUDA_VISIBLE_DEVICES={machine.visible!r} shows {len(cards)} of {len(machine.gpus)} GPUs"
+        yield Finding("note", "GPUs", text, "" if cards else "unset it before the kernel starts")
+    if len({card.name for card in machine.gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        yield Finding(
+            "note",
+            "GPUs",
+            "the cards differ: torch counts the fastest first, nbtrain counts as nvidia-smi does, so that cuda:0 may "
+            "be another card for each",
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID before the kernel starts",
+        )
+
+
+def check_cuda(initialised: str | None, origin: Origin | None, *, watched: bool) -> Iterator[Finding]:
+    if initialised is None:
+        yield Finding("ok", "CUDA", "not initialised in this process")
+        return
+    by = f"by {origin}" if origin else "before nbtrain was loaded" if not watched else "by code outside the cells"
+    yield Finding(
+        "note",
+        "CUDA",
+        f"initialised in this process by {initialised}, {by}: this process holds some of a GPU's memory, and cannot "
+        "be forked",
+        "warm ranks do not mind; to give the memory back, keep the model on the CPU in the notebook",
+    )
+
+
+def check_compiler(torch_cuda: str | None, nvcc: str | None) -> Iterator[Finding]:
+    """Both as "12.8"; only strategies that compile extensions (DeepSpeed's own optimizers) care."""
+    if torch_cuda is None and nvcc is None:
+        return
+    if torch_cuda is None:
+        yield Finding("note", "nvcc", f"nvcc {nvcc} is here, and this torch is built without CUDA: ranks run on CPU")
+    elif nvcc is None:
+        yield Finding(
+            "note", "nvcc", f"torch is built with CUDA {torch_cuda}; without nvcc no extension can be compiled"
+        )
+    elif _numbers(nvcc)[:1] != _numbers(torch_cuda)[:1]:
+        yield Finding(
+            "warn",
+            "nvcc",
+            f"nvcc {nvcc} does not fit torch, which is built with CUDA {torch_cuda}: extensions will not compile",
+            f"install the CUDA {torch_cuda} toolkit, or set CUDA_HOME to where it is",
+        )
+    else:
+        yield Finding("ok", "nvcc", f"nvcc {nvcc}, torch built with CUDA {torch_cuda}")
+
+
+def check_starts(why_not_fork: str | None, system: str = sys.platform) -> Iterator[Finding]:
+    if system == "linux":
+        yield Finding("ok", "--start", "warm and spawn are possible" + ("" if why_not_fork else ", and so is fork"))
+    else:
+        text = f"spawn only: warm ranks are forks of a clean process, which is safe on Linux alone (this is {system})"
+        yield Finding("note", "--start", text)
+    if why_not_fork and system == "linux":
+        yield Finding("note", "--start", why_not_fork)
+
+
+def check_strategies(machine: devices.Machine) -> Iterator[Finding]:
+    """Which are available; of the others, what is missing and the command that brings it."""
+    kinds = ("cpu", "cuda") if machine.cards() else ("cpu",)
+    ready = []
+    for name, entry in sorted(registry.strategies().items()):
+        missing = [package for package in entry.needs.packages if not _installed(package)]
+        if missing:
+            yield Finding(
+                "note", "strategies", f"{name} needs {', '.join(missing)}", f"pip install {' '.join(missing)}"
+            )
+        elif not set(kinds) & set(entry.needs.kinds):
+            yield Finding("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
+        else:
+            ready.append(name)
+    yield Finding("ok", "strategies", "available: " + ", ".join(ready))
+
+
+# ---------------------------------------------------------------- readings that only the doctor needs
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version torch was built with, read from its version file; None: without CUDA, or no torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def nvcc_version() -> str | None:
+    """What the CUDA compiler that would be used says of itself; CUDA_HOME comes before PATH, as in torch."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else None
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in ("nbtrain", *PACKAGES)}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.6.0+cu124` → (2, 6, 0)"""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.0f} MiB"
