@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.ddp import DDP, Replicated
 from nbtrain.strategies.single import Single
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks
@@ -166,6 +166,9 @@ def frozen_then_thawed(bench: Bench) -> Weights:
         model.first.requires_grad_(True)
         model.blocks.requires_grad_(False)
         train(model, optimizer, bench.loader(), 1)
+        (prepared,) = bench.runtime.workshop.prepared
+        if isinstance(prepared, Replicated):
+            assert {*prepared.sync.where} == {id(p) for p in model.parameters() if p.requires_grad}
 
     bench.cell(loop, model=model, optimizer=optimizer)
     return model.state_dict()
@@ -234,7 +237,7 @@ def penalty(bench: Bench) -> Weights:
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
 
     def loop() -> None:
-        for x, y in bench.loader():
+        for i, (x, y) in enumerate(bench.loader()):
             x.requires_grad_()
             loss = F.cross_entropy(model(x), y)
             (slope,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
@@ -244,7 +247,8 @@ def penalty(bench: Bench) -> Weights:
             used = [p for p in model.parameters() if p.shape != model.spare.weight.shape and p.numel() != 12]
             for p, g in zip(used, torch.autograd.grad(F.cross_entropy(model(x), y), used), strict=True):
                 p.grad = g
-            nn.utils.clip_grad_norm_(used, 0.01)
+            if i == 1:  # clipping averages what it clips; without it the step has to
+                nn.utils.clip_grad_norm_(used, 0.01)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -274,6 +278,8 @@ def broken_backward(bench: Bench) -> Weights:
     def loop() -> None:
         with pytest.raises(ValueError, match="middle"):
             breaks()
+        (prepared,) = bench.runtime.workshop.prepared
+        assert not isinstance(prepared, Replicated) or not prepared.sync.armed, "the half backward is forgotten"
         optimizer.zero_grad()
         train(model, optimizer, bench.loader(), 1)
 
@@ -390,9 +396,32 @@ def accumulate(bench: Bench) -> Weights:
     return {**model.state_dict(), "lr": torch.tensor(scheduler.get_last_lr())}
 
 
+def accumulate_what_one_rank_used(bench: Bench) -> Weights:
+    """A layer that one rank used in the first of two small batches, and nobody in the second."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = bench.data.tensors
+    alone, rank = bench.world_size == 1, bench.runtime.info.rank
+
+    def loop() -> None:
+        mine = slice(0, 8) if alone else slice(rank * 4, rank * 4 + 4)
+        loss = F.cross_entropy(model(x[mine]), y[mine])
+        if alone or rank == 1:
+            loss = loss + model(x[4:8], spare=True).square().mean() * bench.world_size
+        loss.backward()
+        optimizer.step()
+        F.cross_entropy(model(x[8:]), y[8:]).backward()
+        optimizer.step()
+
+    bench.cell(loop, accumulate=2, model=model, optimizer=optimizer)
+    assert bench.runtime.steps.count == 1
+    return model.state_dict()
+
+
 CASES = [
     plain, by_hand, own_method, frozen_then_thawed, tied, used_on_one_rank, adversaries, penalty, broken_backward,
     with_workers, closure, sparse, channels_last, made_in_the_cell, accumulate,
+    accumulate_what_one_rank_used,
 ]  # fmt: skip
 
 
