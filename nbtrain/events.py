@@ -71,9 +71,11 @@ class Progress(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState(Event):
-    """`ready`, `preparing`, `running`, `idle`."""
+    """`starting`, `ready`, `preparing`, `running`."""
 
     state: str
+    notes: tuple[str, ...] = ()
+    """with `running`: what belongs into the run's first line, `batch 32 × 4`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,7 @@ class Failed(Event):
     exception: bytes | None
     """pickled, when it can be"""
     interrupted: bool = False
+    steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,10 +101,21 @@ class Finished(Event):
     steps: int
     home: Any = None
     """from the lead rank: what comes home, packed"""
+    streams: Any = None
+    """from the lead rank: where the notebook's random streams are to stand"""
     agreement: Any = None
     """checksums of what should be equal on every rank"""
+    released: tuple[int, ...] = ()
+    """shared memory that nothing on this rank shows any more"""
     notes: tuple[str, ...] = ()
     """sentences for the user"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted(Event):
+    """The rank looked for its own objects under the keys that the lead gave to new ones."""
+
+    lacking: tuple[int, ...] = ()
 
 
 class Sink(Protocol):

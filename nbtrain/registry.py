@@ -49,10 +49,10 @@ STRATEGIES: Mapping[str, Entry] = _table(
 )
 
 ENGINES: Mapping[str, Entry] = _table(
-    Entry(name="local", where="nbtrain.engines.local:LocalEngine", summary="warm processes on this machine"),
+    Entry(name="local", where="nbtrain.engines.local:LocalPool", summary="warm processes on this machine"),
     Entry(
         name="inprocess",
-        where="nbtrain.engines.inprocess:InProcessEngine",
+        where="nbtrain.engines.inprocess:InProcess",
         summary="one rank inside the kernel; breakpoints work",
         needs=Needs(max_ranks=1),
     ),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
-
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +56,7 @@ class RunSpec:
 
     pool: PoolSpec
     strategy: str = "single"
-    options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """the strategy's own options"""
     accumulate: int = 1
     split_batches: bool = False

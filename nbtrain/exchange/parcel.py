@@ -223,7 +223,7 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 def _dump(cargo: Cargo) -> bytes:
     file = io.BytesIO()
-    records = [(r.key, r.kind, r.args) if type(r) is Make else (r.key, r.state) for r in cargo.records]  # type: ignore[union-attr]
+    records = [(r.key, r.kind, r.args, r.anew) if type(r) is Make else (r.key, r.state) for r in cargo.records]  # type: ignore[union-attr]
     cp.Pickler(file, protocol=5).dump((records, cargo.names))
     return file.getvalue()
 
@@ -232,4 +232,4 @@ def _load(stream: bytes) -> Cargo:
     import pickle
 
     records, names = pickle.loads(stream)
-    return Cargo([Make(*r) if len(r) == 3 else Put(*r) for r in records], [], names)
+    return Cargo([Make(*r) if len(r) == 4 else Put(*r) for r in records], [], names)

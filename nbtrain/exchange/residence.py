@@ -129,9 +129,13 @@ class Walk:
         self.stayed: list[Culprit] = []
         self.visited: list[Node] = []
         self._queue: list[Node] = []
-        self._added: list[Node] = []
+        self.added: list[Node] = []
         self._looked: list[tuple[Node, Any, list[Node]]] = []
         self._replaced: set[int] = set()
+        self.made_anew: set[int] = set()
+        """keys whose objects could not be edited and were made anew"""
+        self.remake: set[int] = set()
+        """keys that some receiver lacks: they are made once more"""
         self._holder: Node | str = ""
         self.children: list[Node] = []
 
@@ -157,6 +161,10 @@ class Walk:
                 except CannotTravel as error:
                     return self._cannot(value, str(error))
         self.children.append(node)
+        if self.remake and node.key in self.remake:
+            self.remake.discard(node.key)
+            self._shell(node)
+            node.seen = node.seen if node.kind.whole else None
         if node.walk is not self:
             node.walk = self
             node.via = self._holder
@@ -190,7 +198,7 @@ class Walk:
         """Nothing was sent: what this walk learned is not what the other side has."""
         for node, _, _ in self._looked:
             node.seen = None
-        self.table.drop([node.key for node in self._added])
+        self.table.drop([node.key for node in self.added])
         for node in self.table.nodes.values():
             if node.walk is self:
                 node.children = [c for c in node.children if c.key in self.table.nodes]
@@ -199,23 +207,27 @@ class Walk:
 
     def _add(self, value: Any, kind: Kind) -> Node:
         node = self.table.add(self.table.new_key(), value, kind)
-        self._added.append(node)
-        outer, self._holder = self._holder, node
-        node.via = outer
-        held, self.children = self.children, []
+        self.added.append(node)
+        node.via = self._holder
         try:
-            made = kind.shell(node, self)
-            node.fixed = self.children
+            self._shell(node)
         except BaseException:
             self.table.drop([node.key])
-            self._added.remove(node)
+            self.added.remove(node)
             raise
+        return node
+
+    def _shell(self, node: Node) -> None:
+        outer, self._holder = self._holder, node
+        held, self.children = self.children, []
+        try:
+            made = node.kind.shell(node, self)
+            node.fixed = self.children
         finally:
             self._holder, self.children = outer, held
-        self.cargo.records.append(Make(node.key, kind.name, made))
-        if kind.whole:
+        self.cargo.records.append(Make(node.key, node.kind.name, made))
+        if node.kind.whole:
             node.walk = self
-        return node
 
     def _drain(self) -> None:
         queue, visited = self._queue, self.visited
@@ -247,6 +259,7 @@ class Walk:
         if type(state) is Make:
             self.cargo.records.append(state)
             self._replaced.add(node.key)
+            self.made_anew.add(node.key)
         elif state is not kinds.NOTHING:
             self.cargo.records.append(Put(node.key, state))
 
@@ -268,7 +281,7 @@ class Walk:
             return None
         handle = kinds.kind_named("handle")
         node = self.table.add(self.table.new_key(), value, handle)
-        self._added.append(node)
+        self.added.append(node)
         self.children.append(node)
         node.walk = self
         self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
@@ -307,6 +320,8 @@ class Arrival:
         self._puts: list[tuple[int, Any]] = []
         for record in cargo.records:
             if type(record) is Make:
+                if record.key in table.nodes and not record.anew:
+                    continue  # made for somebody else
                 kind = kinds.kind_named(record.kind)
                 self._made[record.key] = kind, kind.make(record.args, self), record.args
             else:
@@ -362,6 +377,70 @@ def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> 
             node.children = walk.children
 
 
+class _Members(Walk):
+    """Lists what an object holds, in the order in which a walk meets it."""
+
+    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+        super().__init__(table, namespace, quiet=True)
+        self.found: list[Any] = []
+
+    def encode(self, value: Any) -> Any:
+        if type(value) not in ATOMS:
+            kind = kinds.kind_of(value, self.namespace)
+            if kind is not None and kind.compound:
+                for part in kind.parts(value):
+                    self.encode(part)
+            elif kind is not None:
+                self.found.append(value)
+        return None
+
+
+Way = tuple[int | str, bool, int, int]
+"""How to come to an object: a key or name, whether among what it is made of, which one, of how many."""
+
+
+class Ways:
+    """How to come to objects that the other ranks made for themselves when the lead made its own."""
+
+    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+        self.table = table
+        self.namespace = namespace
+        self._members: dict[tuple[int | str, bool], list[Any]] = {}
+
+    def to(self, node: Node) -> Way | None:
+        holder = node.via
+        if holder is None:
+            return None
+        where = holder.key if isinstance(holder, Node) else holder
+        for fixed in (False, True):
+            members = self.members(where, fixed)
+            for index, obj in enumerate(members):
+                if node.kind.identity(obj) == node.kind.identity(node.obj):
+                    return where, fixed, index, len(members)
+        return None
+
+    def follow(self, way: Way) -> Any:
+        """The object at the end of it, or None."""
+        where, fixed, index, count = way
+        members = self.members(where, fixed)
+        return members[index] if len(members) == count else None
+
+    def members(self, where: int | str, fixed: bool) -> list[Any]:
+        known = self._members.get((where, fixed))
+        if known is None:
+            walk = _Members(self.table, self.namespace)
+            if isinstance(where, str):
+                if where in self.namespace and not fixed:
+                    walk.encode(self.namespace[where])
+            elif where in self.table.nodes:
+                node = self.table.nodes[where]
+                seen, node.seen = node.seen, None
+                (node.kind.shell if fixed else node.kind.look)(node, walk)
+                node.seen = seen
+            known = self._members[where, fixed] = walk.found
+        return known
+
+
 def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
     """Every object of these types below some names, under an address a person understands."""
     found: dict[str, Any] = {}
@@ -383,4 +462,4 @@ def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -
     return found
 
 
-__all__ = ["Arrival", "Cargo", "Culprit", "Handle", "Node", "Table", "Walk", "find_all", "remember"]
+__all__ = ["Arrival", "Cargo", "Culprit", "Handle", "Node", "Table", "Walk", "Way", "Ways", "find_all", "remember"]

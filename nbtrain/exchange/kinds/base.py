@@ -59,6 +59,8 @@ class Make:
     key: int
     kind: str
     args: Any
+    anew: bool = False
+    """the receiver has one, which cannot be edited: it is to have another instead"""
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ class Array(Kind):
         if seen == before:
             return None
         if before is not None and seen[:2] != before[:2] and not walk.quiet:
-            return Make(node.key, self.name, self.shell(node, walk))
+            return Make(node.key, self.name, self.shell(node, walk), anew=True)
         node.seen = seen
         return NOTHING if walk.quiet else (seen, walk.buffer(_bytes(array)))
 

@@ -241,7 +241,7 @@ class Opaque(Kind):
         node.seen = seen
         if walk.quiet:
             return NOTHING
-        return Make(node.key, self.name, (data, list(map(walk.buffer, buffers))))
+        return Make(node.key, self.name, (data, list(map(walk.buffer, buffers))), anew=True)
 
 
 class Kept(Kind):

@@ -1,0 +1,81 @@
+"""`--start fork`: the kernel itself is forked for one cell, so that nothing needs pickling on the way out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+
+from nbtrain.engines._local import directory
+from nbtrain.engines._local.nursery import end_group
+from nbtrain.engines._local.warm import death
+from nbtrain.engines.base import Death
+from nbtrain.worker.main import RankConfig
+
+Body = Callable[[RankConfig], None]
+
+
+class Fork:
+    """Ranks as forks of the kernel. `body` is what each of them does; it knows the notebook's namespace."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._pids: dict[int, int] = {}
+
+    def fileno(self) -> None:
+        return None
+
+    def launch(self, configs: Iterable[RankConfig]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for config in configs:
+            pid = os.fork()
+            if pid == 0:
+                self._live(config)
+            self._pids[config.info.rank] = pid
+
+    def _live(self, config: RankConfig) -> None:
+        code = 1
+        try:
+            from nbtrain.worker.main import dies_with_its_parent
+
+            dies_with_its_parent()
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._body(config)
+            code = 0
+        finally:
+            if code:
+                import traceback
+
+                traceback.print_exc(file=sys.__stderr__)
+            os._exit(code)
+
+    def news(self) -> list[Death]:
+        deaths = []
+        for rank, pid in list(self._pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._pids[rank]
+                end_group(pid)
+                deaths.append(death(rank, pid, status))
+        return deaths
+
+    def pids(self) -> dict[int, int]:
+        return dict(self._pids)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank in self._pids:
+                end_group(self._pids[rank])
+
+    def remove(self, path: str) -> None:
+        directory.remove(path)
+
+    def close(self) -> None:
+        for pid in self._pids.values():
+            end_group(pid)
+            os.waitpid(pid, 0)
+        self._pids.clear()

@@ -1,0 +1,179 @@
+"""The process that ranks are forked from: torch, the shell and nbtrain are imported once, and it waits.
+
+    kernel ── socket pair ── nursery ── fork ── rank 0
+                                     └─ fork ── rank 1
+
+It runs one thread and never touches CUDA, so a fork is safe at any time, takes tens of milliseconds, and
+shares its pages. It lives in a session of its own: an interrupt that Jupyter sends to the kernel's process
+group does not reach it. When the kernel ends, however it ends, the socket closes: the nursery ends every
+rank with all that the rank has started, removes the directory, and goes.
+
+On the socket: one pickle a message. To the nursery `("fork", [RankConfig, ...])`, `("kill", [pid, ...])`,
+`("remove", directory)`; from it `("ready", pid)`, `("forked", {rank: pid})`, `("died", rank, pid, status)`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+HEAD = struct.Struct("<I")
+LOOK_UP = 0.5
+"""Seconds between looks at whether the kernel is still its parent: somebody else may hold the socket open."""
+
+
+def send(sock: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message, 5)
+    sock.sendall(HEAD.pack(len(data)) + data)
+
+
+def receive(sock: socket.socket) -> Any:
+    """One message; EOFError when the other side is gone."""
+    return pickle.loads(_exactly(sock, HEAD.unpack(_exactly(sock, HEAD.size))[0]))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = sock.recv(size)
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def end_group(pid: int) -> None:
+    """A rank leads a process group: its loader workers and subprocesses end with it."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+class Nursery:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.parent = os.getppid()
+        self.children: dict[int, int] = {}
+        """pid → rank"""
+        self.directories: set[str] = set()
+        self.shell: Any = None
+
+    def run(self) -> None:
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        self._preload()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        send(self.sock, ("ready", os.getpid()))
+        waiting = selectors.DefaultSelector()
+        waiting.register(self.sock, selectors.EVENT_READ)
+        waiting.register(woken, selectors.EVENT_READ)
+        try:
+            while os.getppid() == self.parent:
+                for key, _ in waiting.select(LOOK_UP):
+                    if key.fd == woken:
+                        os.read(woken, 4096)
+                    elif not self._obey():
+                        return
+                self._reap()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the kernel is gone
+        finally:
+            self._end()
+
+    def _preload(self) -> None:
+        """Everything a rank needs before its first cell. Single-threaded: nothing here computes."""
+        import torch
+        import torch._dynamo
+        import torch.distributed
+        import torch.utils.data
+
+        import nbtrain.strategies.ddp
+        import nbtrain.training.runtime
+        import nbtrain.worker.main
+        from nbtrain.worker.shell import make_shell
+
+        self.shell = make_shell(os.environ.get("NBTRAIN_COLORS"))
+        gc.collect()
+        gc.freeze()  # a collection in a rank would write to, and so copy, every page
+
+    def _obey(self) -> bool:
+        order, *rest = receive(self.sock)
+        if order == "fork":
+            send(self.sock, ("forked", {config.info.rank: self._fork(config) for config in rest[0]}))
+        elif order == "kill":
+            for pid in rest[0]:
+                if pid in self.children:
+                    end_group(pid)
+        elif order == "remove":
+            from nbtrain.engines._local import directory
+
+            directory.remove(rest[0])
+            self.directories.discard(rest[0])
+        return True
+
+    def _fork(self, config: Any) -> int:
+        self.directories.add(config.directory)
+        pid = os.fork()
+        if pid:
+            self.children[pid] = config.info.rank
+            return pid
+        code = 1
+        try:
+            from nbtrain.worker.main import Rank, dies_with_its_parent
+
+            dies_with_its_parent()
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self.sock.close()
+            Rank(config, self.shell).serve()
+            code = 0
+        finally:
+            if code:
+                import traceback
+
+                traceback.print_exc()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for pid in list(self.children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = self.children.pop(pid)
+                end_group(pid)  # whatever it had started
+                send(self.sock, ("died", rank, pid, status))
+
+    def _end(self) -> None:
+        from nbtrain.engines._local import directory
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for pid in self.children:
+            end_group(pid)
+        for pid in self.children:
+            os.waitpid(pid, 0)
+        for path in self.directories:
+            directory.remove(path)
+
+
+def main() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    Nursery(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`--start spawn`: a fresh interpreter for each rank. Slow to start, and it works everywhere."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+
+from nbtrain.engines._local import directory
+from nbtrain.engines._local.nursery import end_group
+from nbtrain.engines._local.warm import environment
+from nbtrain.engines.base import Death
+from nbtrain.worker.main import RankConfig
+
+
+class Spawn:
+    """Ranks as children of the kernel. A pipe that only the kernel holds open tells them when it is gone."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._errors = tempfile.TemporaryFile()
+        self._theirs, self._ours = os.pipe()
+
+    def fileno(self) -> None:
+        return None
+
+    def launch(self, configs: Iterable[RankConfig]) -> None:
+        for config in configs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "nbtrain.worker", str(self._theirs)],
+                pass_fds=(self._theirs,),
+                stdin=subprocess.PIPE,
+                stdout=self._errors,
+                stderr=self._errors,
+                start_new_session=True,
+                env=environment(),
+            )
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps(config))
+            process.stdin.close()
+            self._processes[config.info.rank] = process
+
+    def news(self) -> list[Death]:
+        deaths = []
+        for rank, process in list(self._processes.items()):
+            code = process.poll()
+            if code is not None:
+                del self._processes[rank]
+                end_group(process.pid)
+                signal = -code if code < 0 else None
+                deaths.append(Death(rank=rank, pid=process.pid, signal=signal, code=None if signal else code))
+        return deaths
+
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank in self._processes:
+                end_group(self._processes[rank].pid)
+
+    def remove(self, path: str) -> None:
+        directory.remove(path)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            end_group(process.pid)
+            process.wait()
+        self._processes.clear()
+        os.close(self._theirs)
+        os.close(self._ours)
+        self._errors.close()
+

@@ -1,0 +1,147 @@
+"""`--start warm`: ranks forked from the nursery, ready in tens of milliseconds."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+from nbtrain.engines._local import nursery
+from nbtrain.engines.base import Death
+from nbtrain.errors import PoolError
+from nbtrain.worker.main import RankConfig
+
+_kept: Warm | None = None
+
+
+def warm() -> Warm:
+    """The kernel's one nursery; started if there is none."""
+    global _kept
+    if _kept is None or not _kept.alive:
+        if _kept is not None:
+            _kept.close()
+        else:
+            atexit.register(close)
+        _kept = Warm()
+    return _kept
+
+
+def close() -> None:
+    """End the nursery, and with it every rank it has forked."""
+    global _kept
+    if _kept is not None and _kept.owner == os.getpid():
+        _kept.close()
+    _kept = None
+
+
+class Warm:
+    """The kernel's end of the nursery. Starting it does not wait for it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nbtrain.engines._local.nursery", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            start_new_session=True,
+            env=environment(),
+        )
+        theirs.close()
+        self.sock = ours
+        self.ready = False
+        self.pending = False
+        """ranks were asked for and are not there yet"""
+        self._pids: dict[int, int] = {}
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def launch(self, configs: Iterable[RankConfig]) -> None:
+        """Ask for ranks; `news` tells when they are there."""
+        self._pids, self.pending = {}, True
+        self._say(("fork", list(configs)))
+
+    def news(self) -> list[Death]:
+        """Which ranks have died. Does not wait."""
+        deaths = []
+        while select.select([self.sock], [], [], 0)[0]:
+            message = self._hear()
+            if message[0] == "ready":
+                self.ready = True
+            elif message[0] == "forked":
+                self._pids.update(message[1])
+                self.pending = False
+            elif message[0] == "died":
+                _, rank, pid, status = message
+                if self._pids.get(rank) == pid:
+                    del self._pids[rank]
+                    deaths.append(death(rank, pid, status))
+        return deaths
+
+    def pids(self) -> dict[int, int]:
+        return dict(self._pids)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        self._say(("kill", [self._pids[rank] for rank in ranks if rank in self._pids]))
+
+    def remove(self, directory: str) -> None:
+        self._say(("remove", directory))
+
+    def close(self) -> None:
+        self.sock.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._errors.close()
+
+    def _say(self, message: Any) -> None:
+        try:
+            nursery.send(self.sock, message)
+        except OSError:
+            self._gone()
+
+    def _hear(self) -> Any:
+        try:
+            return nursery.receive(self.sock)
+        except (EOFError, OSError):
+            self._gone()
+
+    def _gone(self) -> None:
+        self.process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode("utf-8", "replace").strip()
+        raise PoolError(
+            f"the process that ranks are forked from ended with code {self.process.returncode}"
+            + (f"; it said:\n{said[-2000:]}" if said else "; another process may have killed it")
+            + "\nRun the cell again to start a new one."
+        )
+
+
+def death(rank: int, pid: int, status: int) -> Death:
+    if os.WIFSIGNALED(status):
+        return Death(rank=rank, pid=pid, signal=os.WTERMSIG(status), code=None)
+    return Death(rank=rank, pid=pid, signal=None, code=os.WEXITSTATUS(status))
+
+
+def environment() -> dict[str, str]:
+    """The kernel's environment, and the place this nbtrain was imported from: a child must not find another."""
+    import nbtrain
+
+    here = os.path.dirname(os.path.dirname(os.path.abspath(nbtrain.__file__)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}

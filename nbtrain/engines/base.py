@@ -1,0 +1,54 @@
+"""What a pool is: ranks that outlive cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from nbtrain.events import Event
+from nbtrain.messages import Message
+from nbtrain.specs import PoolSpec, RankInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Death:
+    """A rank's process ended."""
+
+    rank: int
+    pid: int
+    signal: int | None
+    code: int | None
+
+    def __str__(self) -> str:
+        import signal
+
+        if self.signal is not None:
+            name = signal.Signals(self.signal).name
+            hint = " (the kernel's out-of-memory killer sends this)" if self.signal == signal.SIGKILL else ""
+            return f"rank {self.rank} (process {self.pid}) was ended by {name}{hint}"
+        return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}"
+
+
+class Pool(Protocol):
+    """Ranks that are there, or about to be. All calls come from the kernel's main thread."""
+
+    spec: PoolSpec
+    directory: str
+    """private to the user, gone with the pool"""
+    ranks: tuple[RankInfo, ...]
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        """Does not wait: a rank that is still starting finds it when it is there."""
+
+    def poll(self, seconds: float) -> list[Event | Death]:
+        """What has happened, in order; waits up to so many seconds for the first."""
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Raise KeyboardInterrupt in the cell these ranks run."""
+
+    def pids(self) -> dict[int, int]:
+        """rank → process, of those that are alive."""
+
+    def close(self, *, kill: bool = False) -> None:
+        """End every rank and leave nothing behind. `kill`: without asking them."""

@@ -1,0 +1,58 @@
+"""One rank inside the kernel: breakpoints and debuggers work, and nothing is sent anywhere.
+
+The cell runs on the notebook's own objects, as an ordinary cell does, so a failure leaves what it did so far.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nbtrain.events import Event
+from nbtrain.specs import RankInfo, RunSpec
+
+
+class InProcess:
+    """Installs what runs around a strategy for one cell, and puts everything back."""
+
+    def __init__(self, info: RankInfo, strategy: Any) -> None:
+        self.info = info
+        self.strategy = strategy
+
+    def run(
+        self, spec: RunSpec, objects: Mapping[str, Any], body: Callable[[], None], emit: Callable[[Event], None]
+    ) -> list[str]:
+        """Sentences for the user."""
+        from nbtrain.training.runtime import Runtime
+
+        runtime = Runtime(self.info, self.strategy, emit)
+        runtime.install()
+        ok = False
+        try:
+            with _names(runtime.builtins()):
+                notes = list(runtime.begin(spec, objects))
+                body()
+            ok = True
+        finally:
+            ended = runtime.end(ok)
+            runtime.uninstall()
+        return [*notes, *ended]
+
+
+@contextmanager
+def _names(names: Mapping[str, Any]) -> Iterator[None]:
+    """A rank's names, in builtins while the cell runs."""
+    missing = object()
+    before = {name: getattr(builtins, name, missing) for name in names}
+    for name, value in names.items():
+        setattr(builtins, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                delattr(builtins, name)
+            else:
+                setattr(builtins, name, value)

@@ -1,0 +1,131 @@
+"""Ranks as processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import nbtrain.devices as devices
+import nbtrain.probes as probes
+from nbtrain.engines._local import directory
+from nbtrain.engines._local.channel import Channel
+from nbtrain.engines._local.fork import Body, Fork
+from nbtrain.engines._local.spawn import Spawn
+from nbtrain.engines._local.warm import Warm, warm
+from nbtrain.engines.base import Death
+from nbtrain.errors import PoolError, UsageError
+from nbtrain.events import Event
+from nbtrain.messages import Close, Message
+from nbtrain.specs import PoolSpec, RankInfo
+from nbtrain.worker.main import RankConfig
+
+GRACE = 2.0
+"""Seconds in which ranks may end by themselves."""
+LOOK_UP = 0.1
+"""Seconds between looks at processes that nobody reports on."""
+_generations = 0
+
+
+class LocalPool:
+    """A nursery's forks, fresh interpreters or forks of the kernel, behind one channel."""
+
+    def __init__(self, spec: PoolSpec, body: Body | None = None) -> None:
+        global _generations
+        _generations += 1
+        self.spec = spec
+        if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
+            raise UsageError(f"--start fork is not possible here: {why}")
+        threads = devices.threads_per_rank(spec.world_size, probes.cores_allowed())
+        self.ranks = tuple(
+            RankInfo(rank=rank, world_size=spec.world_size, local_rank=rank, device=device, threads=threads)
+            for rank, device in enumerate(spec.devices)
+        )
+        self.directory = directory.make()
+        self._channel = Channel(self.directory, spec.world_size)
+        self._processes: Warm | Spawn | Fork = _processes(spec.start, body)
+        if (fd := self._processes.fileno()) is not None:
+            self._channel.watch(fd)
+        self._closed = False
+        self._processes.launch(
+            RankConfig(info=info, directory=self.directory, backend=spec.backend, generation=_generations)
+            for info in self.ranks
+        )
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        self._channel.send(message, ranks)
+
+    def poll(self, seconds: float) -> list[Event | Death]:
+        if self._processes.fileno() is None:
+            seconds = min(seconds, LOOK_UP)
+        heard: list[Event | Death] = list(self._channel.receive(seconds))
+        deaths = self._processes.news()
+        if deaths:
+            heard += self._channel.receive(0.05)  # what they said before they died
+        return heard + deaths
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        pids = self.pids()
+        for rank in ranks:
+            if rank in pids:
+                _signal(pids[rank], signal.SIGINT)
+
+    def pids(self) -> dict[int, int]:
+        return self._processes.pids()
+
+    def close(self, *, kill: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._end(kill)
+        finally:
+            self._channel.close()
+            directory.remove(self.directory)
+
+    def _end(self, kill: bool) -> None:
+        processes = self._processes
+        warm_one = isinstance(processes, Warm)
+        try:
+            if not kill:
+                self._channel.send(Close(), range(self.spec.world_size))
+            until = time.monotonic() + (0 if kill else GRACE)
+            while (not warm_one or processes.alive) and time.monotonic() < until and self._unfinished():
+                self._channel.receive(0.01)
+                processes.news()
+            if self._unfinished():
+                processes.kill(range(self.spec.world_size))
+                until = time.monotonic() + GRACE
+                while self._unfinished() and time.monotonic() < until:
+                    self._channel.receive(0.01)
+                    processes.news()
+            processes.remove(self.directory)
+        except PoolError:
+            pass  # the nursery is gone, and every rank with it
+        finally:
+            if (fd := processes.fileno()) is not None and fd >= 0:
+                self._channel.unwatch(fd)
+            if not warm_one:
+                processes.close()
+
+    def _unfinished(self) -> bool:
+        return bool(self._processes.pids()) or (isinstance(self._processes, Warm) and self._processes.pending)
+
+
+def _processes(start: str, body: Body | None) -> Warm | Spawn | Fork:
+    if start == "warm":
+        return warm()
+    if start == "spawn":
+        return Spawn()
+    assert body is not None, "a fork needs to be told what to do"
+    return Fork(body)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+

@@ -1,0 +1,74 @@
+"""What the kernel may send a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.specs import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The text of one notebook cell, so that tracebacks and `inspect` on a rank show its lines."""
+
+    filename: str
+    text: str
+    number: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a rank takes over from the kernel's process before a cell. None: as before."""
+
+    directory: str | None = None
+    path: tuple[str, ...] | None = None
+    environ: Mapping[str, str] | None = None
+    torch_flags: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Run a cell."""
+
+    spec: RunSpec
+    code: str
+    """transformed by IPython, and moved down so that its lines are the notebook's"""
+    filename: str
+    quiet: bool
+    """the cell ends in a semicolon: its last value is not shown"""
+    ranks: tuple[int, ...]
+    """who runs it; the first of them is the lead, whose changes come home"""
+    parcel: Any = None
+    """what the ranks do not have yet"""
+    drop: tuple[int, ...] = ()
+    """keys that no notebook name leads to any more"""
+    unbind: tuple[str, ...] = ()
+    """names that the notebook does not have any more, or holds something else under"""
+    released: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """rank → segments of its own that the notebook has let go"""
+    streams: Any = None
+    """random states; None: each rank goes on with its own"""
+    sources: tuple[Source, ...] = ()
+    surroundings: Surroundings = field(default_factory=Surroundings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopt:
+    """The lead made new objects and gave them keys: find your own. Answered with `Adopted`."""
+
+    news: tuple[tuple[int, str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forget:
+    """Drop every twin and everything prepared: the next cell starts from the notebook."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Close:
+    """End the process."""
+
+
+Message = Run | Adopt | Forget | Close

@@ -1,0 +1,66 @@
+"""What the ranks raised, as one exception of the original type, with the notebook's own lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from nbtrain.engines.base import Death
+from nbtrain.errors import RankDied, RankError
+from nbtrain.events import Failed
+
+
+def exception(
+    failed: Mapping[int, Failed], freed: Iterable[int], world_size: int, open_packed: Callable[[int, bytes], Any]
+) -> BaseException:
+    """The first failure that was not an interruption by us, raised as what it was."""
+    first = min(failed.values(), key=lambda f: (f.interrupted, f.time))
+    same = sorted(f.rank for f in failed.values() if (f.name, f.text) == (first.name, first.text))
+    others = sorted(f.rank for f in failed.values() if f.rank not in same and not f.interrupted)
+    error = _original(first, open_packed)
+    where = _where(same, others, sorted(freed), failed, world_size)
+    lines = [*first.lines, where] if where else list(first.lines)
+    error.__cause__ = RankError("\n".join((*first.lines, *([where] if where else []))))
+    try:
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    except AttributeError:  # a class with slots: IPython shows its own traceback, with ours as the cause
+        pass
+    return error
+
+
+def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseException:
+    if failed.exception is not None:
+        try:
+            error = open_packed(failed.rank, failed.exception)
+        except Exception:  # classes that pickle and do not unpickle; the text is still there
+            error = None
+        if isinstance(error, BaseException):
+            return error
+    return RankError(f"{failed.name}: {failed.text}")
+
+
+def _where(same: list[int], others: list[int], freed: list[int], failed: Mapping[int, Failed], world_size: int) -> str:
+    if world_size == 1:
+        return ""
+    parts = [f"raised on {_ranks(same, world_size)}"]
+    if others:
+        parts.append("; ".join(f"rank {rank} raised {failed[rank].name}: {failed[rank].text}" for rank in others))
+    if freed:
+        parts.append(f"{_ranks(freed, world_size)} waited for it and {'was' if len(freed) == 1 else 'were'} stopped")
+    return "\n" + "; ".join(parts) + ". The notebook is as it was before this cell."
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == world_size:
+        return f"all {world_size} ranks"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def died(deaths: list[Death], tails: Mapping[int, str]) -> RankDied:
+    parts = []
+    for death in deaths:
+        said = tails.get(death.rank, "")
+        parts.append(str(death) + (f"; the last it said:\n{said}" if said else ""))
+    return RankDied(
+        "\n".join(parts) + "\nThe notebook is as it was before this cell; run it again to start new ranks."
+    )

@@ -1,0 +1,18 @@
+"""`--start fork`: what a fork of the kernel does to become a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.exchange.residence import Table
+from nbtrain.worker.main import Rank, RankConfig
+
+
+def body(shell: Any, table: Table) -> Callable[[RankConfig], None]:
+    def live(config: RankConfig) -> None:
+        from nbtrain.worker.shell import make_shell
+
+        Rank(config, make_shell(None, shell.user_module), table).serve()
+
+    return live

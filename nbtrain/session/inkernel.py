@@ -1,0 +1,71 @@
+"""`--engine inprocess`: the cell runs in the kernel, on the notebook's own objects."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import nbtrain.registry as registry
+from nbtrain.errors import UsageError
+from nbtrain.events import Event
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.residence import Table, Walk, find_all
+from nbtrain.session.cell import Cell
+from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.views import choose
+
+
+def run(shell: Any, spec: RunSpec, cell: Cell, code: str, names: Any) -> None:
+    import torch
+
+    entry = registry.strategies().get(spec.strategy)
+    found = entry.load() if entry is not None else shell.user_ns[spec.strategy]
+    strategy = found(found.Options(**spec.options)) if isinstance(found, type) else found
+    info = RankInfo(
+        rank=0, world_size=1, local_rank=0, device=spec.pool.devices[0], threads=torch.get_num_threads()
+    )  # fmt: skip
+    view = choose(spec.monitor, shell)
+    if spec.monitor != "off":
+        print(f"{spec.strategy} · in the kernel · {info.device}")
+    view.opened("")
+
+    def emit(event: Event) -> None:
+        view.receive(event)
+        view.tick(event.time)
+
+    ok = False
+    try:
+        engine = registry.engine("inprocess").load()(info, strategy)
+        for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _execute(shell, cell, code), emit):
+            print(note)
+        ok = True
+    finally:
+        view.closed(ok)
+
+
+def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
+    import torch
+
+    numeric.learn_atoms()
+    walk = Walk(Table(0), namespace, keep_home=True)
+    for name in (*names.hard, *names.soft):
+        walk.name(name, namespace[name])
+    wanted = (
+        torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader,
+    )  # fmt: skip
+    return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, wanted)
+
+
+def _execute(shell: Any, cell: Cell, code: str) -> None:
+    """As the shell would, but exceptions go to the magic: they are shown once, and breakpoints stop in the cell."""
+    tree = shell.transform_ast(shell.compile.ast_parse(code, cell.filename))
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    compiled = compile(tree, cell.filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if compiled.co_flags & inspect.CO_COROUTINE:
+        raise UsageError("`await` at the top of a cell needs ranks of its own: leave --engine inprocess out")
+    exec(compiled, shell.user_ns)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), cell.filename, "eval"), shell.user_ns)
+        if value is not None and not cell.source.rstrip().endswith(";"):
+            shell.display_pub.publish(*shell.display_formatter.format(value))

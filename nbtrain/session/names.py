@@ -1,0 +1,57 @@
+"""What a cell reads of the notebook, and the names it reads that nobody has."""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import linecache
+from collections.abc import Iterable
+from typing import Any
+
+from nbtrain.exchange.names import Captured, CellNames, analyse, reach
+from nbtrain.session.cell import Cell
+
+ON_RANKS = frozenset(
+    ("rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup", "get_ipython", "display")
+)
+"""Names that every rank has in its builtins."""
+
+
+class MissingName(NameError):
+    """A name that neither the notebook nor a rank has. A NameError, found before anything was sent."""
+
+    def __init__(self, message: str, lines: list[str]) -> None:
+        super().__init__(message)
+        self._lines = lines
+
+    def _render_traceback_(self) -> list[str]:
+        return self._lines
+
+
+def captured(code: str, namespace: dict[str, Any], extra: Iterable[str], cell: Cell) -> Captured:
+    """The notebook's names that this cell needs. Raises where it surely reads one that does not exist."""
+    names = analyse(code)
+    found = reach(names, namespace)
+    _check(names, found, namespace, cell)
+    wanted = [name for name in extra if name in namespace and name not in (*found.hard, *found.soft)]
+    if wanted:
+        more = reach(CellNames(), namespace, values=[namespace[name] for name in wanted])
+        hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
+        found = Captured(
+            hard=tuple(hard), soft=tuple(n for n in found.soft if n not in hard), writes=found.writes, opaque=found.opaque
+        )
+    return found
+
+
+def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: Cell) -> None:
+    if found.opaque:
+        return
+    for name, line in sorted(names.certain.items(), key=lambda item: item[1]):
+        if name in namespace or name in ON_RANKS or hasattr(builtins, name) or name in found.writes:
+            continue
+        close = difflib.get_close_matches(name, [*namespace, *ON_RANKS], 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        message = f"name {name!r} is not defined in the notebook{hint}"
+        where = f"Cell In[{cell.number}]" if cell.number is not None else "the cell"
+        text = linecache.getline(cell.filename, line).rstrip() or name
+        raise MissingName(message, [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}. Nothing was sent."])

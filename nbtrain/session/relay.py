@@ -1,0 +1,113 @@
+"""What ranks write and show, into the notebook."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from nbtrain.events import Display, Output
+
+KEPT = 1 << 16
+"""Characters of another rank's text that are looked at when the cell ends."""
+SHOWN = 200
+"""Lines of it that are shown."""
+FOLDER = "nbtrain-output"
+
+
+class Relay:
+    """One run's output.
+
+    `rank0`: the lead's is shown as it comes, and what other ranks said differently is folded in below.
+    `all`: every line of every rank, with its rank in front. `files`: the others' go to files.
+    """
+
+    def __init__(self, shell: Any, mode: str, lead: int, ranks: Iterable[int]) -> None:
+        self._shell = shell
+        self._mode = mode
+        self._lead = lead
+        self._texts: dict[int, str] = dict.fromkeys(ranks, "")
+        self._open_lines: dict[tuple[int, str], str] = {}
+
+    def text(self, event: Output) -> None:
+        rank = event.rank
+        if self._mode == "all" and len(self._texts) > 1:
+            self._with_rank(rank, event.stream, event.text)
+            return
+        if rank == self._lead:
+            stream = sys.stdout if event.stream == "stdout" else sys.stderr
+            stream.write(event.text)
+            stream.flush()
+        if self._mode == "files":
+            self._to_file(rank, event.text)
+        else:
+            self._texts[rank] = (self._texts.get(rank, "") + event.text)[-KEPT:]
+
+    def display(self, event: Display) -> None:
+        if event.rank != self._lead and self._mode != "all":
+            return
+        publisher = self._shell.display_pub
+        if event.data is None:
+            publisher.clear_output(event.wait)
+            return
+        if self._mode == "all" and len(self._texts) > 1:
+            print(f"[rank {event.rank}]")
+        publisher.publish(
+            data=dict(event.data), metadata=dict(event.metadata), transient=dict(event.transient), update=event.update
+        )
+
+    def close(self) -> None:
+        for (rank, stream), text in self._open_lines.items():
+            if text:
+                self._write(stream, f"[rank {rank}] {text}\n")
+        if self._mode == "rank0":
+            self._fold()
+        if self._mode == "files" and len(self._texts) > 1:
+            print(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
+
+    def tail(self, rank: int, lines: int = 5) -> str:
+        """The last a rank said."""
+        return "\n".join(self._texts.get(rank, "").splitlines()[-lines:])
+
+    def _with_rank(self, rank: int, stream: str, text: str) -> None:
+        text = self._open_lines.pop((rank, stream), "") + text
+        *lines, rest = text.split("\n")
+        for line in lines:
+            self._write(stream, f"[rank {rank}] {line}\n")
+        if "\r" in rest:  # a progress bar: only its last state is a line
+            rest = rest.rsplit("\r", 1)[1] if not rest.endswith("\r") else rest
+        self._open_lines[rank, stream] = rest
+
+    @staticmethod
+    def _write(stream: str, text: str) -> None:
+        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+
+    def _to_file(self, rank: int, text: str) -> None:
+        os.makedirs(FOLDER, exist_ok=True)
+        with open(os.path.join(FOLDER, f"rank{rank}.txt"), "a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _fold(self) -> None:
+        said = set(_lines(self._texts.get(self._lead, "")))
+        others: dict[tuple[str, ...], list[int]] = {}
+        for rank, text in self._texts.items():
+            lines = tuple(line for line in _lines(text) if line not in said)
+            if rank != self._lead and lines:
+                others.setdefault(lines, []).append(rank)
+        for lines, ranks in others.items():
+            title = f"{_ranks(ranks)} said otherwise ({len(lines)} line{'s' * (len(lines) > 1)})"
+            body = "\n".join(lines[-SHOWN:])
+            folded = f"<details><summary>{title}</summary><pre>{html.escape(body)}</pre></details>"
+            plain = f"{title}: {lines[0]}" + (" …" if len(lines) > 1 else "")
+            self._shell.display_pub.publish(data={"text/html": folded, "text/plain": plain})
+
+
+def _lines(text: str) -> list[str]:
+    """Whole lines; those that were drawn over by a carriage return are progress bars, which differ by nature."""
+    return [line for line in text.split("\n") if line.strip() and "\r" not in line]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,39 @@
+"""`%distributed status`: the pool, its ranks, their devices and memory, and what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nbtrain.probes as probes
+from nbtrain.engines.base import Pool
+from nbtrain.session.traffic import Traffic
+
+
+def report(pool: Pool | None, traffic: Traffic | None) -> str:
+    if pool is None:
+        return "no ranks are running; the next distributed cell starts them"
+    spec = pool.spec
+    lines = [f"{spec.world_size} rank{'s' * (spec.world_size > 1)} · {spec.engine}, {spec.start} · {spec.backend}"]
+    pids = pool.pids()
+    for info in pool.ranks:
+        pid = pids.get(info.rank)
+        memory = None if pid is None else probes.private_memory(pid)
+        state = "starting" if pid is None else f"process {pid}"
+        used = f" · {memory / 1e6:,.0f} MB of its own" if memory is not None else ""
+        lines.append(f"  rank {info.rank}: {info.device} · {info.threads} threads · {state}{used}")
+    if traffic is not None:
+        lines.append(_resident(traffic))
+    return "\n".join(lines)
+
+
+def _resident(traffic: Traffic) -> str:
+    names = traffic.names()
+    if not names:
+        return "  nothing of the notebook's is resident"
+    size = sum(_size(node.obj) for node in traffic.table.nodes.values() if node.kind.name in ("storage", "array"))
+    return f"  resident: {', '.join(names)} ({size / 1e6:,.1f} MB in {len(traffic.table.nodes):,} objects)"
+
+
+def _size(obj: Any) -> int:
+    size = obj.nbytes
+    return int(size() if callable(size) else size)

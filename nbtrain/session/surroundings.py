@@ -1,0 +1,50 @@
+"""Directory, path, environment and torch's settings of the kernel, for the ranks: what changed since the last cell."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from nbtrain.messages import Surroundings
+
+
+class Mirror:
+    """What the ranks of one pool were told last."""
+
+    def __init__(self) -> None:
+        self._told = Surroundings()
+
+    def changes(self) -> Surroundings:
+        now, told = _now(), self._told
+        self._told = now
+        return Surroundings(
+            directory=None if now.directory == told.directory else now.directory,
+            path=None if now.path == told.path else now.path,
+            environ=None if now.environ == told.environ else now.environ,
+            torch_flags=None if now.torch_flags == told.torch_flags else now.torch_flags,
+        )
+
+
+def _now() -> Surroundings:
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:  # it was deleted under the notebook
+        directory = None
+    # The empty entry means the working directory, which is where a notebook's own modules lie.
+    path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
+    return Surroundings(directory=directory, path=path, environ=dict(os.environ), torch_flags=_torch_flags())
+
+
+def _torch_flags() -> dict[str, Any] | None:
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "backends"):
+        return None
+    return {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+    }

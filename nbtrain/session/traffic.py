@@ -1,0 +1,199 @@
+"""The notebook's side of the exchange with one pool: what ranks need goes out, what they changed comes in."""
+
+from __future__ import annotations
+
+import linecache
+import pickle
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.parcel import Opener, Packer, Parcel
+from nbtrain.exchange.pickle_check import refusal
+from nbtrain.exchange.residence import Arrival, Node, Table, Walk, remember
+from nbtrain.messages import Source
+from nbtrain.worker.streams import States, capture, restore
+from nbtrain.worker.twins import Home
+
+MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What one cell sends."""
+
+    parcel: Parcel
+    drop: tuple[int, ...]
+    unbind: tuple[str, ...]
+    released: dict[int, tuple[int, ...]]
+    """rank → segments of its own that the notebook does not use any more"""
+    streams: States | None
+    sources: tuple[Source, ...]
+
+
+class Traffic:
+    """Belongs to one pool. When its ranks forget, it is thrown away."""
+
+    def __init__(self, namespace: dict[str, Any], directory: str, readers: Iterable[int], numbers: Mapping[str, int]) -> None:
+        self.namespace = namespace
+        self.table = Table(0)
+        self.packer = Packer(directory)
+        self.readers = tuple(readers)
+        self._openers: dict[int, Opener] = {rank: Opener() for rank in self.readers}
+        self._numbers = numbers
+        self._names: dict[str, Any] = {}
+        """what was last sent or brought home under each name"""
+        self._lacking: set[int] = set()
+        self._streams: States | None = None
+        self._told: set[str] = set()
+        self._dropped: list[int] = []
+        self._unbound: list[str] = []
+
+    # -- out -----------------------------------------------------------------------------
+
+    def outgoing(self, hard: Iterable[str], soft: Iterable[str], *, everything_goes: bool = False) -> Outgoing:
+        """What the ranks lack of these names. Raises CannotTravel before anything is sent.
+
+        `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
+        """
+        numeric.learn_atoms()
+        self.let_go()
+        hard, soft = list(hard), self._travelling(soft)
+        walk = Walk(self.table, self.namespace, keep_home=everything_goes)
+        walk.remake = set(self._lacking) & set(self.table.nodes)
+        for name in [name for name in self.namespace if name in {*hard, *soft}]:
+            walk.name(name, self.namespace[name])
+        cargo = walk.finish()
+        if walk.culprits:
+            walk.undo()
+            raise refusal(walk.culprits)
+        try:
+            parcel = self.packer.pack(cargo, self.readers)
+        except BaseException:
+            walk.undo()
+            raise
+        self._lacking &= walk.remake
+        drop, self._dropped = tuple(self._dropped), []
+        unbind, self._unbound = tuple(self._unbound), []
+        self._names.update({name: self.namespace[name] for name in cargo.names})
+        return Outgoing(
+            parcel=parcel,
+            drop=drop,
+            unbind=unbind,
+            released={rank: opener.released() for rank, opener in self._openers.items()},
+            streams=self._streams_to_send(),
+            sources=tuple(self._sources(walk.added)),
+        )
+
+    def _travelling(self, soft: Iterable[str]) -> list[str]:
+        """Of the names that the cell assigns before it may read them, those that can travel."""
+        able = []
+        for name in soft:
+            walk = Walk(self.table, self.namespace)
+            walk.name(name, self.namespace[name])
+            walk.finish()
+            if walk.culprits:
+                walk.undo()
+            else:
+                able.append(name)
+                walk.undo()
+        return able
+
+    def _streams_to_send(self) -> States | None:
+        now = capture()
+        changed, self._streams = now != self._streams, now
+        return now if changed else None
+
+    def _sources(self, added: Iterable[Node]) -> Iterable[Source]:
+        """Texts of the cells in which functions were made that the ranks have not seen yet."""
+        for node in added:
+            code = getattr(node.obj, "__code__", None)
+            name = getattr(code, "co_filename", None)
+            if name is not None and name not in self._told and (found := self.source(name)) is not None:
+                yield found
+
+    def source(self, filename: str) -> Source | None:
+        entry = linecache.cache.get(filename)
+        if entry is None or len(entry) < 3 or entry[1] is not None:  # files on disk have a time there
+            return None
+        self._told.add(filename)
+        return Source(filename=filename, text="".join(entry[2]), number=self._numbers.get(filename))
+
+    # -- in ------------------------------------------------------------------------------
+
+    def homecoming(self, rank: int, home: Home, streams: States | None) -> None:
+        """Everything is opened before anything of the notebook's is touched."""
+        numeric.learn_atoms()
+        cargo, buffer = self._openers[rank].open(home.parcel)
+        arrival = Arrival(self.table, self.namespace, cargo, buffer, _place)
+        touched = arrival.commit()
+        self.namespace.update(arrival.names)
+        for name in home.deleted:
+            self.namespace.pop(name, None)
+            self._names.pop(name, None)
+        self._names.update(arrival.names)
+        remember(self.table, self.namespace, touched)
+        if streams is not None:
+            restore(streams)
+            self._streams = capture()
+
+    def others_are_behind(self, home: Home) -> None:
+        """Not all ranks ran the cell: the others' twins are sent anew when they are needed."""
+        cargo, _ = Opener().open(home.parcel)
+        for record in cargo.records:
+            if record.key in self.table.nodes:
+                self.table.nodes[record.key].seen = None
+        self._lacking.update(key for key, _, _ in home.news)
+
+    def lacks(self, keys: Iterable[int]) -> None:
+        """Some rank has nothing under these keys."""
+        self._lacking.update(keys)
+        for key in keys:
+            if key in self.table.nodes:
+                self.table.nodes[key].seen = None
+
+    def differs(self, objects: Iterable[Any]) -> None:
+        """Ranks disagree about these: the notebook's are sent to all of them before their next use."""
+        for obj in objects:
+            node = self.table.find(obj)
+            if node is not None:
+                node.seen = None
+
+    def open_alone(self, rank: int, packed: bytes, name: str) -> Any:
+        """An object that a rank packed by itself."""
+        cargo, buffer = self._openers[rank].open(pickle.loads(packed))
+        return Arrival(self.table, self.namespace, cargo, buffer, _place).names[name]
+
+    # -- letting go ----------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Objects that the notebook dropped or holds no longer under their name must not live on because of us.
+
+        Also called between cells; the ranks are told with the next one.
+        """
+        namespace = self.namespace
+        gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
+        if not gone:
+            return
+        for name in gone:
+            del self._names[name]
+        self._unbound += gone
+        keys = self.table.unreachable(self._names.values())
+        self.table.drop(keys)
+        self._lacking.difference_update(keys)
+        self._dropped += keys
+
+    def names(self) -> tuple[str, ...]:
+        """Names whose objects the ranks hold."""
+        return tuple(name for name, value in self._names.items() if self.table.find(value) is not None)
+
+    def close(self) -> None:
+        self.packer.close()
+
+
+def _place(kind: str) -> str:
+    """New CUDA tensors come home to the CPU unless the notebook itself uses the GPU: we never wake it up."""
+    torch: Any = sys.modules.get("torch")
+    return kind if kind != "cuda" or (torch is not None and torch.cuda.is_initialized()) else "cpu"

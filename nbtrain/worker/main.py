@@ -1,0 +1,294 @@
+"""What a rank does from its first to its last message."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import datetime
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import nbtrain.registry as registry
+from nbtrain.errors import CannotTravel, NbtrainError
+from nbtrain.events import Adopted, Event, Failed, Finished, RankState
+from nbtrain.exchange.parcel import Parcel
+from nbtrain.exchange.residence import Table
+from nbtrain.messages import Adopt, Close, Forget, Run, Surroundings
+from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.worker.link import Addresses, Link
+from nbtrain.worker.meters import Meters
+from nbtrain.worker.output import Outputs
+from nbtrain.worker.shell import RankShell
+from nbtrain.worker.streams import adopt as adopt_streams
+from nbtrain.worker.streams import collect as collect_streams
+from nbtrain.worker.twins import KERNEL, Twins
+
+A_MONTH = datetime.timedelta(days=30)
+"""Collectives wait this long for a slow peer: there is no time limit on user code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankConfig:
+    """What a rank is told when it is born."""
+
+    info: RankInfo
+    directory: str
+    """private to the user; the channel's sockets and the group's store lie in it"""
+    backend: str
+    generation: int
+    """a store's file is never used twice: it would hand out dead addresses"""
+
+
+def dies_with_its_parent() -> None:
+    """Linux ends this process when the one that forked it ends, however it ends."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+class Rank:
+    """One rank's process, once its shell exists."""
+
+    def __init__(self, config: RankConfig, shell: RankShell, table: Table | None = None) -> None:
+        self.config = config
+        self.info = config.info
+        self.link = Link(Addresses.below(config.directory), self.info.rank)
+        self.outputs = Outputs(self.info.rank, self.link.send)
+        self.shell = shell
+        shell.outlet = self.outputs.outlet
+        self.meters = Meters(self.info.rank, self.outputs, self.link.send)
+        self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
+        if table is not None:
+            self.twins.inherit(table)
+        self.runtime: Any = None
+        self._runs_as: Any = None
+        self._found: tuple[Any, dict[str, Any]] | None = None
+        self._environ: dict[str, str] = {}
+
+    # -- life ----------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._state("starting")
+        self._take_place()
+        self._state("ready")
+        while True:
+            message = self.link.receive()
+            if type(message) is Run:
+                self._run(message)
+            elif type(message) is Adopt:
+                self._adopt(message)
+            elif type(message) is Forget:
+                self.twins.forget(self._close_runtime)
+                self._found = None
+            elif type(message) is Close:
+                return self._close()
+
+    def _take_place(self) -> None:
+        """Threads, device, process group: what makes this process a rank."""
+        import torch
+        import torch.distributed as dist
+
+        info = self.info
+        torch.set_num_threads(info.threads)
+        self._environ = {
+            "RANK": str(info.rank),
+            "WORLD_SIZE": str(info.world_size),
+            "LOCAL_RANK": str(info.local_rank),
+            "LOCAL_WORLD_SIZE": str(info.world_size),
+            "OMP_NUM_THREADS": str(info.threads),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
+            "MPLBACKEND": os.environ["MPLBACKEND"],
+        }
+        os.environ.update(self._environ)
+        if info.device.startswith("cuda"):
+            torch.cuda.set_device(info.device)
+        if info.world_size > 1:
+            path = os.path.join(self.config.directory, f"group{self.config.generation}")
+            backend = "cpu:gloo,cuda:nccl" if self.config.backend == "nccl" else self.config.backend
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(path, info.world_size),
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=A_MONTH,
+            )
+
+    def _close(self) -> None:
+        import torch.distributed as dist
+
+        self._close_runtime()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.outputs.finish()
+        self.link.close()
+
+    def _close_runtime(self) -> None:
+        if self.runtime is not None:
+            self.runtime.uninstall()
+            self.runtime = self._runs_as = None
+
+    # -- a cell --------------------------------------------------------------------------
+
+    def _run(self, run: Run) -> None:
+        try:
+            ready = self._prepare(run)
+        except BaseException as error:
+            self._fail(error, self._lines_of(error), 0)
+            return
+        names, lead = ready
+        if self.info.rank not in run.ranks:
+            self.runtime.end(True)
+            self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
+            return
+        steps = self.runtime.steps
+        self.meters.begin(steps)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            error, lines = self.shell.run(run.code, run.filename, run.quiet)
+        except KeyboardInterrupt as late:  # it came between the cell's last line and here
+            error, lines = late, []
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        notes = self.runtime.end(error is None)
+        self.meters.end(steps)
+        if error is not None:
+            self._fail(error, lines, steps.count)
+            return
+        try:
+            home = self.twins.changes(names) if lead else None
+            streams = collect_streams(self.runtime.randomness) if lead else None
+            self._finish(
+                Finished(
+                    rank=self.info.rank, time=time.time(), steps=steps.count, home=home, streams=streams,
+                    agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
+                    released=self.twins.opener.released(), notes=tuple(notes),
+                )
+            )  # fmt: skip
+        except Exception as late:  # what went wrong on the way home is the cell's failure: nothing has come home
+            self._fail(late, self._lines_of(late), steps.count)
+
+    def _prepare(self, run: Run) -> tuple[dict[str, Any], bool]:
+        self._surroundings(run.surroundings)
+        self.shell.learn(run.sources)
+        self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
+        touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
+        runtime = self._runtime_for(run.spec)
+        if run.streams is not None:
+            adopt_streams(runtime.randomness, run.streams)
+        if touched:
+            self._state("preparing")
+        notes = runtime.begin(run.spec, self._objects(names, bool(touched)))
+        lead = self.info.rank == run.ranks[0]
+        self.twins.start(touched, lead)
+        self._state("running", tuple(notes))
+        return names, lead
+
+    def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
+        """Everything that a strategy may want to prepare; found again only when something changed."""
+        import torch
+
+        asked = frozenset((name, id(value)) for name, value in names.items())
+        if changed or self._found is None or self._found[0] != asked:
+            wanted = (
+                torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader,
+            )  # fmt: skip
+            self._found = asked, self.twins.find(names, wanted)
+        return self._found[1]
+
+    def _runtime_for(self, spec: RunSpec) -> Any:
+        """The runtime of this strategy; another strategy or other options mean another one."""
+        from nbtrain.training.runtime import Runtime
+
+        runs_as = spec.strategy, dict(spec.options)
+        if self.runtime is None or runs_as != self._runs_as:
+            self._close_runtime()
+            self.runtime = Runtime(self.info, self._strategy(spec), self.link.send)
+            self.runtime.install()
+            self._runs_as = runs_as
+            for name, value in self.runtime.builtins().items():
+                setattr(builtins, name, value)
+        return self.runtime
+
+    def _strategy(self, spec: RunSpec) -> Any:
+        known = registry.strategies()
+        found = known[spec.strategy].load() if spec.strategy in known else self.shell.user_ns[spec.strategy]
+        return found(found.Options(**spec.options)) if isinstance(found, type) else found
+
+    def _adopt(self, message: Adopt) -> None:
+        lacking = self.twins.adopt(message.news)
+        self._found = None
+        self._send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
+
+    def _surroundings(self, new: Surroundings) -> None:
+        if new.directory is not None:
+            try:
+                os.chdir(new.directory)
+            except OSError as error:
+                self.outputs.outlet.write("stderr", f"rank {self.info.rank} cannot enter {new.directory}: {error}\n")
+        if new.path is not None:
+            sys.path[:] = new.path
+        if new.environ is not None:
+            for name in set(os.environ) - set(new.environ) - set(self._environ):
+                del os.environ[name]
+            os.environ.update({**new.environ, **self._environ})
+        if new.torch_flags is not None:
+            apply_torch_flags(new.torch_flags)
+
+    # -- what it says --------------------------------------------------------------------
+
+    def _state(self, state: str, notes: tuple[str, ...] = ()) -> None:
+        self._send(RankState(rank=self.info.rank, time=time.time(), state=state, notes=notes))
+
+    def _send(self, event: Event) -> None:
+        self.link.send(event)
+
+    def _finish(self, event: Event) -> None:
+        self.outputs.finish()
+        self._send(event)
+
+    def _fail(self, error: BaseException, lines: list[str], steps: int) -> None:
+        self._finish(
+            Failed(
+                rank=self.info.rank, time=time.time(), name=type(error).__name__, text=str(error), lines=tuple(lines),
+                exception=self._packed(error), interrupted=isinstance(error, KeyboardInterrupt), steps=steps,
+            )
+        )  # fmt: skip
+
+    def _packed(self, error: BaseException) -> bytes | None:
+        """The exception itself, so that the notebook can raise one of the same type."""
+        try:
+            parcel: Parcel | None = self.twins.alone("exception", error)
+        except (CannotTravel, Exception):  # its class may do anything when it is pickled
+            return None
+        return None if parcel is None else pickle.dumps(parcel, 5)
+
+    def _lines_of(self, error: BaseException) -> list[str]:
+        if isinstance(error, NbtrainError):
+            return [f"{type(error).__name__}: {error}"]
+        made = self.shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
+        return list(made)
+
+
+def apply_torch_flags(flags: Mapping[str, Any]) -> None:
+    """The kernel's settings of torch that change what numbers come out."""
+    import torch
+
+    torch.set_default_dtype(getattr(torch, flags["dtype"]))
+    torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
+    torch.set_float32_matmul_precision(flags["matmul"])
+    torch.backends.cudnn.benchmark = flags["benchmark"]
+    torch.backends.cudnn.deterministic = flags["cudnn"]
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform == "linux" else "lo0"

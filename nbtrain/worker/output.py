@@ -1,0 +1,190 @@
+"""What a rank writes, in the order in which it was written.
+
+Python's own streams go to the notebook in-band, in order with displays. File descriptors 1 and 2, where C
+libraries and subprocesses write, are memory files that never fill up and that nobody has to read: a rank
+that writes megabytes while it holds the interpreter lock cannot block itself, and what it wrote before a
+crash can still be read by others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.events import Display, Event, Output
+
+FLUSH_EVERY = 0.05
+"""Seconds; at most 20 messages of text a second."""
+LONG = 1 << 16
+"""Characters; more than that do not wait for the next flush."""
+
+
+class Outlet:
+    """Collects text and sends it with displays, in order."""
+
+    def __init__(self, rank: int, send: Callable[[Event], None]) -> None:
+        self.rank = rank
+        self._send = send
+        self._parts: list[tuple[str, str]] = []
+        self._size = 0
+        self._lock = threading.RLock()
+        self.waiting = threading.Event()
+        """set while text waits to be sent"""
+
+    def write(self, stream: str, text: str) -> None:
+        with self._lock:
+            self._parts.append((stream, text))
+            self._size += len(text)
+            full = self._size > LONG
+        if full:
+            self.flush()
+        elif not self.waiting.is_set():
+            self.waiting.set()
+
+    def show(
+        self, data: Any, metadata: Any = None, transient: Any = None, *, update: bool = False, wait: bool = False
+    ) -> None:
+        self.flush()
+        self._send(
+            Display(
+                rank=self.rank, time=time.time(), data=data, metadata=metadata or {}, transient=transient or {},
+                update=update, wait=wait,
+            )
+        )  # fmt: skip
+
+    def flush(self) -> None:
+        with self._lock:
+            parts, self._parts, self._size = self._parts, [], 0
+            self.waiting.clear()
+            at = 0
+            while at < len(parts):
+                stream = parts[at][0]
+                end = at
+                while end < len(parts) and parts[end][0] == stream:
+                    end += 1
+                text = "".join(part[1] for part in parts[at:end])
+                self._send(Output(rank=self.rank, time=time.time(), stream=stream, text=text))
+                at = end
+
+
+class Stream(io.TextIOBase):
+    """`sys.stdout` and `sys.stderr` of a rank."""
+
+    def __init__(self, name: str, outlet: Outlet, fd: int) -> None:
+        super().__init__()
+        self._name = name
+        self._outlet = outlet
+        self._fd = fd
+
+    @property
+    def name(self) -> str:
+        return f"<{self._name}>"
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() takes text, not {type(text).__name__}")
+        if text:
+            self._outlet.write(self._name, text)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def flush(self) -> None:
+        """Text is sent by the clock; a flush need not cost a message."""
+
+    @property
+    def buffer(self) -> Any:
+        return _Bytes(self)
+
+
+class _Bytes(io.RawIOBase):
+    """`sys.stdout.buffer`."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "replace"))
+        return len(data)
+
+
+class Drain:
+    """What was written to a file descriptor by something that is not Python."""
+
+    def __init__(self, fd: int, stream: str) -> None:
+        self.stream = stream
+        self._at = 0
+        if sys.platform == "linux":
+            self._file = os.memfd_create(f"nbtrain-{stream}", os.MFD_CLOEXEC)
+        else:
+            self._file, path = tempfile.mkstemp()
+            os.unlink(path)
+        # Appending, so that writers of several processes do not overwrite each other.
+        import fcntl
+
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_APPEND)
+        os.dup2(self._file, fd)
+
+    def read(self) -> str:
+        size = os.fstat(self._file).st_size
+        if size < self._at:  # somebody opened /dev/stdout for writing, which empties it
+            self._at = 0
+        if size == self._at:
+            return ""
+        data = os.pread(self._file, size - self._at, self._at)
+        self._at += len(data)
+        if sys.platform == "linux" and self._at > LONG:
+            _punch(self._file, self._at)
+        return data.decode("utf-8", "replace")
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _punch(fd: int, size: int) -> None:
+    """Give back the memory of what was read; the file keeps its length."""
+    keep_size_and_punch_hole = 0x01 | 0x02
+    _LIBC.fallocate(fd, keep_size_and_punch_hole, ctypes.c_long(0), ctypes.c_long(size))
+
+
+class Outputs:
+    """All of a rank's ways to write, taken over for as long as the process lives."""
+
+    def __init__(self, rank: int, send: Callable[[Event], None]) -> None:
+        self.outlet = Outlet(rank, send)
+        self._drains = [Drain(1, "stdout"), Drain(2, "stderr")]
+        sys.stdout = sys.__stdout__ = Stream("stdout", self.outlet, 1)  # type: ignore[misc, assignment]
+        sys.stderr = sys.__stderr__ = Stream("stderr", self.outlet, 2)  # type: ignore[misc, assignment]
+
+    def drain(self) -> None:
+        for drain in self._drains:
+            text = drain.read()
+            if text:
+                self.outlet.write(drain.stream, text)
+
+    def finish(self) -> None:
+        """Everything written so far is on its way when this returns."""
+        _LIBC.fflush(None)
+        self.drain()
+        self.outlet.flush()

@@ -1,0 +1,129 @@
+"""The IPython shell in which a rank runs cells: magics, `!cmd`, `await`, `display`, figures, last expressions."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import tempfile
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+from traitlets.config import Config
+
+from nbtrain.messages import Source
+from nbtrain.worker.output import Outlet
+
+INLINE = "module://matplotlib_inline.backend_inline"
+
+
+class _Publisher(DisplayPublisher):
+    """`display()` goes to the notebook."""
+
+    def publish(  # type: ignore[override]
+        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+    ) -> None:
+        self.shell.outlet.show(data, metadata, transient, update=update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.outlet.show(None, wait=wait)
+
+
+class _Hook(DisplayHook):
+    """A cell's last expression goes to the notebook."""
+
+    def __call__(self, result: Any = None) -> None:
+        if result is None or self.shell.muted:
+            return
+        data, metadata = self.shell.display_formatter.format(result)
+        if data:
+            self.shell.outlet.show(data, metadata)
+
+
+class RankShell(InteractiveShell):
+    """Made before a rank is forked, so that it costs nothing afterwards; `outlet` is given to it in the rank."""
+
+    display_pub_class = _Publisher
+    displayhook_class = _Hook
+    outlet: Outlet
+    muted = False
+
+    def init_history(self) -> None:
+        super().init_history()
+        self.history_manager.enabled = False
+
+    def init_io(self) -> None:
+        """Streams are the rank's own business."""
+
+    def atexit_operations(self) -> None:
+        """Nothing to save."""
+
+    def system_piped(self, cmd: str) -> None:
+        from IPython.utils.process import system
+
+        self.user_ns["_exit_code"] = system(self.var_expand(cmd, depth=1))
+
+    system = system_piped
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+        self.traceback_lines = list(stb)
+
+    def run(self, code: str, filename: str, muted: bool) -> tuple[BaseException | None, list[str]]:
+        """Run a cell that was transformed and moved to its lines; the exception it raised, and how IPython shows it."""
+        self.muted = muted
+        self.traceback_lines: list[str] = []
+        result = ExecutionResult(ExecutionInfo(code, False, True, False, None))  # type: ignore[arg-type]
+        with self.builtin_trap, self.display_trap:
+            try:
+                tree = self.compile.ast_parse(code, filename)
+                tree = self.transform_ast(tree)
+                self.loop_runner(
+                    self.run_ast_nodes(tree.body, filename, interactivity="last_expr", compiler=self.compile, result=result)
+                )
+            except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code: still the cell's failure
+                result.error_in_exec = error
+                self.showtraceback()
+            self._flush_figures()
+        return result.error_before_exec or result.error_in_exec, self.traceback_lines
+
+    def _flush_figures(self) -> None:
+        if "matplotlib.pyplot" not in sys.modules:
+            return
+        from matplotlib_inline import backend_inline
+
+        backend_inline.flush_figures()
+
+    def learn(self, sources: tuple[Source, ...]) -> None:
+        """Cells' texts, so that tracebacks show lines of the notebook."""
+        for source in sources:
+            lines = source.text.splitlines(keepends=True)
+            linecache.cache[source.filename] = (len(source.text), None, lines, source.filename)
+            names = getattr(self.compile, "_filename_map", None)
+            if names is not None and source.number is not None:
+                names[source.filename] = source.number
+
+
+def make_shell(colors: str | None, module: Any = None) -> RankShell:
+    """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
+    os.environ["MPLBACKEND"] = INLINE
+    config = Config()
+    config.HistoryManager.enabled = False
+    if colors:
+        config.InteractiveShell.colors = colors
+    InteractiveShell.clear_instance()
+    where = tempfile.gettempdir() if not os.access(os.path.expanduser("~"), os.W_OK) else None
+    if where is not None:
+        os.environ.setdefault("IPYTHONDIR", os.path.join(where, f"nbtrain-ipython-{os.getuid()}"))
+    main = sys.modules.get("__main__")
+    shell = RankShell.instance(config=config, user_module=module)
+    shell.old_main = main  # its globals would be cleared with it, under code that still runs
+    return shell
+
+
+def parse(code: str, filename: str) -> ast.Module:
+    """As the shell would parse it: top-level `await` is fine."""
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    return compile(code, filename, "exec", flags, dont_inherit=True)  # type: ignore[return-value]
