@@ -442,8 +442,9 @@ class Ways:
 
 
 def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
-    """Every object of these types below some names, under an address a person understands."""
+    """Every object of these types below some names, under an address a person understands; of a model, not its parts."""
     found: dict[str, Any] = {}
+    parts: set[int] = set()
     seen: set[int] = set()
     todo: list[tuple[str, Node]] = []
     for name, value in names.items():
@@ -456,8 +457,12 @@ def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -
         if node.key in seen:
             continue
         seen.add(node.key)
-        if isinstance(node.obj, wanted):
+        if isinstance(node.obj, wanted) and id(node.obj) not in parts:
             found[address] = node.obj
+            if hasattr(node.obj, "modules"):
+                parts.update(map(id, node.obj.modules()))
+        if node.kind.whole:
+            continue
         todo.extend((node.kind.address(address, node.obj, child.obj), child) for child in reversed(node.children))
     return found
 

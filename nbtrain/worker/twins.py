@@ -64,6 +64,7 @@ class Twins:
         arrival = Arrival(self.table, self.namespace, cargo, buffer, self._place)
         touched = arrival.commit()
         self.namespace.update(arrival.names)
+        remember(self.table, self.namespace, touched)
         return touched, arrival.names
 
     def _place(self, kind: str) -> str:
@@ -72,14 +73,20 @@ class Twins:
     def adopt(self, news: Iterable[New]) -> tuple[int, ...]:
         """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none."""
         lacking = []
+        moved: dict[int, Node] = {}
         ways = Ways(self.table, self.namespace)
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
             wanted = kinds.kind_named(kind)
-            if obj is None or (wanted is not kinds.kind_named("handle") and kinds.kind_of(obj, self.namespace) is not wanted):
+            if way is None or obj is None or (wanted is not kinds.kind_named("handle") and kinds.kind_of(obj, self.namespace) is not wanted):
                 lacking.append(key)
             elif self.table.by_id.get(wanted.identity(obj)) is None:
-                self.table.add(key, obj, wanted)
+                moved[key] = self.table.add(key, obj, wanted)
+                if way[0] in self.table.nodes:
+                    moved[way[0]] = self.table.nodes[way[0]]
+        for node in moved.values():
+            node.seen = None
+        remember(self.table, self.namespace, moved.values())
         return tuple(lacking)
 
     def inherit(self, table: Table) -> None:
