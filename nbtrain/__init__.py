@@ -44,16 +44,20 @@ ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gat
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
+    from nbtrain.engines._local.warm import foresee
     from nbtrain.magics.extension import load
 
     load(shell, doctor=_doctor)
+    foresee()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """`%unload_ext nbtrain`, and the first half of `%reload_ext nbtrain`"""
+    from nbtrain.engines._local.warm import close
     from nbtrain.magics.extension import unload
 
     unload(shell)
+    close()
 
 
 def __getattr__(name: str) -> Any:
@@ -76,9 +80,9 @@ def __dir__() -> list[str]:
 
 def _doctor() -> str:
     # Handed to the magics, which stand beside the doctor and not above it.
-    from nbtrain import doctor
+    from nbtrain.doctor import report
 
-    return doctor.report()
+    return report()
 
 
 def _of_the_rank(name: str) -> Any:

@@ -33,7 +33,11 @@ def _table(*entries: Entry) -> dict[str, Entry]:
 
 
 STRATEGIES: Mapping[str, Entry] = _table(
-    Entry(name="none", where="nbtrain.strategies.none:NoStrategy", summary="ranks and a process group, nothing touched"),
+    Entry(
+        name="none",
+        where="nbtrain.strategies.none:NoStrategy",
+        summary="ranks and a process group, nothing touched",
+    ),
     Entry(
         name="single",
         where="nbtrain.strategies.single:Single",
@@ -66,6 +70,16 @@ def strategies() -> dict[str, Entry]:
         if point.name not in found:
             found[point.name] = Entry(name=point.name, where=point.value, summary=f"from {point.value.split(':')[0]}")
     return found
+
+
+def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:
+    """The strategy itself: the registry's, or a class or object that the notebook has under that name."""
+    known = strategies()
+    found: Any = known[name].load() if name in known else namespace[name]
+    if not isinstance(found, type):
+        return found
+    make: Any = found
+    return make(make.Options(**options))
 
 
 def strategy(name: str) -> Entry:

@@ -1,7 +1,7 @@
 """Ways of getting ranks. One file an engine; an engine knows nothing of strategies, views or the notebook.
 
-    base.py       what a pool is
-    local.py      processes on this machine
-    inprocess.py  one rank inside the kernel
-    _local/       how local processes are started (warm, spawn, fork), talked to and watched
+base.py       what a pool is
+local.py      processes on this machine
+inprocess.py  one rank inside the kernel
+_local/       how local processes are started (warm, spawn, fork), talked to and watched
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,8 +13,9 @@ import nbtrain.probes as probes
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.channel import Channel
 from nbtrain.engines._local.fork import Body, Fork
+from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
-from nbtrain.engines._local.warm import Warm, warm
+from nbtrain.engines._local.warm import warm
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Event
@@ -44,7 +46,7 @@ class LocalPool:
         )
         self.directory = directory.make()
         self._channel = Channel(self.directory, spec.world_size)
-        self._processes: Warm | Spawn | Fork = _processes(spec.start, body)
+        self._processes: Processes = _processes(spec.start, body)
         if (fd := self._processes.fileno()) is not None:
             self._channel.watch(fd)
         self._closed = False
@@ -85,35 +87,30 @@ class LocalPool:
             directory.remove(self.directory)
 
     def _end(self, kill: bool) -> None:
-        processes = self._processes
-        warm_one = isinstance(processes, Warm)
+        processes, ranks = self._processes, range(self.spec.world_size)
         try:
             if not kill:
-                self._channel.send(Close(), range(self.spec.world_size))
-            until = time.monotonic() + (0 if kill else GRACE)
-            while (not warm_one or processes.alive) and time.monotonic() < until and self._unfinished():
-                self._channel.receive(0.01)
-                processes.news()
-            if self._unfinished():
-                processes.kill(range(self.spec.world_size))
-                until = time.monotonic() + GRACE
-                while self._unfinished() and time.monotonic() < until:
-                    self._channel.receive(0.01)
-                    processes.news()
-            processes.remove(self.directory)
+                self._channel.send(Close(), ranks)
+                self._wait()
+            if not processes.settled:
+                processes.kill(ranks)
+                self._wait()
         except PoolError:
             pass  # the nursery is gone, and every rank with it
         finally:
             if (fd := processes.fileno()) is not None and fd >= 0:
                 self._channel.unwatch(fd)
-            if not warm_one:
-                processes.close()
+            processes.release()
 
-    def _unfinished(self) -> bool:
-        return bool(self._processes.pids()) or (isinstance(self._processes, Warm) and self._processes.pending)
+    def _wait(self) -> None:
+        """Until no process is left, or patience is. A rank that is just being forked is waited for too."""
+        until = time.monotonic() + GRACE
+        while not self._processes.settled and time.monotonic() < until:
+            self._channel.receive(0.01)
+            self._processes.news()
 
 
-def _processes(start: str, body: Body | None) -> Warm | Spawn | Fork:
+def _processes(start: str, body: Body | None) -> Processes:
     if start == "warm":
         return warm()
     if start == "spawn":
@@ -123,9 +120,5 @@ def _processes(start: str, body: Body | None) -> Warm | Spawn | Fork:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-

@@ -23,7 +23,7 @@ BEAT = 0.1
 """Seconds between two looks at the clock while nothing happens."""
 PEERS_END = 0.3
 """Seconds that the others have to end by themselves once a rank failed; then they are interrupted."""
-STUCK = 1.5
+STUCK = 1.0
 """Seconds after an interrupt in which a rank must have ended; it waits in a collective, so the pool is ended."""
 PATIENCE = 3.0
 """The same for Stop: user code may have something to finish."""

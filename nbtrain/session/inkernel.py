@@ -19,12 +19,9 @@ from nbtrain.views import choose
 def run(shell: Any, spec: RunSpec, cell: Cell, code: str, names: Any) -> None:
     import torch
 
-    entry = registry.strategies().get(spec.strategy)
-    found = entry.load() if entry is not None else shell.user_ns[spec.strategy]
-    strategy = found(found.Options(**spec.options)) if isinstance(found, type) else found
-    info = RankInfo(
-        rank=0, world_size=1, local_rank=0, device=spec.pool.devices[0], threads=torch.get_num_threads()
-    )  # fmt: skip
+    strategy = registry.make_strategy(spec.strategy, spec.options, shell.user_ns)
+    threads = torch.get_num_threads()
+    info = RankInfo(rank=0, world_size=1, local_rank=0, device=spec.pool.devices[0], threads=threads)
     view = choose(spec.monitor, shell)
     if spec.monitor != "off":
         print(f"{spec.strategy} · in the kernel · {info.device}")
@@ -45,16 +42,13 @@ def run(shell: Any, spec: RunSpec, cell: Cell, code: str, names: Any) -> None:
 
 
 def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
-    import torch
+    from nbtrain.training.prepare import PREPARABLE
 
     numeric.learn_atoms()
     walk = Walk(Table(0), namespace, keep_home=True)
     for name in (*names.hard, *names.soft):
         walk.name(name, namespace[name])
-    wanted = (
-        torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader,
-    )  # fmt: skip
-    return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, wanted)
+    return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, PREPARABLE)
 
 
 def _execute(shell: Any, cell: Cell, code: str) -> None:

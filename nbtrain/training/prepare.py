@@ -15,11 +15,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotPrepared
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.training.collectives import equalise
+
+PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
+"""What a runtime wants to be told of."""
 
 
 @dataclass(slots=True)

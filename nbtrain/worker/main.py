@@ -152,30 +152,37 @@ class Rank:
             return
         steps = self.runtime.steps
         self.meters.begin(steps)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            error, lines = self.shell.run(run.code, run.filename, run.quiet)
-        except KeyboardInterrupt as late:  # it came between the cell's last line and here
-            error, lines = late, []
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        notes = self.runtime.end(error is None)
+        failure, lines = self._execute(run)
+        notes = self.runtime.end(failure is None)
         self.meters.end(steps)
-        if error is not None:
-            self._fail(error, lines, steps.count)
+        if failure is not None:
+            self._fail(failure, lines, steps.count)
             return
         try:
-            home = self.twins.changes(names) if lead else None
-            streams = collect_streams(self.runtime.randomness) if lead else None
-            self._finish(
-                Finished(
-                    rank=self.info.rank, time=time.time(), steps=steps.count, home=home, streams=streams,
-                    agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
-                    released=self.twins.opener.released(), notes=tuple(notes),
-                )
-            )  # fmt: skip
-        except Exception as late:  # what went wrong on the way home is the cell's failure: nothing has come home
-            self._fail(late, self._lines_of(late), steps.count)
+            finished = Finished(
+                rank=self.info.rank,
+                time=time.time(),
+                steps=steps.count,
+                home=self.twins.changes(names) if lead else None,
+                streams=collect_streams(self.runtime.randomness) if lead else None,
+                agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
+                released=self.twins.opener.released(),
+                notes=tuple(notes),
+            )
+        except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
+            self._fail(error, self._lines_of(error), steps.count)
+        else:
+            self._finish(finished)
+
+    def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
+        """The user's code: the only time in which an interrupt is listened to."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return self.shell.run(run.code, run.filename, run.quiet)
+        except KeyboardInterrupt as late:  # it came between the cell's last line and here
+            return late, []
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _prepare(self, run: Run) -> tuple[dict[str, Any], bool]:
         self._surroundings(run.surroundings)
@@ -195,14 +202,11 @@ class Rank:
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
         """Everything that a strategy may want to prepare; found again only when something changed."""
-        import torch
+        from nbtrain.training.prepare import PREPARABLE
 
         asked = frozenset((name, id(value)) for name, value in names.items())
         if changed or self._found is None or self._found[0] != asked:
-            wanted = (
-                torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader,
-            )  # fmt: skip
-            self._found = asked, self.twins.find(names, wanted)
+            self._found = asked, self.twins.find(names, PREPARABLE)
         return self._found[1]
 
     def _runtime_for(self, spec: RunSpec) -> Any:
@@ -212,17 +216,13 @@ class Rank:
         runs_as = spec.strategy, dict(spec.options)
         if self.runtime is None or runs_as != self._runs_as:
             self._close_runtime()
-            self.runtime = Runtime(self.info, self._strategy(spec), self.link.send)
+            strategy = registry.make_strategy(spec.strategy, spec.options, self.shell.user_ns)
+            self.runtime = Runtime(self.info, strategy, self.link.send)
             self.runtime.install()
             self._runs_as = runs_as
             for name, value in self.runtime.builtins().items():
                 setattr(builtins, name, value)
         return self.runtime
-
-    def _strategy(self, spec: RunSpec) -> Any:
-        known = registry.strategies()
-        found = known[spec.strategy].load() if spec.strategy in known else self.shell.user_ns[spec.strategy]
-        return found(found.Options(**spec.options)) if isinstance(found, type) else found
 
     def _adopt(self, message: Adopt) -> None:
         lacking = self.twins.adopt(message.news)

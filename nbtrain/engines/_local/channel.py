@@ -11,7 +11,6 @@ from nbtrain.events import Event
 from nbtrain.messages import Message
 from nbtrain.worker.link import Addresses
 
-
 PATIENCE = 5000
 """Milliseconds that a message may wait to be taken; a rank reads between cells only, and then at once."""
 

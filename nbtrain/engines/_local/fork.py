@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 
-from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.warm import death
 from nbtrain.engines.base import Death
@@ -22,6 +21,10 @@ class Fork:
     def __init__(self, body: Body) -> None:
         self._body = body
         self._pids: dict[int, int] = {}
+
+    @property
+    def settled(self) -> bool:
+        return not self._pids
 
     def fileno(self) -> None:
         return None
@@ -71,10 +74,7 @@ class Fork:
             if rank in self._pids:
                 end_group(self._pids[rank])
 
-    def remove(self, path: str) -> None:
-        directory.remove(path)
-
-    def close(self) -> None:
+    def release(self) -> None:
         for pid in self._pids.values():
             end_group(pid)
             os.waitpid(pid, 0)

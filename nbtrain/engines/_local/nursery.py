@@ -8,8 +8,8 @@ shares its pages. It lives in a session of its own: an interrupt that Jupyter se
 group does not reach it. When the kernel ends, however it ends, the socket closes: the nursery ends every
 rank with all that the rank has started, removes the directory, and goes.
 
-On the socket: one pickle a message. To the nursery `("fork", [RankConfig, ...])`, `("kill", [pid, ...])`,
-`("remove", directory)`; from it `("ready", pid)`, `("forked", {rank: pid})`, `("died", rank, pid, status)`.
+On the socket, one pickle a message: to the nursery `("fork", [RankConfig, ...])` and `("kill", [pid, ...])`,
+from it `("ready", pid)`, `("forked", {rank: pid})` and `("died", rank, pid, status)`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Nursery:
                 for key, _ in waiting.select(LOOK_UP):
                     if key.fd == woken:
                         os.read(woken, 4096)
-                    elif not self._obey():
-                        return
+                    else:
+                        self._obey()
                 self._reap()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass  # the kernel is gone
@@ -95,21 +95,17 @@ class Nursery:
 
     def _preload(self) -> None:
         """Everything a rank needs before its first cell. Single-threaded: nothing here computes."""
-        import torch
-        import torch._dynamo
-        import torch.distributed
-        import torch.utils.data
 
         import nbtrain.strategies.ddp
         import nbtrain.training.runtime
-        import nbtrain.worker.main
+        import nbtrain.worker.main  # noqa: F401
         from nbtrain.worker.shell import make_shell
 
         self.shell = make_shell(os.environ.get("NBTRAIN_COLORS"))
         gc.collect()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
 
-    def _obey(self) -> bool:
+    def _obey(self) -> None:
         order, *rest = receive(self.sock)
         if order == "fork":
             send(self.sock, ("forked", {config.info.rank: self._fork(config) for config in rest[0]}))
@@ -117,12 +113,6 @@ class Nursery:
             for pid in rest[0]:
                 if pid in self.children:
                     end_group(pid)
-        elif order == "remove":
-            from nbtrain.engines._local import directory
-
-            directory.remove(rest[0])
-            self.directories.discard(rest[0])
-        return True
 
     def _fork(self, config: Any) -> int:
         self.directories.add(config.directory)

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 
-from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.warm import environment
 from nbtrain.engines.base import Death
@@ -21,8 +20,12 @@ class Spawn:
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as we do
         self._theirs, self._ours = os.pipe()
+
+    @property
+    def settled(self) -> bool:
+        return not self._processes
 
     def fileno(self) -> None:
         return None
@@ -62,10 +65,7 @@ class Spawn:
             if rank in self._processes:
                 end_group(self._processes[rank].pid)
 
-    def remove(self, path: str) -> None:
-        directory.remove(path)
-
-    def close(self) -> None:
+    def release(self) -> None:
         for process in self._processes.values():
             end_group(process.pid)
             process.wait()
@@ -73,4 +73,3 @@ class Spawn:
         os.close(self._theirs)
         os.close(self._ours)
         self._errors.close()
-

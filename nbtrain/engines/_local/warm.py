@@ -10,13 +10,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import nbtrain.probes as probes
 from nbtrain.engines._local import nursery
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
-from nbtrain.worker.main import RankConfig
 
+if TYPE_CHECKING:
+    from nbtrain.worker.main import RankConfig
+
+SPARE = 4 << 30
+"""Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""
 _kept: Warm | None = None
 
 
@@ -30,6 +36,13 @@ def warm() -> Warm:
             atexit.register(close)
         _kept = Warm()
     return _kept
+
+
+def foresee() -> None:
+    """Start the nursery before it is asked for, where the host has memory to spare: it imports torch meanwhile."""
+    available = probes.memory().available
+    if sys.platform == "linux" and available is not None and available > SPARE:
+        warm()
 
 
 def close() -> None:
@@ -46,7 +59,7 @@ class Warm:
     def __init__(self) -> None:
         self.owner = os.getpid()
         ours, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as we do
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nbtrain.engines._local.nursery", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
@@ -59,7 +72,7 @@ class Warm:
         theirs.close()
         self.sock = ours
         self.ready = False
-        self.pending = False
+        self._pending = False
         """ranks were asked for and are not there yet"""
         self._pids: dict[int, int] = {}
 
@@ -67,12 +80,16 @@ class Warm:
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def settled(self) -> bool:
+        return not self.alive or not (self._pids or self._pending)
+
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def launch(self, configs: Iterable[RankConfig]) -> None:
         """Ask for ranks; `news` tells when they are there."""
-        self._pids, self.pending = {}, True
+        self._pids, self._pending = {}, True
         self._say(("fork", list(configs)))
 
     def news(self) -> list[Death]:
@@ -84,7 +101,7 @@ class Warm:
                 self.ready = True
             elif message[0] == "forked":
                 self._pids.update(message[1])
-                self.pending = False
+                self._pending = False
             elif message[0] == "died":
                 _, rank, pid, status = message
                 if self._pids.get(rank) == pid:
@@ -98,8 +115,8 @@ class Warm:
     def kill(self, ranks: Iterable[int]) -> None:
         self._say(("kill", [self._pids[rank] for rank in ranks if rank in self._pids]))
 
-    def remove(self, directory: str) -> None:
-        self._say(("remove", directory))
+    def release(self) -> None:
+        """The nursery goes on without the pool."""
 
     def close(self) -> None:
         self.sock.close()
@@ -141,7 +158,5 @@ def death(rank: int, pid: int, status: int) -> Death:
 
 def environment() -> dict[str, str]:
     """The kernel's environment, and the place this nbtrain was imported from: a child must not find another."""
-    import nbtrain
-
-    here = os.path.dirname(os.path.dirname(os.path.abspath(nbtrain.__file__)))
+    here = str(Path(__file__).resolve().parents[3])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
