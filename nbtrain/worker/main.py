@@ -284,7 +284,9 @@ def apply_torch_flags(flags: Mapping[str, Any]) -> None:
     import torch
 
     torch.set_default_dtype(getattr(torch, flags["dtype"]))
-    torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (flags["deterministic"], flags["warn_only"]):  # setting it imports the compiler, which takes a second
+        torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
     torch.set_float32_matmul_precision(flags["matmul"])
     torch.backends.cudnn.benchmark = flags["benchmark"]
     torch.backends.cudnn.deterministic = flags["cudnn"]
