@@ -30,7 +30,7 @@ gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu
 
 bench: $(INSTALLED)
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for name in $(basename $(notdir $(wildcard benchmarks/bench_*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # Made anew in place when what is wanted has changed; a half-finished one has no stamp.
 $(INSTALLED): pyproject.toml constraints.txt
