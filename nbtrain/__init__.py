@@ -42,12 +42,18 @@ ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gat
 """Not in `__all__`: `from nbtrain import *` has to work in the notebook, where these do not exist."""
 
 
+_watches: dict[int, Any] = {}
+"""shell → what ends the watch for the cell that wakes CUDA"""
+
+
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
+    from nbtrain.cuda_watch import watch_cuda_init
     from nbtrain.engines._local.warm import foresee
     from nbtrain.magics.extension import load
 
     load(shell, doctor=_doctor)
+    _watches[id(shell)] = watch_cuda_init(shell)
     foresee()
 
 
@@ -58,6 +64,9 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
     unload(shell)
     close()
+    stop = _watches.pop(id(shell), None)
+    if stop is not None:
+        stop()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from nbtrain.devices import Devices, Lease, Machine, here, resolve, threads_per_rank
+from nbtrain.devices import Devices, Machine, here, resolve, threads_per_rank
 from nbtrain.errors import DeviceError
+from nbtrain.leases import Lease
 from nbtrain.probes import Gpu, GpuUser
 
 GIB = 2**30
@@ -208,7 +209,7 @@ def test_no_card_free_is_an_error_and_never_silently_cpu(tmp_path: Path) -> None
 HOLDER = """
 import sys
 from pathlib import Path
-from nbtrain.devices import Lease
+from nbtrain.leases import Lease
 lease = Lease(Path(sys.argv[1]))
 print([lease.add(uuid) for uuid in sys.argv[2:]], flush=True)
 sys.stdin.readline()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain import devices, doctor, probes
-from nbtrain.doctor import CudaWatch, Finding, Origin
+from nbtrain import cuda_watch, devices, doctor, probes
+from nbtrain.cuda_watch import CudaWatch, Origin
+from nbtrain.doctor import Finding
 from tests.shells import bare_shell
 
 GIB = 2**30
@@ -246,14 +247,14 @@ def test_what_happened_before_is_said_to_be_unknown(shell: InteractiveShell) -> 
 
 def test_the_report_asks_the_watch_of_this_kernel(shell: InteractiveShell) -> None:
     before = {name: list(functions) for name, functions in shell.events.callbacks.items()}
-    stop = doctor.watch_cuda_init(shell)
+    stop = cuda_watch.watch_cuda_init(shell)
     number = run(shell, WAKE)
-    (last,) = doctor._WATCH
+    (last,) = cuda_watch._WATCH
     assert last.origin is not None
     assert last.origin.cell == number
     stop()
     stop()
-    assert doctor._WATCH == []
+    assert cuda_watch._WATCH == []
     assert shell.events.callbacks == before
 
 
@@ -262,7 +263,7 @@ def test_torch_imported_later_is_watched_through_its_own_initialisation() -> Non
     """torch's own `_lazy_init`, given a CUDA library that has nothing to do."""
     code = (
         "from IPython.core.interactiveshell import InteractiveShell\n"
-        "import sys; from nbtrain.doctor import CudaWatch\n"
+        "import sys; from nbtrain.cuda_watch import CudaWatch\n"
         "shell = InteractiveShell(); watch = CudaWatch(shell)\n"
         "assert 'torch' not in sys.modules\n"
         "def run(cell): return shell.run_cell(cell, store_history=True).raise_error()\n"
