@@ -3,6 +3,8 @@
     NbtrainError
     ├── UsageError          what the user typed cannot be done; shown as one line
     │   └── DeviceError     the devices asked for do not exist or are taken
+    ├── CellSyntaxError     the cell is not Python; shown as IPython shows a cell's own syntax error
+    ├── MissingName         the cell reads a name that nobody has; also a NameError
     ├── CannotTravel        an object of the notebook cannot be sent to the ranks
     ├── NotPrepared         a model is trained on several ranks without having been set up
     ├── NotSupported        this strategy cannot do that; names one that can
@@ -27,6 +29,29 @@ class UsageError(NbtrainError):
 
 class DeviceError(UsageError):
     """The devices asked for do not exist or are taken."""
+
+
+class _Shown(NbtrainError):
+    """Carries how it is shown, so that the stack of the magic that found it is not."""
+
+    def __init__(self, message: str, lines: list[str]) -> None:
+        super().__init__(message, lines)
+        self.message = message
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return self.message
+
+    def _render_traceback_(self) -> list[str]:
+        return self.lines
+
+
+class CellSyntaxError(_Shown):
+    """The body of the cell is not Python."""
+
+
+class MissingName(_Shown, NameError):
+    """The cell reads a name that neither the notebook nor a rank has; found before anything was sent."""
 
 
 class CannotTravel(NbtrainError):

@@ -14,9 +14,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import nbtrain
-from nbtrain.errors import UsageError
+from nbtrain.errors import CellSyntaxError, UsageError
 from nbtrain.magics import extension
-from nbtrain.magics.cells import CellSyntaxError
 from nbtrain.specs import PoolSpec
 from nbtrain.strategies.base import Strategy
 from tests.shells import Notebook, Recorder, bare_shell, notebook

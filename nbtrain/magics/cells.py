@@ -7,28 +7,12 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.errors import CellSyntaxError, UsageError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.session import Cell
-
-
-class CellSyntaxError(NbtrainError):
-    """The body of the cell is not Python; shown exactly as IPython shows a cell's own syntax error."""
-
-    def __init__(self, message: str, lines: list[str]) -> None:
-        super().__init__(message, lines)
-        self.message = message
-        self.lines = lines
-
-    def __str__(self) -> str:
-        return self.message
-
-    def _render_traceback_(self) -> list[str]:
-        # Raised as a SyntaxError, it would be shown below the stack of the magic that found it.
-        return self.lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """The one place where exchange, strategy, engine and views meet.
 
-    core.py          a cell from its text to its end
-    cell.py          what a cell is
-    names.py         what it reads; names that do not exist
-    traffic.py       the notebook's side of the exchange
-    relay.py         what ranks write, into the notebook
-    surroundings.py  directory, path and environment of the kernel, for the ranks
-    failure.py       what the ranks raised, as one exception
-    inkernel.py      `--engine inprocess`
+core.py          a cell from its text to its end
+cell.py          what a cell is
+names.py         what it reads; names that do not exist
+traffic.py       the notebook's side of the exchange
+relay.py         what ranks write, into the notebook
+surroundings.py  directory, path and environment of the kernel, for the ranks
+failure.py       what the ranks raised, as one exception
+inkernel.py      `--engine inprocess`
 """
 
 from __future__ import annotations

@@ -104,7 +104,9 @@ class Session:
                 note = f"nbtrain: {self._deaths[0]} since the last cell; new ranks are started"
                 self.lose()
             elif self.pool.spec != spec:
-                note = f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
+                note = (
+                    f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
+                )
                 self.stop()
             elif spec.start == "fork":
                 self.stop()  # its ranks are copies of the kernel as it was then
@@ -383,8 +385,7 @@ class _Cell:
                 if lead.get(name, number) != number:
                     differing.setdefault(name, []).append(rank)
         return [
-            f"rank {', '.join(map(str, ranks))} differs from rank {self.lead} in {name}; "
-            f"rank {self.lead}'s came home"
+            f"rank {', '.join(map(str, ranks))} differs from rank {self.lead} in {name}; rank {self.lead}'s came home"
             for name, ranks in differing.items()
         ]
 

@@ -61,6 +61,4 @@ def died(deaths: list[Death], tails: Mapping[int, str]) -> RankDied:
     for death in deaths:
         said = tails.get(death.rank, "")
         parts.append(str(death) + (f"; the last it said:\n{said}" if said else ""))
-    return RankDied(
-        "\n".join(parts) + "\nThe notebook is as it was before this cell; run it again to start new ranks."
-    )
+    return RankDied("\n".join(parts) + "\nThe notebook is as it was before this cell; run it again to start new ranks.")

@@ -8,24 +8,26 @@ import linecache
 from collections.abc import Iterable
 from typing import Any
 
+from nbtrain.errors import MissingName
 from nbtrain.exchange.names import Captured, CellNames, analyse, reach
 from nbtrain.session.cell import Cell
 
 ON_RANKS = frozenset(
-    ("rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup", "get_ipython", "display")
+    (
+        "rank",
+        "world_size",
+        "local_rank",
+        "device",
+        "log",
+        "reduce",
+        "gather",
+        "barrier",
+        "setup",
+        "get_ipython",
+        "display",
+    )
 )
 """Names that every rank has in its builtins."""
-
-
-class MissingName(NameError):
-    """A name that neither the notebook nor a rank has. A NameError, found before anything was sent."""
-
-    def __init__(self, message: str, lines: list[str]) -> None:
-        super().__init__(message)
-        self._lines = lines
-
-    def _render_traceback_(self) -> list[str]:
-        return self._lines
 
 
 def captured(code: str, namespace: dict[str, Any], extra: Iterable[str], cell: Cell) -> Captured:
@@ -38,7 +40,10 @@ def captured(code: str, namespace: dict[str, Any], extra: Iterable[str], cell: C
         more = reach(CellNames(), namespace, values=[namespace[name] for name in wanted])
         hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
         found = Captured(
-            hard=tuple(hard), soft=tuple(n for n in found.soft if n not in hard), writes=found.writes, opaque=found.opaque
+            hard=tuple(hard),
+            soft=tuple(n for n in found.soft if n not in hard),
+            writes=found.writes,
+            opaque=found.opaque,
         )
     return found
 
@@ -54,4 +59,5 @@ def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: C
         message = f"name {name!r} is not defined in the notebook{hint}"
         where = f"Cell In[{cell.number}]" if cell.number is not None else "the cell"
         text = linecache.getline(cell.filename, line).rstrip() or name
-        raise MissingName(message, [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}. Nothing was sent."])
+        shown = [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}. Nothing was sent."]
+        raise MissingName(message, shown)

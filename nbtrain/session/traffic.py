@@ -36,7 +36,9 @@ class Outgoing:
 class Traffic:
     """Belongs to one pool. When its ranks forget, it is thrown away."""
 
-    def __init__(self, namespace: dict[str, Any], directory: str, readers: Iterable[int], numbers: Mapping[str, int]) -> None:
+    def __init__(
+        self, namespace: dict[str, Any], directory: str, readers: Iterable[int], numbers: Mapping[str, int]
+    ) -> None:
         self.namespace = namespace
         self.table = Table(0)
         self.packer = Packer(directory)
