@@ -43,6 +43,7 @@ class Node:
         self.memo: Any = (0, b"")
         """whatever makes the kind's next look cheaper"""
         self.walk: Any = None
+        """the mark of the last walk that met it"""
         self.via: Node | str | None = None
 
 
@@ -80,6 +81,9 @@ class Table:
             node = self.nodes.pop(key, None)
             if node is not None:
                 self.by_id.pop(node.kind.identity(node.obj), None)
+                # Another node may still say that it was met behind this one.
+                node.obj = node.seen = node.memo = node.via = node.fixed = None
+                node.children = []
 
     def unreachable(self, roots: Iterable[Any]) -> list[int]:
         """Keys that none of these objects leads to."""
@@ -131,6 +135,8 @@ class Walk:
         self._queue: list[Node] = []
         self.added: list[Node] = []
         self._looked: list[tuple[Node, Any, list[Node]]] = []
+        self._token = object()
+        """marks the nodes that were met; a mark that were the walk itself would keep all it saw alive"""
         self._replaced: set[int] = set()
         self.made_anew: set[int] = set()
         """keys whose objects could not be edited and were made anew"""
@@ -165,8 +171,8 @@ class Walk:
             self.remake.discard(node.key)
             self._shell(node)
             node.seen = node.seen if node.kind.whole else None
-        if node.walk is not self:
-            node.walk = self
+        if node.walk is not self._token:
+            node.walk = self._token
             node.via = self._holder
             self._queue.append(node)
         return node.ref
@@ -200,7 +206,7 @@ class Walk:
             node.seen = None
         self.table.drop([node.key for node in self.added])
         for node in self.table.nodes.values():
-            if node.walk is self:
+            if node.walk is self._token:
                 node.children = [c for c in node.children if c.key in self.table.nodes]
 
     # -- inside --------------------------------------------------------------------------
@@ -227,7 +233,7 @@ class Walk:
             self._holder, self.children = outer, held
         self.cargo.records.append(Make(node.key, node.kind.name, made))
         if node.kind.whole:
-            node.walk = self
+            node.walk = self._token
 
     def _drain(self) -> None:
         queue, visited = self._queue, self.visited
@@ -265,8 +271,8 @@ class Walk:
 
     def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
         for node in nodes:
-            if node.walk is not self:
-                node.walk = self
+            if node.walk is not self._token:
+                node.walk = self._token
                 if not node.kind.constant:
                     node.via = holder
                     self._queue.append(node)
@@ -283,7 +289,7 @@ class Walk:
         node = self.table.add(self.table.new_key(), value, handle)
         self.added.append(node)
         self.children.append(node)
-        node.walk = self
+        node.walk = self._token
         self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
         return node.ref
 
