@@ -62,20 +62,29 @@ ENGINES: Mapping[str, Entry] = _table(
     ),
 )
 
+_announced: dict[str, Entry] = {}
+"""by other packages, as far as they were read"""
+
 
 def strategies() -> dict[str, Entry]:
     """The built-in strategies and those that other packages announce (entry point group `nbtrain.strategies`)."""
-    found = dict(STRATEGIES)
     for point in entry_points(group="nbtrain.strategies"):
-        if point.name not in found:
-            found[point.name] = Entry(name=point.name, where=point.value, summary=f"from {point.value.split(':')[0]}")
-    return found
+        if point.name not in STRATEGIES:
+            summary = f"from {point.value.split(':')[0]}"
+            _announced[point.name] = Entry(name=point.name, where=point.value, summary=summary)
+    return {**STRATEGIES, **_announced}
+
+
+def find_strategy(name: str) -> Entry | None:
+    """The strategy of this name, or None. What other packages announce is read only when nobody here has the name:
+    that takes milliseconds, and every cell asks."""
+    return STRATEGIES.get(name) or _announced.get(name) or strategies().get(name)
 
 
 def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:
     """The strategy itself: the registry's, or a class or object that the notebook has under that name."""
-    known = strategies()
-    found: Any = known[name].load() if name in known else namespace[name]
+    entry = find_strategy(name)
+    found: Any = entry.load() if entry is not None else namespace[name]
     if not isinstance(found, type):
         return found
     make: Any = found
@@ -83,7 +92,7 @@ def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str,
 
 
 def strategy(name: str) -> Entry:
-    return _lookup("strategy", name, strategies())
+    return find_strategy(name) or _lookup("strategy", name, strategies())
 
 
 def engine(name: str) -> Entry:

@@ -35,7 +35,7 @@ class Chosen:
 
     @classmethod
     def named(cls, name: str, notebook: Namespace) -> Chosen:
-        entry = registry.strategies().get(name)
+        entry = registry.find_strategy(name)
         if entry is not None:
             return cls(name=name, needs=entry.needs, source=entry)
         return cls(name=name, needs=Needs(), source=notebook[name])

@@ -47,7 +47,7 @@ class Session:
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
         code = "\n" * (cell.first_line - 1) + self.shell.transform_cell(cell.source)
-        extra = () if run.strategy in registry.strategies() else (run.strategy,)
+        extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
         names = captured(code, self.shell.user_ns, extra, cell)
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, code, names)
