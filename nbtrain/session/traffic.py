@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import pickle
 import sys
 from collections.abc import Iterable, Mapping
@@ -118,7 +119,7 @@ class Traffic:
 
     def source(self, filename: str) -> Source | None:
         entry = linecache.cache.get(filename)
-        if entry is None or len(entry) < 3 or entry[1] is not None:  # files on disk have a time there
+        if entry is None or len(entry) < 3 or os.path.exists(filename):  # the ranks read files for themselves
             return None
         self._told.add(filename)
         return Source(filename=filename, text="".join(entry[2]), number=self._numbers.get(filename))

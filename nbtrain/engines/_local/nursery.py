@@ -22,9 +22,17 @@ import signal
 import socket
 import struct
 import sys
+from importlib import import_module
 from typing import Any
 
 HEAD = struct.Struct("<I")
+PRELOADED = (
+    "torch._dynamo",  # every optimizer imports it when it is made, which takes a second
+    "torch.distributed",
+    "nbtrain.strategies.ddp",
+    "nbtrain.training.runtime",
+    "nbtrain.worker.main",
+)
 LOOK_UP = 0.5
 """Seconds between looks at whether the kernel is still its parent: somebody else may hold the socket open."""
 
@@ -94,11 +102,9 @@ class Nursery:
             self._end()
 
     def _preload(self) -> None:
-        """Everything a rank needs before its first cell. Single-threaded: nothing here computes."""
-
-        import nbtrain.strategies.ddp
-        import nbtrain.training.runtime
-        import nbtrain.worker.main  # noqa: F401
+        """Everything a rank needs before its first step. Single-threaded: nothing here computes."""
+        for name in PRELOADED:
+            import_module(name)
         from nbtrain.worker.shell import make_shell
 
         self.shell = make_shell(os.environ.get("NBTRAIN_COLORS"))
