@@ -12,7 +12,7 @@ model = nn.Sequential(*[nn.Linear(80, 82) if i % 2 else nn.Linear(82, 80) for i 
 optimizer = torch.optim.AdamW(model.parameters())
 """
 TRAIN = "%%distributed --devices 4\nmodel(torch.ones(2, 82)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
-USE = "%%distributed --devices 4\nmodel, optimizer"
+USE = "%%distributed --devices 4\nmodel, optimizer;"
 PIDS = f"from nbtrain.magics.extension import _LOADED\n{say('[s.state.session.pool.pids() for s in _LOADED.values()][0]')}"
 
 

@@ -138,7 +138,7 @@ class Traffic:
             self._names.pop(name, None)
         self._names.update(arrival.names)
         remember(self.table, self.namespace, touched)
-        if streams is not None:
+        if streams is not None and streams != self._streams:  # where the cell drew nothing, they stand already
             restore(streams)
             self._streams = capture()
 
@@ -157,12 +157,15 @@ class Traffic:
             if key in self.table.nodes:
                 self.table.nodes[key].seen = None
 
-    def differs(self, objects: Iterable[Any]) -> None:
-        """Ranks disagree about these: the notebook's are sent to all of them before their next use."""
-        for obj in objects:
-            node = self.table.find(obj)
-            if node is not None:
+    def distrust_tensors(self) -> None:
+        """The ranks disagree: the notebook's tensors are sent to all of them before their next use."""
+        for node in self.table.nodes.values():
+            if node.kind.name == "tensor":
                 node.seen = None
+
+    def holds_handles(self) -> bool:
+        """Something lives on the ranks only."""
+        return any(node.kind.name == "handle" for node in self.table.nodes.values())
 
     def open_alone(self, rank: int, packed: bytes, name: str) -> Any:
         """An object that a rank packed by itself."""

@@ -145,13 +145,16 @@ class Rank:
         except BaseException as error:
             self._fail(error, self._lines_of(error), 0)
             return
-        names, lead = ready
+        names, lead, running = ready
         if self.info.rank not in run.ranks:
             self.runtime.end(True)
             self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
             return
         steps = self.runtime.steps
-        self.meters.begin(steps)
+        # The lead's brings the run's first line; the others' are for the view, which shows nothing of a short cell.
+        if lead:
+            self._send(running)
+        self.meters.begin(steps, None if lead else running)
         failure, lines = self._execute(run)
         notes = self.runtime.end(failure is None)
         self.meters.end(steps)
@@ -184,7 +187,7 @@ class Rank:
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _prepare(self, run: Run) -> tuple[dict[str, Any], bool]:
+    def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
         self._surroundings(run.surroundings)
         self.shell.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
@@ -197,8 +200,7 @@ class Rank:
         notes = runtime.begin(run.spec, self._objects(names, bool(touched)))
         lead = self.info.rank == run.ranks[0]
         self.twins.start(touched, lead)
-        self._state("running", tuple(notes))
-        return names, lead
+        return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
         """Everything that a strategy may want to prepare; found again only when something changed."""
