@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 import pytest
+from jupyter_core.utils import ensure_event_loop
 
 from tests.hygiene import Snapshot, mark_session
 
@@ -45,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MPLCONFIGDIR"] = str(private / "matplotlib-config")
     tempfile.tempdir = None
     mark_session()
+    # jupyter_client keeps one event loop a thread, with two sockets in it: there before the first test, it is no leak.
+    ensure_event_loop()
     capture = config.pluginmanager.get_plugin("capturemanager")
     assert capture is not None
     with capture.global_and_fixture_disabled():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class Notebook:
         self.shell = shell
         self.recorders: list[Recorder] = []
 
-    def open_session(self, shell: InteractiveShell) -> Recorder:
+    def open_session(self, shell: InteractiveShell, on_idle: Callable[[], None]) -> Recorder:
         self.recorders.append(Recorder(shell))
         return self.recorders[-1]
 

@@ -50,5 +50,8 @@ class Pool(Protocol):
     def pids(self) -> dict[int, int]:
         """rank → process, of those that are alive."""
 
+    def kill(self) -> None:
+        """End every process at once; `poll` tells of it. The one call that may come from another thread."""
+
     def close(self, *, kill: bool = False) -> None:
         """End every rank and leave nothing behind. `kill`: without asking them."""

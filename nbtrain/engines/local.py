@@ -13,6 +13,7 @@ import nbtrain.probes as probes
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.channel import Channel
 from nbtrain.engines._local.fork import Body, Fork
+from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
@@ -75,6 +76,10 @@ class LocalPool:
 
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
+
+    def kill(self) -> None:
+        for pid in self.pids().values():
+            end_group(pid)
 
     def close(self, *, kill: bool = False) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ from nbtrain.errors import UsageError
 from nbtrain.magics import cells, completion, manual, verbs
 from nbtrain.magics.parse import Request, parse_ranks
 from nbtrain.magics.resolve import check_flags
-from nbtrain.magics.state import Session, State
+from nbtrain.magics.state import OpenSession, Session, State
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -24,9 +24,7 @@ INSTEAD = {"distributed": "nbtrain", "rank": "nbtrain_rank"}
 """Names for magics whose own name another extension already has."""
 
 
-def load(
-    shell: InteractiveShell, *, doctor: Callable[[], str], open_session: Callable[[Any], Session] | None = None
-) -> None:
+def load(shell: InteractiveShell, *, doctor: Callable[[], str], open_session: OpenSession | None = None) -> None:
     """`doctor` writes the report of `%distributed doctor`; `open_session` makes what runs the cells."""
     if shell not in _LOADED:
         _LOADED[shell] = Extension(shell, State(shell, open_session or _open_session, doctor))
@@ -38,10 +36,10 @@ def unload(shell: InteractiveShell) -> None:
         extension.close()
 
 
-def _open_session(shell: InteractiveShell) -> Session:
+def _open_session(shell: InteractiveShell, on_idle: Callable[[], None]) -> Session:
     from nbtrain.session import Session
 
-    return Session(shell)
+    return Session(shell, on_idle)
 
 
 class Extension:

@@ -27,12 +27,14 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+OpenSession = Callable[[Any, Callable[[], None]], Session]
+"""Makes the session of a shell; the second argument is to be called when idle ranks gave their GPUs back."""
+
+
 class State:
     """One per shell, made when the extension is loaded."""
 
-    def __init__(
-        self, shell: InteractiveShell, open_session: Callable[[Any], Session], doctor: Callable[[], str]
-    ) -> None:
+    def __init__(self, shell: InteractiveShell, open_session: OpenSession, doctor: Callable[[], str]) -> None:
         self.shell = shell
         self.defaults = Request()
         self.last: Request | None = None
@@ -50,7 +52,7 @@ class State:
 
     def opened(self) -> Session:
         if self.session is None:
-            self.session = self._open_session(self.shell)
+            self.session = self._open_session(self.shell, self.devices.forget)
         return self.session
 
     def read(self, line: str) -> Request:

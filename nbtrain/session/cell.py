@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import tokenize
 from dataclasses import dataclass
+
+_NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.INDENT, tokenize.DEDENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +19,14 @@ class Cell:
     """the line of the notebook's cell on which the body starts, from 1"""
     number: int | None
     """its execution number, if it has one"""
+
+    @property
+    def quiet(self) -> bool:
+        """It ends in a semicolon, perhaps with a comment behind: its last value is not shown."""
+        last = ""
+        try:
+            for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
+                last = last if token.type in _NOT_CODE else token.string
+        except (tokenize.TokenError, SyntaxError):  # magics are no Python
+            return self.source.rstrip().endswith(";")
+        return last == ";"

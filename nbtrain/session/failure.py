@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from nbtrain.engines.base import Death
@@ -21,10 +22,8 @@ def exception(
     where = _where(same, others, sorted(freed), failed, world_size)
     lines = [*first.lines, where] if where else list(first.lines)
     error.__cause__ = RankError("\n".join((*first.lines, *([where] if where else []))))
-    try:
+    with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
         error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-    except AttributeError:  # a class with slots: IPython shows its own traceback, with ours as the cause
-        pass
     return error
 
 

@@ -30,6 +30,8 @@ class Relay:
         self._lead = lead
         self._texts: dict[int, str] = dict.fromkeys(ranks, "")
         self._open_lines: dict[tuple[int, str], str] = {}
+        self._files: set[int] = set()
+        """ranks whose file belongs to this run already"""
 
     def text(self, event: Output) -> None:
         rank = event.rank
@@ -86,7 +88,9 @@ class Relay:
 
     def _to_file(self, rank: int, text: str) -> None:
         os.makedirs(FOLDER, exist_ok=True)
-        with open(os.path.join(FOLDER, f"rank{rank}.txt"), "a", encoding="utf-8") as file:
+        mode = "a" if rank in self._files else "w"
+        self._files.add(rank)
+        with open(os.path.join(FOLDER, f"rank{rank}.txt"), mode, encoding="utf-8") as file:
             file.write(text)
 
     def _fold(self) -> None:

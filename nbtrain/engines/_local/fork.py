@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 
+from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.warm import death
 from nbtrain.engines.base import Death
@@ -21,6 +22,8 @@ class Fork:
     def __init__(self, body: Body) -> None:
         self._body = body
         self._pids: dict[int, int] = {}
+        self._watcher = 0
+        self._lifeline = -1
 
     @property
     def settled(self) -> bool:
@@ -32,11 +35,32 @@ class Fork:
     def launch(self, configs: Iterable[RankConfig]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        ends, self._lifeline = os.pipe()
+        path = ""
         for config in configs:
+            path = config.directory
             pid = os.fork()
             if pid == 0:
+                os.close(self._lifeline)
                 self._live(config)
             self._pids[config.info.rank] = pid
+        self._watcher = os.fork()
+        if self._watcher == 0:
+            self._watch(ends, path)
+        os.close(ends)
+
+    def _watch(self, ends: int, path: str) -> None:
+        """A process that outlives a killed kernel for as long as it takes to end what the ranks had started."""
+        try:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.close(self._lifeline)
+            os.read(ends, 1)  # nothing is ever written: this ends when the kernel does
+            for pid in self._pids.values():
+                end_group(pid)
+            directory.remove(path)
+        finally:
+            os._exit(0)
 
     def _live(self, config: RankConfig) -> None:
         code = 1
@@ -79,3 +103,8 @@ class Fork:
             end_group(pid)
             os.waitpid(pid, 0)
         self._pids.clear()
+        if self._watcher:
+            os.kill(self._watcher, signal.SIGKILL)
+            os.waitpid(self._watcher, 0)
+            os.close(self._lifeline)
+            self._watcher = 0

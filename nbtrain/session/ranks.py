@@ -1,0 +1,192 @@
+"""The ranks of one notebook: the pool, the exchange with it, and what becomes of both when something changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import nbtrain.registry as registry
+from nbtrain.engines.base import Death, Pool
+from nbtrain.events import Adopted, Event, RankState
+from nbtrain.messages import Adopt, Forget, Message
+from nbtrain.session import failure
+from nbtrain.session.idle import MINUTES, Idle
+from nbtrain.session.surroundings import Mirror
+from nbtrain.session.traffic import Traffic
+from nbtrain.specs import PoolSpec
+
+BEAT = 0.1
+"""Seconds between two looks at the clock while nothing happens."""
+
+
+class Ranks:
+    """At most one pool at a time. All calls come from the kernel's main thread."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.pool: Pool | None = None
+        self.traffic: Traffic | None = None
+        self.mirror = Mirror()
+        self.deaths: list[Death] = []
+        """ranks that died and were not spoken of yet"""
+        self.on_idle: Callable[[], None] = lambda: None
+        """called, from another thread, when idle ranks gave their GPUs back"""
+        self._idle: Idle | None = None
+        self._adopting: set[int] = set()
+
+    # -- which ranks there are -----------------------------------------------------------
+
+    def have(self, spec: PoolSpec) -> str:
+        """See to it that the right pool is there, or about to be; a sentence when another had to go."""
+        note = ""
+        if self._idle is not None:
+            self._idle.stop()
+        if self.pool is not None:
+            self.listen(0)
+            if self.deaths:
+                note = f"nbtrain: {self._why_gone()}; new ones are started"
+                self.lose()
+            elif self.pool.spec != spec:
+                note = (
+                    f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
+                )
+                self.stop()
+            elif spec.start == "fork":
+                self.stop()  # its ranks are copies of the kernel as it was then
+        if self.pool is None:
+            self.open(spec)
+        return note
+
+    def _why_gone(self) -> str:
+        if self._idle is not None and self._idle.released:
+            return f"the ranks had been idle for {MINUTES} minutes and gave their GPUs back"
+        return f"{self.deaths[0]} since the last cell"
+
+    def open(self, spec: PoolSpec) -> None:
+        self.mirror = Mirror()
+        self._adopting, self.deaths = set(), []
+        if spec.start == "fork":
+            return  # forked when it is known what a cell reads: see `fork`
+        self.pool = registry.engine(spec.engine).load()(spec)
+        self._new_traffic()
+        if spec.kind == "cuda":
+            self._idle = Idle(self._give_back)
+
+    def fork(self, spec: PoolSpec, traffic: Traffic) -> None:
+        """Ranks that are copies of this process, made after `traffic` knows what they hold."""
+        from nbtrain.session.forked import body
+
+        self.pool = registry.engine(spec.engine).load()(spec, body(self.shell, traffic.table))
+        self.traffic = traffic
+
+    def fork_traffic(self, spec: PoolSpec) -> Traffic:
+        return Traffic(self.shell.user_ns, "", range(spec.world_size), self._numbers())
+
+    def wait_until_ready(self) -> None:
+        if self.pool is None:
+            return
+        waiting = {info.rank for info in self.pool.ranks}
+        while waiting and not self.deaths:
+            for event in self.listen(BEAT):
+                if isinstance(event, RankState) and event.state == "ready":
+                    waiting.discard(event.rank)
+        if self.deaths:
+            deaths = self.deaths
+            self.lose()
+            raise failure.died(deaths, {})
+
+    def _new_traffic(self) -> None:
+        assert self.pool is not None
+        if self.traffic is not None:
+            self.traffic.close()
+        ranks = [info.rank for info in self.pool.ranks]
+        self.traffic = Traffic(self.shell.user_ns, self.pool.directory, ranks, self._numbers())
+
+    def _numbers(self) -> dict[str, int]:
+        """File names of cells → their numbers; IPython 7 has none."""
+        found: dict[str, int] = getattr(self.shell.compile, "_filename_map", {})
+        return found
+
+    # -- how they end --------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self._end(kill=False)
+
+    def lose(self) -> None:
+        """The pool cannot go on: some rank died or is stuck."""
+        self._end(kill=True)
+
+    def _end(self, kill: bool) -> None:
+        pool, traffic, idle = self.pool, self.traffic, self._idle
+        self.pool = self.traffic = self._idle = None
+        self.deaths = []
+        if idle is not None:
+            idle.stop()
+        if traffic is not None:
+            traffic.close()
+        if pool is not None:
+            pool.close(kill=kill)
+
+    def forget(self) -> None:
+        """After a failure the ranks' twins are no longer what the notebook has."""
+        assert self.pool is not None
+        self.pool.send(Forget(), [info.rank for info in self.pool.ranks])
+        self._new_traffic()
+        self._adopting.clear()
+
+    def rest(self) -> None:
+        """A cell is over: from here on they are idle."""
+        if self._idle is not None:
+            self._idle.start()
+
+    def _give_back(self) -> None:
+        """In the clock's thread: processes may be ended from there, sockets not touched."""
+        pool, traffic = self.pool, self.traffic
+        if pool is None or traffic is None or traffic.holds_handles():
+            return
+        pool.kill()
+        self.on_idle()
+
+    # -- talking to them -----------------------------------------------------------------
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        if self.pool is not None:
+            self.pool.send(message, ranks)
+
+    def listen(self, seconds: float) -> list[Event]:
+        """What happened; deaths and answers of an adoption are noted here."""
+        events: list[Event] = []
+        for event in [] if self.pool is None else self.pool.poll(seconds):
+            if isinstance(event, Death):
+                self.deaths.append(event)
+            elif isinstance(event, Adopted):
+                self._adopting.discard(event.rank)
+                if self.traffic is not None:
+                    self.traffic.lacks(event.lacking)
+            else:
+                events.append(event)
+        return events
+
+    def adopt(self, news: tuple[Any, ...], ranks: list[int]) -> None:
+        """The lead made new objects: the others are to find their own. They answer while the notebook goes on."""
+        if news and ranks:
+            self._adopting.update(ranks)
+            self.send(Adopt(news=news), ranks)
+
+    def settle(self) -> list[Event]:
+        """Wait until every rank has answered the last adoption; what else was heard meanwhile."""
+        events: list[Event] = []
+        while self._adopting and not self.deaths:
+            events += self.listen(BEAT)
+        return events
+
+
+def _difference(old: PoolSpec, new: PoolSpec) -> str:
+    """What makes one pool not do for the other, in the words of the options."""
+    if old.devices != new.devices:
+        return f"--devices: {len(old.devices)} × {old.kind} → {len(new.devices)} × {new.kind}"
+    for field in ("engine", "start", "oversubscribe"):
+        before, after = getattr(old, field), getattr(new, field)
+        if before != after:
+            return f"--{field}: {before} → {after}"
+    return "other options"

@@ -1,0 +1,223 @@
+"""One run of one cell: sent, watched, brought home or failed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from nbtrain.events import Display, Event, Failed, Finished, Output, RankState
+from nbtrain.exchange.names import Captured
+from nbtrain.messages import Run
+from nbtrain.session import failure
+from nbtrain.session.cell import Cell
+from nbtrain.session.ranks import BEAT, Ranks
+from nbtrain.session.relay import Relay
+from nbtrain.session.shield import shielded
+from nbtrain.session.traffic import Traffic
+from nbtrain.specs import RunSpec
+from nbtrain.views import choose
+
+PEERS_END = 0.3
+"""Seconds that the others have to end by themselves once a rank failed; then they are interrupted."""
+STUCK = 1.0
+"""Seconds after an interrupt in which a rank must have ended; it waits in a collective, so the pool is ended."""
+PATIENCE = 3.0
+"""The same for Stop: user code may have something to finish."""
+
+
+class CellRun:
+    """One run."""
+
+    def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, code: str, names: Captured) -> None:
+        self.shell = shell
+        self.held = ranks
+        self.spec = run
+        self.cell = cell
+        self.code = code
+        self.names = names
+        self.ranks = run.ranks if run.ranks is not None else tuple(range(run.pool.world_size))
+        self.everybody = set(self.ranks) == set(range(run.pool.world_size))
+        self.lead = self.ranks[0]
+        self.relay = Relay(shell, run.output, self.lead, self.ranks)
+        self.view = choose(run.monitor, shell)
+        self.finished: dict[int, Finished] = {}
+        self.failed: dict[int, Failed] = {}
+        self.stopped = False
+        self._asked: float | None = None
+        """when the ranks were last told to end"""
+        self._summary = False
+
+    def run(self) -> None:
+        held = self.held
+        early = held.settle()
+        if held.deaths:
+            held.lose()
+            held.open(self.spec.pool)
+        self._send()
+        ok = False
+        self.view.opened("")
+        try:
+            self._watch(early)
+            ok = not self.failed and not self.stopped and len(self.finished) == self.spec.pool.world_size
+            self._end(ok)
+        finally:
+            self.view.closed(ok)
+            self.relay.close()
+            if self.spec.pool.start == "fork":
+                held.stop()
+            held.rest()
+
+    def _send(self) -> None:
+        held, spec = self.held, self.spec
+        forks = spec.pool.start == "fork"
+        traffic = held.fork_traffic(spec.pool) if forks else held.traffic
+        assert traffic is not None
+        sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
+        out = traffic.outgoing(self.names.hard, self.names.soft, everything_goes=forks)
+        if forks:
+            held.fork(spec.pool, traffic)
+        run = Run(
+            spec=spec,
+            code=self.code,
+            filename=self.cell.filename,
+            quiet=self.cell.source.rstrip().endswith(";"),
+            ranks=self.ranks,
+            parcel=out.parcel,
+            drop=out.drop,
+            unbind=out.unbind,
+            released=out.released,
+            streams=out.streams,
+            sources=(*sources, *out.sources),
+            surroundings=held.mirror.changes(),
+        )
+        held.send(run, range(spec.pool.world_size))
+
+    # -- while it runs -------------------------------------------------------------------
+
+    def _watch(self, events: list[Event]) -> None:
+        held = self.held
+        everybody = set(range(self.spec.pool.world_size))
+        while True:
+            try:
+                for event in events:
+                    self._take(event)
+                open_ranks = everybody - set(self.finished) - set(self.failed)
+                if not open_ranks or held.deaths:
+                    return
+                self.view.tick(time.monotonic())
+                if self._overdue(open_ranks):
+                    return
+                events = held.listen(BEAT)
+            except KeyboardInterrupt:
+                events = []
+                if self.stopped:  # a second press: no more waiting
+                    return
+                self.stopped = True
+                self._interrupt(everybody - set(self.finished) - set(self.failed))
+
+    def _interrupt(self, ranks: set[int]) -> None:
+        self._asked = time.monotonic()
+        if self.held.pool is not None:
+            self.held.pool.interrupt(ranks)
+
+    def _overdue(self, ranks: set[int]) -> bool:
+        """Whether ranks that should have ended have not: they wait in a collective that will never complete."""
+        now = time.monotonic()
+        if self._asked is not None:
+            return now - self._asked > (PATIENCE if self.stopped else STUCK)
+        if self.failed and time.time() - min(f.time for f in self.failed.values()) > PEERS_END:
+            self._interrupt(ranks)
+        return False
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self.relay.text(event)
+        elif isinstance(event, Display):
+            self.relay.display(event)
+        else:
+            if isinstance(event, Finished):
+                self.finished[event.rank] = event
+            elif isinstance(event, Failed):
+                self.failed[event.rank] = event
+            elif isinstance(event, RankState) and event.state == "running" and event.rank == self.lead:
+                self._say(event.notes)
+            self.view.receive(event)
+
+    def _say(self, notes: tuple[str, ...]) -> None:
+        """The first line of a run: what was resolved."""
+        if self._summary or self.spec.monitor == "off":
+            return
+        self._summary = True
+        pool = self.spec.pool
+        count = f"{pool.world_size} rank{'s' * (pool.world_size > 1)}"
+        devices = ", ".join(dict.fromkeys(pool.devices))
+        only = "" if self.everybody else f"on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} only"
+        print(" · ".join(part for part in (self.spec.strategy, count, devices, only, *notes) if part))
+
+    # -- how it ends ---------------------------------------------------------------------
+
+    def _end(self, ok: bool) -> None:
+        held = self.held
+        traffic = held.traffic
+        assert traffic is not None
+        if ok:
+            with shielded():
+                self._come_home(traffic)
+            self._report(traffic)
+            return
+        if held.deaths:
+            deaths = held.deaths
+            tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
+            held.lose()
+            raise failure.died(deaths, tails)
+        stuck = set(range(self.spec.pool.world_size)) - set(self.finished) - set(self.failed)
+        error: BaseException
+        if self.stopped:
+            error = KeyboardInterrupt("stopped; the notebook is as it was before this cell")
+        else:
+            freed = {r for r, f in self.failed.items() if f.interrupted} | stuck
+            error = failure.exception(
+                self.failed, freed, self.spec.pool.world_size,
+                lambda rank, packed: traffic.open_alone(rank, packed, "exception"),
+            )  # fmt: skip
+        if stuck:
+            held.lose()
+        else:
+            held.forget()
+        raise error
+
+    def _come_home(self, traffic: Traffic) -> None:
+        done = self.finished[self.lead]
+        for rank, finished in self.finished.items():
+            traffic.packer.released(rank, finished.released)
+        traffic.homecoming(self.lead, done.home, done.streams)
+        others = [rank for rank in self.ranks if rank != self.lead]
+        if self.everybody:
+            self.held.adopt(done.home.news, others)
+        else:
+            traffic.others_are_behind(done.home)
+
+    def _report(self, traffic: Traffic) -> None:
+        done = self.finished[self.lead]
+        for note in done.notes:
+            print(note)
+        for path, reason in done.home.stayed:
+            print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+        disagreements = self._disagreements()
+        for line in disagreements:
+            print(line)
+        if disagreements:
+            traffic.distrust_tensors()
+
+    def _disagreements(self) -> list[str]:
+        """What should be equal on every rank and is not. The lead's came home; the others get it with the next cell."""
+        lead = dict(self.finished[self.lead].agreement or ())
+        differing: dict[str, list[int]] = {}
+        for rank, finished in self.finished.items():
+            for name, number in finished.agreement or ():
+                if lead.get(name, number) != number:
+                    differing.setdefault(name, []).append(rank)
+        return [
+            f"rank {', '.join(map(str, ranks))} differs from rank {self.lead} in {name}; rank {self.lead}'s came home"
+            for name, ranks in differing.items()
+        ]

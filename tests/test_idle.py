@@ -1,0 +1,43 @@
+"""Ranks that nobody uses give their GPUs back, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from nbtrain.session.idle import Idle
+from tests.kernels import Kernel
+
+
+def test_the_clock_runs_between_cells_only() -> None:
+    over = threading.Event()
+    clock = Idle(over.set, seconds=0.2)
+    clock.start()
+    clock.stop()
+    assert not over.wait(0.4), "a cell had begun"
+    clock.start()
+    assert over.wait(5)
+    assert clock.released
+    clock.stop()
+
+
+def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
+    """As on a GPU, with the clock set to a moment: the CPU pool is given the same clock by hand."""
+    assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
+    assert kernel.run("%%distributed --devices 2\nx.append(rank + world_size)").error is None
+    seen = kernel.run(
+        "from nbtrain.magics.extension import _LOADED\n"
+        "from nbtrain.session.idle import Idle\n"
+        "(extension,) = _LOADED.values(); ranks = extension.state.session.ranks\n"
+        "ranks._idle = Idle(ranks._give_back, 0.1); ranks.rest()\n"
+        "import time; pids = ranks.pool.pids().values(); print(len(pids))"
+    )
+    assert seen.stdout == "2\n", seen.error
+    until = time.monotonic() + 10
+    while len(kernel.children()) > 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(kernel.children()) == 1, "only the process that ranks are forked from is left"
+    result = kernel.run("%%distributed --devices 2\nx.append(rank)")
+    assert result.error is None
+    assert "idle for 30 minutes" in result.stdout
+    assert kernel.run("print(x)").stdout == "[1, 2, 0]\n"
