@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle.cloudpickle as cp
 
 from nbtrain.exchange.kinds.base import Make, Put
-from nbtrain.exchange.residence import Cargo
+from nbtrain.exchange.walk import Cargo
 
 ALIGN = 64
 INLINE = 1 << 16

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
-from nbtrain.exchange.residence import Culprit
+from nbtrain.exchange.walk import Culprit
 
 REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("generator", "list_iterator", "coroutine", "zip", "map", "filter"), "make it inside the cell, or send list(...) of it"),
-    (("lock", "RLock", "Condition", "Event", "Semaphore", "Thread"), "make it inside the cell, or leave it out in __getstate__"),
-    (("TextIOWrapper", "BufferedReader", "BufferedWriter", "FileIO"), "send the file's name and open it inside the cell"),
+    (
+        ("generator", "list_iterator", "coroutine", "zip", "map", "filter"),
+        "make it inside the cell, or send list(...) of it",
+    ),
+    (
+        ("lock", "RLock", "Condition", "Event", "Semaphore", "Thread"),
+        "make it inside the cell, or leave it out in __getstate__",
+    ),
+    (
+        ("TextIOWrapper", "BufferedReader", "BufferedWriter", "FileIO"),
+        "send the file's name and open it inside the cell",
+    ),
     (("socket", "Connection", "Cursor", "Popen"), "open it inside the cell"),
 )
 
@@ -20,7 +30,7 @@ REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 def path_of(culprit: Culprit) -> str:
     """`odd.tricks['guard']`: from the name through everything that leads to the object."""
     address, *chain = culprit.trail
-    for holder, child in zip(chain, chain[1:], strict=False):
+    for holder, child in pairwise(chain):
         kind = kinds.kind_of(holder, {})
         address = kind.address(address, holder, child) if kind is not None else address
     return str(address)

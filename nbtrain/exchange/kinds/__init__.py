@@ -4,7 +4,9 @@
     containers.py  lists, dicts, sets, tuples
     code.py        functions and classes of the notebook
     objects.py     instances; whatever only its own pickle can move
-    numeric.py     arrays and tensors
+    arrays.py      NumPy arrays
+    tensors.py     tensors and the memory they show
+    numeric.py     which of them are dense memory
     learning.py    modules, optimizers, schedulers, loaders
 
 `kind_of` decides; None means that an object travels as it is, by value or by name.
@@ -31,7 +33,8 @@ _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *_BY_TYPE.values(), containers.NAMED, code.CLASS, code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL,
-        objects.OPAQUE, objects.KEPT, objects.SENTINEL, numeric.ARRAY, numeric.MEMMAP, numeric.STORAGE, numeric.TENSOR,
+        objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
+        numeric.ARRAY, numeric.MEMMAP, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER,
     )
 }  # fmt: skip
@@ -60,7 +63,9 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
         return kind
     if isinstance(obj, tuple):
         return containers.NAMED
-    if isinstance(obj, enum.Enum) or isinstance(obj, (typing.TypeVar,)):
+    if isinstance(obj, enum.Enum):
+        return None if code.importable(cls) else objects.MEMBER
+    if isinstance(obj, typing.TypeVar):
         return objects.OPAQUE
     kind = objects.plain_instance(obj)
     if kind is objects.INSTANCE and not kind.fields(obj)[0] and objects.sentinel(obj):  # type: ignore[attr-defined]

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.residence import Arrival, Node, Walk
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
 
 ATOMS: set[type] = {
     type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),
@@ -93,7 +95,9 @@ class Kind:
     """True: what `shell` says is all of it; a new node needs no `look`"""
 
     constant = False
-    """True: once made it cannot change, so a walk need not look at it again"""
+    """True: once made it cannot change, nor lead to what can: a walk passes it by"""
+    leaf = False
+    """True: holds no other nodes as a rule, so a walk looks at all of them together (see `Bulk`)"""
     lasting = False
     """True: found inside an opaque object, it is a node of its own and not something made up for the pickle"""
 
@@ -114,8 +118,8 @@ class Kind:
         """The twin, from what `shell` said. In the receiver."""
         raise TypeError(f"{self.name} is not made on its own")
 
-    def made(self, node: Node, args: Any) -> None:
-        """In the receiver, once the twin is in the table: what both sides know now, where `args` say it."""
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        """In the receiver: what both sides know now, where `args` say it."""
 
     def look(self, node: Node, walk: Walk) -> Any:
         """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -16,7 +18,9 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.residence import Arrival, Node, Walk
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
 
 LRU = type(functools.lru_cache(lambda: 0))
 NAMESPACE = "namespace"
@@ -190,6 +194,7 @@ class Class(Kind):
             return None
         node.seen = list(raw), list(raw.values())
         body = self._body(node.obj)
+        body["__qualname__"] = node.obj.__qualname__
         registry = body.pop("_abc_impl", None)
         items = [(name, walk.encode(value)) for name, value in body.items()]
         return items, None if registry is None else list(map(walk.encode, registry))
@@ -199,6 +204,7 @@ class Class(Kind):
         items, registry = state
         held = vars(cls)
         body = {name: arrival.decode(value) for name, value in items}
+        cls.__qualname__ = body.pop("__qualname__")
         for name in set(self._body(cls)) - set(body) - {"_abc_impl", "__weakref__", "__dict__"}:
             if name in held and not isinstance(held[name], types.MemberDescriptorType):
                 type.__delattr__(cls, name)
@@ -232,7 +238,7 @@ def _slots(cls: type) -> Any:
 
 @contextmanager
 def _muted(bases: tuple[type, ...]) -> Iterator[None]:
-    """No `__init_subclass__` of the notebook's: what it did (a registry) arrives as state, and must not happen twice."""
+    """No `__init_subclass__` of a notebook: what it did (a registry) arrives as state, and must not be done twice."""
     silenced: list[tuple[type, Any]] = []
     for base in dict.fromkeys(c for b in bases for c in b.__mro__):
         hook = vars(base).get("__init_subclass__")
@@ -316,7 +322,7 @@ class Cached(Kind):
     """`functools.lru_cache`: pickles by name without complaint, and fails on the other side. The cache stays."""
 
     name = "lru_cache"
-    whole = constant = True
+    whole = True
 
     def shell(self, node: Node, walk: Walk) -> Any:
         return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
@@ -326,6 +332,38 @@ class Cached(Kind):
 
     def look(self, node: Node, walk: Walk) -> Any:
         return None
+
+
+class NewType(Kind):
+    """`typing.NewType`: it too pickles by name."""
+
+    name = "NewType"
+    whole = True
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return node.obj.__name__, node.obj.__module__, walk.encode(node.obj.__supertype__)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        new: Any = typing.NewType
+        made = new(args[0], arrival.decode(args[2]))
+        made.__module__ = args[1]
+        return made
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        return None
+
+
+class Proxy(Kind):
+    """A read-only view of a dict: the dict is what both sides know."""
+
+    name = "mappingproxy"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return (gc.get_referents(obj)[0],)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return types.MappingProxyType(parts[0])
 
 
 class Running(Kind):
@@ -340,7 +378,8 @@ class Running(Kind):
 KINDS: dict[type, Kind] = {
     types.FunctionType: Function(), types.CellType: Cell(), types.MethodType: Method(),
     staticmethod: Wrapper(staticmethod), classmethod: Wrapper(classmethod), property: Property(),
-    functools.cached_property: CachedProperty(), LRU: Cached(),
+    functools.cached_property: CachedProperty(), LRU: Cached(), types.MappingProxyType: Proxy(),
+    typing.NewType: NewType(),
     **dict.fromkeys(
         (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.TracebackType),
         Running(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import weakref
 import zlib
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.exchange.kinds.base import ATOMS, Kind
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.residence import Arrival, Node, Walk
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
 
 LARGE = 4096
 """From this length on, a container of plain data (numbers, text, lists and dicts of them) is one block:
@@ -156,7 +159,7 @@ class Mapping(Kind):
 
     def look(self, node: Node, walk: Walk) -> Any:
         obj, seen = node.obj, node.seen
-        if type(seen) is tuple and same_items(obj, seen[0]) and same_items(obj.values(), seen[1]):
+        if type(seen) is tuple and same_items(obj.keys(), seen[0]) and same_items(obj.values(), seen[1]):
             return None
         if len(obj) >= LARGE and (data := plain_bytes(dict(obj))) is not None:
             block = Block(data)
@@ -205,6 +208,22 @@ class Default(Mapping):
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         return collections.defaultdict(arrival.decode(args))
+
+
+class WeakKeys(Mapping):
+    """What is weak here is weak there: an entry that only this holds up is gone once it has arrived."""
+
+    name = "WeakKeyDictionary"
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return weakref.WeakKeyDictionary()
+
+
+class WeakValues(Mapping):
+    name = "WeakValueDictionary"
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return weakref.WeakValueDictionary()
 
 
 class Bytes(Kind):
@@ -272,6 +291,7 @@ class Slice(Kind):
 KINDS: dict[type, Kind] = {
     list: Sequence(), collections.deque: Deque(), set: Set(), dict: Mapping(), bytearray: Bytes(),
     collections.OrderedDict: Ordered(), collections.Counter: Counter(), collections.defaultdict: Default(),
+    weakref.WeakKeyDictionary: WeakKeys(), weakref.WeakValueDictionary: WeakValues(),
     tuple: Tuple(), frozenset: FrozenSet(), slice: Slice(),
 }  # fmt: skip
 NAMED = Named()

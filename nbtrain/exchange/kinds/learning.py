@@ -12,7 +12,9 @@ from nbtrain.exchange.kinds.base import Kind
 from nbtrain.exchange.kinds.objects import Instance
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.residence import Arrival, Node, Walk
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
 
 BOXES = ("_parameters", "_buffers", "_modules")
 SKIPPED = frozenset((*BOXES, "_compiled_call_impl"))
@@ -61,7 +63,8 @@ class Module(Kind):
         held = vars(obj)
         fields = {key: arrival.decode(value) for key, value in own}
         if _own_setstate(obj):
-            fresh = {name: {key: arrival.decode(value) for key, value in box} for name, box in zip(BOXES, boxes, strict=True)}
+            inner = [{key: arrival.decode(value) for key, value in box} for box in boxes]
+            fresh = dict(zip(BOXES, inner, strict=True))
             obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
             node.seen = None
             return
@@ -121,11 +124,11 @@ class _ModuleSeen:
                 return False
             if values and not (all(map(is_, box.values(), values)) and list(box) == keys):
                 return False
-        return not self.hooked and not any(self.hooks) or self.hooked == sum(map(len, self.hooks))
+        return (not self.hooked and not any(self.hooks)) or self.hooked == sum(map(len, self.hooks))
 
 
 class Optimizer(Instance):
-    """Travels with its whole `__dict__`: torch's own pickle drops what an optimizer added (LBFGS loses its parameters)."""
+    """Travels with its whole `__dict__`: torch's own pickle drops what an optimizer added (LBFGS its parameters)."""
 
     name = "optimizer"
     lasting = True
@@ -185,7 +188,10 @@ class Loader(Instance):
         vars(node.obj)["_iterator"] = running
 
 
-MODULE, OPTIMIZER, SCHEDULER, LOADER = Module(), Optimizer(), Scheduler(), Loader()
+MODULE = Module()
+OPTIMIZER = Optimizer()
+SCHEDULER = Scheduler()
+LOADER = Loader()
 
 
 def kind_of(obj: Any) -> Kind | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copyreg
+import enum
+import functools
 import io
 import pickle
 import sys
@@ -20,7 +22,9 @@ from nbtrain.exchange.kinds.base import NOTHING, Handle, Kind, Make
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.residence import Arrival, Node, Walk
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
 
 MISSING = object()
 
@@ -104,8 +108,11 @@ class Stateful(Instance):
         return 2
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        state = obj.__getstate__()
-        return list(state), list(state.values())
+        try:
+            state = obj.__getstate__()
+            return list(state), list(state.values())
+        except Exception as error:  # the user's own method may raise anything
+            raise CannotTravel(f"its __getstate__ raised {type(error).__name__}: {error}") from error
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
@@ -118,7 +125,7 @@ class Stateful(Instance):
 
 def plain_instance(obj: Any) -> Kind | None:
     """The kind of an object that pickles in Python's standard way, else None."""
-    cls = type(obj)
+    cls: Any = type(obj)
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return None
     if hasattr(cls, "__getnewargs_ex__") or hasattr(cls, "__getnewargs__") or cls in copyreg.dispatch_table:
@@ -154,6 +161,22 @@ class Sentinel(Kind):
         return getattr(*parts)
 
 
+class Member(Kind):
+    """A member of an enum of the notebook: the class over there has its own."""
+
+    name = "enum member"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        cls: type[enum.Enum] = type(obj)
+        named = obj.name in cls.__members__
+        return cls, named, obj.name if named else obj.value
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        cls, named, what = parts
+        return cls[what] if named else cls(what)
+
+
 class Weak(Kind):
     name = "weak reference"
     compound = True
@@ -177,7 +200,11 @@ class _Pickler(cp.Pickler):
     """
 
     def __init__(self, file: io.BytesIO, walk: Walk, top: Any, buffers: list[memoryview]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=lambda b: bool(buffers.append(b.raw())))
+        def aside(buffer: pickle.PickleBuffer) -> bool:
+            buffers.append(buffer.raw())
+            return False  # not in the stream
+
+        super().__init__(file, protocol=5, buffer_callback=aside)
         self.walk = walk
         self.top = top
 
@@ -202,6 +229,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "twin" and module == __name__:
             return self.arrival.twin
+        if module == "__main__":
+            top, *inner = name.split(".")
+            if top not in self.arrival.namespace:
+                raise LookupError(f"its pickle names {name!r} of the notebook, and that did not travel with it")
+            return functools.reduce(getattr, inner, self.arrival.namespace[top])
         return super().find_class(module, name)
 
 
@@ -251,6 +283,10 @@ class Kept(Kind):
     whole = constant = True
 
     def shell(self, node: Node, walk: Walk) -> Any:
+        if type(node.obj) is Handle:
+            if node.fixed is None and not walk.quiet and not walk.keep_home:
+                raise CannotTravel("the ranks that had what this handle stands for are gone; make it again")
+            return node.obj.type_name, node.obj.text
         cls = type(node.obj)
         try:
             text = repr(node.obj)
@@ -271,3 +307,4 @@ OPAQUE = Opaque()
 KEPT = Kept()
 WEAK = Weak()
 SENTINEL = Sentinel()
+MEMBER = Member()

@@ -1,0 +1,103 @@
+"""Many small tensors compared at once.
+
+A model with its optimizer state is often a thousand tensors of a few kilobytes. Asking each for its
+checksum costs more in calls than in bytes, so those that stand where they stood are copied one after
+another into a buffer that fits the processor's cache, and the buffer has one checksum. Only where
+that differs is every tensor of the chunk looked at by itself.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.exchange.fingerprint import checksum
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbtrain.exchange.table import Node
+
+CHUNK = 1 << 20
+"""Bytes compared at once."""
+
+
+class Form:
+    """How a small tensor lies in memory, and its bytes for as long as it lies there."""
+
+    __slots__ = ("flat", "form")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        import torch
+
+        self.form = form_of(tensor)
+        self.flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+class _Chunk:
+    __slots__ = ("flats", "number", "seens")
+
+    def __init__(self, flats: list[torch.Tensor], seens: list[Any], number: int) -> None:
+        self.flats = flats
+        self.seens = seens
+        self.number = number
+
+
+class Bulk:
+    """Remembers chunks of neighbours: a walk meets tensors in the same order each time."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, _Chunk] = {}
+        self._buffer: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        self._chunks.clear()
+
+    def changed(self, nodes: list[Node]) -> list[Node]:
+        """Those that may differ from what was seen of them; of the others it is certain that they do not."""
+        doubtful: list[Node] = []
+        group: list[Node] = []
+        flats: list[torch.Tensor] = []
+        size = 0
+        for node in nodes:
+            memo, tensor = node.memo, node.obj
+            if memo is None or node.seen is None or memo.form != form_of(tensor):
+                doubtful.append(node)
+                continue
+            group.append(node)
+            flats.append(memo.flat)
+            size += tensor.nbytes
+            if size >= CHUNK:
+                doubtful += self._differing(group, flats, size)
+                group, flats, size = [], [], 0
+        if group:
+            doubtful += self._differing(group, flats, size)
+        return doubtful
+
+    def _differing(self, group: list[Node], flats: list[torch.Tensor], size: int) -> list[Node]:
+        import torch
+
+        if self._buffer is None:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(2 * CHUNK, dtype=torch.uint8)
+        number = checksum(torch.cat(flats, out=self._buffer[:size]))
+        first = group[0].key
+        chunk = self._chunks.get(first)
+        seens = [node.seen for node in group]
+        # What was seen of a tensor is another object after each change, whoever made it known.
+        same = (
+            chunk is not None
+            and chunk.number == number
+            and len(chunk.flats) == len(flats)
+            and all(map(is_, chunk.flats, flats))
+            and all(map(is_, chunk.seens, seens))
+        )
+        if same:
+            return []
+        self._chunks[first] = _Chunk(flats, seens, number)
+        return group

@@ -1,0 +1,144 @@
+"""NumPy arrays: views stay views, the bytes travel beside the pickle, content is judged by checksum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.fingerprint import array_checksum
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
+
+
+class Array(Kind):
+    """An array that owns its memory, or a view of one that does."""
+
+    name = "array"
+    whole = True
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        array = node.obj
+        owner = owner_of(array)
+        if owner is not array:
+            node.seen = _view(array, owner)
+            return walk.encode(owner), node.seen, array.flags.writeable, None
+        if walk.quiet:
+            node.seen = node.seen or _seen(array)
+            return None
+        node.seen = _seen(array)
+        order = _order(array)
+        where = walk.buffer(_bytes(array, order), node)
+        return None, (array.dtype, array.shape, order, where), array.flags.writeable, node.seen
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import numpy as np
+
+        owner, form, writeable, _ = args
+        if owner is not None:
+            dtype, shape, strides, offset = form
+            base = arrival.decode(owner)
+            memory = np.asarray(base).reshape(-1, order=_order(base)).view(np.uint8)
+            array = np.ndarray(shape, dtype, memory, offset, strides)
+        else:
+            dtype, shape, order, where = form
+            array = np.ndarray(shape, dtype, arrival.buffer(where), order=order)
+        if not writeable:
+            array.flags.writeable = False
+        return array
+
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        owner, form, _, seen = args
+        node.seen = form if owner is not None else seen
+        node.fixed = [] if owner is None else [arrival.node(owner.key)]
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        array, before = node.obj, node.seen
+        if walk.quiet and before is not None:
+            return None
+        owner = owner_of(array)
+        # Of a view's bytes its owner tells.
+        seen = _seen(array) if owner is array else _view(array, owner)
+        if seen == before:
+            return None
+        if owner is not array or (before is not None and seen[:2] != before[:2]):
+            made = self.shell(node, walk)
+            return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
+        node.seen = seen
+        if walk.quiet:
+            return NOTHING
+        order = _order(array)
+        return seen, order, walk.buffer(_bytes(array, order), node), array.flags.writeable
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        import numpy as np
+
+        seen, order, where, writeable = state
+        array = node.obj
+        if _order(array) != order or not arrival.renew(where, array.ctypes.data):
+            if not array.flags.writeable:
+                array.flags.writeable = True
+            array[...] = np.ndarray(seen[0], seen[1], arrival.buffer(where), order=order)
+        if array.flags.writeable != writeable:
+            array.flags.writeable = writeable
+        node.seen = seen
+
+
+class Memmap(Kind):
+    """`np.memmap` travels by its file's name: it may be larger than memory."""
+
+    name = "memmap"
+    whole = constant = True
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        array = node.obj
+        if array.filename is None or type(array.base).__name__ != "mmap":
+            raise CannotTravel("this view of a memory map has no file of its own; send the map and slice it there")
+        return str(array.filename), array.dtype, array.mode, array.offset, array.shape
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import numpy as np
+
+        name, dtype, mode, offset, shape = args
+        return np.memmap(name, dtype, "r+" if mode == "w+" else mode, offset, shape)
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        return None
+
+
+def owner_of(array: Any) -> Any:
+    """The array whose memory this one shows, if that is an array with contiguous memory; else the array itself."""
+    import numpy as np
+
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    known = type(owner) in (np.ndarray, np.memmap) and not owner.dtype.hasobject
+    return owner if known and (owner.flags.c_contiguous or owner.flags.f_contiguous) else array
+
+
+def _order(array: Any) -> Any:
+    return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+
+
+def _seen(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.dtype, array_checksum(array), array.flags.writeable
+
+
+def _view(array: Any, owner: Any) -> tuple[Any, ...]:
+    offset = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    return array.dtype, array.shape, array.strides, offset
+
+
+def _bytes(array: Any, order: str) -> memoryview:
+    """Its bytes as they lie in memory."""
+    import numpy as np
+
+    flat = np.ascontiguousarray(array.T if order == "F" else array)
+    return memoryview(flat.reshape(-1).view(np.uint8))
+
+
+ARRAY, MEMMAP = Array(), Memmap()

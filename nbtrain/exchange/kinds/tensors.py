@@ -1,0 +1,191 @@
+"""Tensors and parameters: what shares memory goes on sharing it, content is judged by checksum."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.exchange.bulk import Form
+from nbtrain.exchange.fingerprint import SMALL, checksum
+from nbtrain.exchange.kinds.base import NOTHING, Kind
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.walk import Walk
+
+
+class Storage(Kind):
+    """The memory that one or several tensors show. Sent once, with its bytes; later changes go by tensor."""
+
+    name = "storage"
+    whole = constant = True
+
+    def identity(self, obj: Any) -> int:
+        return int(obj._cdata)  # Python wraps the same storage anew each time it is asked for
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        if walk.quiet:
+            return None
+        storage = node.obj
+        device, size = storage.device.type, storage.nbytes()
+        if size == 0 or device == "meta":
+            return device, size, None
+        return device, size, walk.buffer(_bytes(storage if device == "cpu" else storage.cpu()), node)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import torch
+
+        kind, size, where = args
+        device = arrival.device(kind)
+        if where is None:
+            return torch.UntypedStorage(size, device=device)
+        storage = torch.frombuffer(arrival.buffer(where), dtype=torch.uint8).untyped_storage()
+        return storage if device == "cpu" else storage.to(device=device)
+
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        node.fixed = []
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        return None
+
+
+class Tensor(Kind):
+    """A dense tensor or parameter. Autograd's graph and `.grad` stay where they are."""
+
+    name = "tensor"
+    whole = leaf = True
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        import torch
+
+        tensor = node.obj
+        ref = walk.encode(tensor.untyped_storage())
+        if walk.quiet:
+            return None
+        storage = walk.children[-1]
+        extra = [(key, walk.encode(value)) for key, value in vars(tensor).items()] if vars(tensor) else None
+        seen = self._seen(node)
+        # Memory that the other side knows already may have been written since: then a look sends the content too.
+        node.seen = seen if walk.is_new(storage) else None
+        grown = tensor.requires_grad and tensor.is_leaf
+        view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), (tensor.is_conj(), tensor.is_neg())
+        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, view, grown, extra, seen
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import torch
+
+        is_parameter, storage, dtype, (offset, size, stride, (conj, neg)), grown, extra, _ = args
+        memory = arrival.decode(storage)
+        tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
+        if conj:
+            tensor = torch._conj(tensor)
+        if neg:
+            tensor = torch._neg_view(tensor)
+        if is_parameter:
+            tensor = torch.nn.Parameter(tensor, grown)
+        elif grown:
+            tensor.requires_grad_()
+        for key, value in extra or ():
+            setattr(tensor, key, arrival.decode(value))
+        return tensor
+
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        node.seen = args[-1]
+        if args[-2] is None:
+            node.fixed = [arrival.node(args[1].key)]
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        if walk.quiet and node.seen is not None:
+            return None
+        seen = self._seen(node)
+        if seen == node.seen:
+            return None
+        node.seen = seen
+        if walk.quiet:
+            return NOTHING
+        tensor = node.obj
+        place = _storage_of(node) if _covers(tensor) else None
+        return seen, walk.buffer(tensor_bytes(tensor), place)
+
+    def _seen(self, node: Node) -> tuple[Any, ...]:
+        tensor = node.obj
+        small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
+        node.memo = Form(tensor) if small and not tensor.is_conj() and not tensor.is_neg() else None
+        return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf, checksum(tensor)
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        seen, where = state
+        shape, dtype, grown, _ = seen
+        tensor = node.obj
+        same = tensor.shape == shape and tensor.dtype == dtype
+        if not (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
+            _write(tensor, _content(arrival.buffer(where), dtype, shape), same)
+        if tensor.is_leaf and tensor.requires_grad != grown:
+            tensor.requires_grad_(grown)
+        node.seen = seen
+
+
+def _content(data: memoryview, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
+
+
+def _write(tensor: Any, new: Any, same: bool) -> None:
+    import torch
+
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext(), torch.no_grad():
+        if not same:
+            tensor.data = new.to(tensor.device, copy=True)
+            return
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:  # expanded: one place in memory is many elements
+                tensor, new = tensor.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
+        tensor.copy_(new)  # not `.data.copy_`: a graph recorded before must notice
+
+
+def _covers(tensor: Any) -> bool:
+    """Whether it is all of its memory, in order."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    return bool(tensor.nbytes == tensor.untyped_storage().nbytes())
+
+
+def _storage_of(node: Node) -> Node | None:
+    """The node of the memory it shows now."""
+    found = node.fixed[0] if node.fixed else None
+    return found if found is not None and found.obj.data_ptr() == node.obj.data_ptr() else None
+
+
+def _bytes(storage: Any) -> memoryview:
+    import torch
+
+    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+
+
+def tensor_bytes(tensor: Any) -> memoryview:
+    import torch
+
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview(flat.reshape(-1).view(torch.uint8).numpy())
+
+
+def tensor_by_value(tensor: Any) -> tuple[Any, ...]:
+    """A `__reduce__` for a tensor that only an opaque object knows."""
+    import numpy as np
+
+    return _from_value, (np.frombuffer(tensor_bytes(tensor), np.uint8), tensor.dtype, tuple(tensor.shape))
+
+
+def _from_value(data: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+STORAGE, TENSOR = Storage(), Tensor()

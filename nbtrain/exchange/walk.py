@@ -1,0 +1,294 @@
+"""One pass over what hangs below some names, which finds what the other side lacks or has differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange import kinds
+from nbtrain.exchange.kinds.base import ATOMS, Kind, Make, Packed, Put
+from nbtrain.exchange.table import Node, Table
+
+
+@dataclass(slots=True)
+class Culprit:
+    """An object that cannot travel, and the nodes that lead to it."""
+
+    obj: Any
+    reason: str
+    trail: list[Any]
+    """the name first, then each object on the way"""
+
+
+@dataclass(slots=True)
+class Cargo:
+    """What a walk found, ready to be packed."""
+
+    records: list[Make | Put] = field(default_factory=list)
+    buffers: list[memoryview] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    """name → encoded value"""
+    places: dict[int, int] = field(default_factory=dict)
+    """buffer → key of the memory that it is all of: the readers may have it mapped from last time"""
+
+
+class Walk:
+    """Adds new objects to the table, and remembers what it saw; `undo` takes both back."""
+
+    def __init__(
+        self, table: Table, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
+    ) -> None:
+        self.table = table
+        self.namespace = namespace
+        self.cargo = Cargo()
+        self.quiet = quiet
+        """only remember how things are: nothing is sent, no key is given"""
+        self.keep_home = keep_home
+        """coming home: what cannot travel stays where it is, behind a handle"""
+        self.culprits: list[Culprit] = []
+        self.stayed: list[Culprit] = []
+        self.added: list[Node] = []
+        self.made_anew: set[int] = set()
+        """keys whose objects could not be edited and were made anew"""
+        self.remake: set[int] = set()
+        """keys that some receiver lacks: they are made once more"""
+        self.children: list[Node] = []
+        """nodes met while one object is looked at"""
+        self._holder: Node | str = ""
+        self._stamp = object()
+        self._queue: list[Node] = []
+        self._leaves: list[Node] = []
+        self._looked: list[tuple[Node, Any, list[Node]]] = []
+        self._replaced: set[int] = set()
+        self._new: set[int] = set()
+
+    # -- what kinds call -----------------------------------------------------------------
+
+    def encode(self, value: Any) -> Any:
+        """An atom as it is, a node as its reference, a tuple piece by piece."""
+        if type(value) in ATOMS:
+            return value
+        node = self.table.by_id.get(id(value))
+        if node is None or node.obj is not value:
+            kind = kinds.kind_of(value, self.namespace)
+            if kind is None:
+                return value
+            if kind.compound:
+                try:
+                    parts = kind.parts(value)
+                except CannotTravel as error:
+                    return self._cannot(value, str(error))
+                return Packed(kind.name, tuple(map(self.encode, parts)))
+            node = self.table.by_id.get(kind.identity(value))
+            if node is None:
+                if self.quiet:
+                    return None
+                try:
+                    node = self._add(value, kind)
+                except CannotTravel as error:
+                    return self._cannot(value, str(error))
+        self.children.append(node)
+        if self.remake and node.key in self.remake:
+            self._make_again(node)
+        if node.walk is not self._stamp:
+            node.walk = self._stamp
+            node.via = self._holder
+            if node.kind.leaf:
+                self._leaves.append(node)
+            elif not node.kind.constant:
+                self._queue.append(node)
+        return node.ref
+
+    def buffer(self, data: memoryview, place: Node | None = None) -> int:
+        """Bytes that go beside the pickle; returns where the other side finds them."""
+        self.cargo.buffers.append(data)
+        where = len(self.cargo.buffers) - 1
+        if place is not None:
+            self.cargo.places[where] = place.key
+        return where
+
+    def is_new(self, node: Node) -> bool:
+        """Whether the other side gets it, with its bytes, from this walk."""
+        return node.key in self._new
+
+    # -- what the session calls ----------------------------------------------------------
+
+    def name(self, name: str, value: Any) -> None:
+        self._holder, self.children = name, []
+        try:
+            self.cargo.names[name] = self.encode(value)
+            self._drain()
+        except BaseException:
+            self.undo()
+            raise
+
+    def finish(self) -> Cargo:
+        """Holders of objects that had to be made anew are sent too, since they hold another object now."""
+        while self._replaced:
+            replaced, self._replaced = self._replaced, set()
+            for node in [node for node in self.table.nodes.values() if node.walk is self._stamp]:
+                if any(child.key in replaced for child in node.fixed or ()):
+                    self._make(node, anew=True)
+                elif any(child.key in replaced for child in node.children):
+                    node.seen = None
+                    self._look(node)
+            self._drain()
+        return self.cargo
+
+    def undo(self) -> None:
+        """Nothing was sent: what this walk learned is not what the other side has."""
+        for node, before, held in reversed(self._looked):
+            node.seen, node.children = before, held
+        self._looked = []
+        self.table.drop([node.key for node in self.added])
+        self.added = []
+
+    def uncertain(self) -> None:
+        """Sending failed on the way: memory that the others have mapped may have been written already."""
+        keys = {*self.cargo.places.values()}
+        self.undo()
+        for node in self.table.nodes.values():
+            if node.key in keys or any(child.key in keys for child in node.fixed or ()):
+                node.seen = None
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _add(self, value: Any, kind: Kind) -> Node:
+        node = self.table.add(self.table.new_key(), value, kind)
+        self.added.append(node)
+        node.via = self._holder
+        self._new.add(node.key)
+        try:
+            self._make(node)
+        except BaseException:
+            self._new.discard(node.key)
+            self.table.drop([node.key])
+            self.added.remove(node)
+            raise
+        return node
+
+    def _make(self, node: Node, anew: bool = False) -> None:
+        """Tell the other side how to make it."""
+        outer, self._holder = self._holder, node
+        held, self.children = self.children, []
+        before = node.seen, node.children
+        try:
+            made = node.kind.shell(node, self)
+            node.fixed = self.children
+        finally:
+            self._holder, self.children = outer, held
+        if anew:
+            self._looked.append((node, *before))
+            self._replaced.add(node.key)
+            self.made_anew.add(node.key)
+        self.cargo.records.append(Make(node.key, node.kind.name, made, anew))
+        if node.kind.whole and node.seen is not None:
+            node.walk = self._stamp
+
+    def _make_again(self, node: Node) -> None:
+        """For those who lack it; the others ignore it, and are told by a look what changed since."""
+        self.remake.discard(node.key)
+        self._new.add(node.key)
+        seen = node.seen
+        self._looked.append((node, seen, node.children))
+        self._make(node)
+        node.seen = seen if node.kind.whole and node.seen is not None else None
+        node.walk = None
+
+    def _drain(self) -> None:
+        queue, look = self._queue, self._look
+        while queue or self._leaves:
+            while queue:
+                look(queue.pop())
+            leaves, self._leaves = self._leaves, []
+            for node in leaves if self.quiet else self.table.bulk.changed(leaves):
+                look(node)
+
+    def _look(self, node: Node) -> None:
+        before, held = node.seen, node.children
+        if self.remake and any(child.key in self.remake for child in held):
+            node.seen = None  # who lacks the child holds something else in its place
+        self._holder, self.children = node, []
+        try:
+            state = node.kind.look(node, self)
+        except CannotTravel as error:
+            node.seen, node.children = before, held
+            self._cannot(node.obj, str(error), inside=True)
+            return
+        except BaseException:
+            node.seen, node.children = before, held
+            raise
+        if state is None:
+            if node.children:
+                self._enqueue(node, node.children)
+            if node.fixed:
+                self._enqueue(node, node.fixed)
+            return
+        if node.fixed:
+            self._enqueue(node, node.fixed)
+        node.children = self.children
+        self._looked.append((node, before, held))
+        if self.quiet:
+            return
+        if type(state) is Make:
+            self.cargo.records.append(state)
+            self._replaced.add(node.key)
+            self.made_anew.add(node.key)
+        elif state is not kinds.NOTHING:
+            self.cargo.records.append(Put(node.key, state))
+
+    def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
+        stamp = self._stamp
+        for node in nodes:
+            if node.walk is not stamp:
+                node.walk = stamp
+                kind = node.kind
+                if kind.leaf:
+                    node.via = holder
+                    self._leaves.append(node)
+                elif not kind.constant:
+                    node.via = holder
+                    self._queue.append(node)
+
+    def _cannot(self, value: Any, reason: str, inside: bool = False) -> Any:
+        culprit = Culprit(value, reason, [*self._trail(self._holder), *([] if inside else [value])])
+        if not self.keep_home:
+            self.culprits.append(culprit)
+            return None
+        self.stayed.append(culprit)
+        if inside:
+            return None
+        handle = kinds.kind_named("handle")
+        node = self.table.add(self.table.new_key(), value, handle)
+        node.via = self._holder
+        self.added.append(node)
+        self.children.append(node)
+        node.walk = self._stamp
+        self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
+        return node.ref
+
+    def _trail(self, holder: Node | str | None) -> list[Any]:
+        trail: list[Any] = []
+        seen: set[int] = set()
+        while isinstance(holder, Node) and holder.key not in seen:
+            seen.add(holder.key)
+            trail.append(holder.obj)
+            holder = holder.via
+        if isinstance(holder, str):
+            trail.append(holder)
+        return trail[::-1]
+
+
+def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> None:
+    """Take how these nodes are now as what both sides have."""
+    walk = Walk(table, namespace, quiet=True)
+    for node in nodes:
+        if node.fixed is None:
+            walk._holder, walk.children = node, []
+            node.kind.shell(node, walk)
+            node.fixed = walk.children
+        walk._holder, walk.children = node, []
+        if node.kind.look(node, walk) is not None:
+            node.children = walk.children

@@ -1,0 +1,101 @@
+"""How ranks find their own objects for what another rank told the notebook about; and what there is to prepare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbtrain.exchange import kinds
+from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.walk import Walk
+
+
+class _Members(Walk):
+    """Lists what an object holds, in the order in which a walk meets it."""
+
+    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+        super().__init__(table, namespace, quiet=True)
+        self.found: list[Any] = []
+
+    def encode(self, value: Any) -> Any:
+        if type(value) not in ATOMS:
+            kind = kinds.kind_of(value, self.namespace)
+            if kind is not None and kind.compound:
+                for part in kind.parts(value):
+                    self.encode(part)
+            elif kind is not None:
+                self.found.append(value)
+        return None
+
+
+Way = tuple[int | str, bool, int, int]
+"""How to come to an object: a key or name, whether among what it is made of, which one, of how many."""
+
+
+class Ways:
+    """How to come to objects that the other ranks made for themselves when the lead made its own."""
+
+    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+        self.table = table
+        self.namespace = namespace
+        self._members: dict[tuple[int | str, bool], list[Any]] = {}
+
+    def to(self, node: Node) -> Way | None:
+        holder = node.via
+        if holder is None:
+            return None
+        where = holder.key if isinstance(holder, Node) else holder
+        for fixed in (False, True):
+            members = self.members(where, fixed)
+            for index, obj in enumerate(members):
+                if node.kind.identity(obj) == node.kind.identity(node.obj):
+                    return where, fixed, index, len(members)
+        return None
+
+    def follow(self, way: Way) -> Any:
+        """The object at the end of it, or None."""
+        where, fixed, index, count = way
+        members = self.members(where, fixed)
+        return members[index] if len(members) == count else None
+
+    def members(self, where: int | str, fixed: bool) -> list[Any]:
+        known = self._members.get((where, fixed))
+        if known is None:
+            walk = _Members(self.table, self.namespace)
+            if isinstance(where, str):
+                if where in self.namespace and not fixed:
+                    walk.encode(self.namespace[where])
+            elif where in self.table.nodes:
+                node = self.table.nodes[where]
+                seen, node.seen = node.seen, None
+                (node.kind.shell if fixed else node.kind.look)(node, walk)
+                node.seen = seen
+            known = self._members[where, fixed] = walk.found
+        return known
+
+
+def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
+    """Every object of these types below some names, by an address a person understands; of a model, not its parts."""
+    found: dict[str, Any] = {}
+    parts: set[int] = set()
+    seen: set[int] = set()
+    todo: list[tuple[str, Node]] = []
+    for name, value in names.items():
+        node = table.find(value)
+        if node is not None:
+            todo.append((name, node))
+    todo.reverse()
+    while todo:
+        address, node = todo.pop()
+        if node.key in seen:
+            continue
+        seen.add(node.key)
+        if isinstance(node.obj, wanted) and id(node.obj) not in parts:
+            found[address] = node.obj
+            if hasattr(node.obj, "modules"):
+                parts.update(map(id, node.obj.modules()))
+        if node.kind.whole:
+            continue
+        todo.extend((node.kind.address(address, node.obj, child.obj), child) for child in reversed(node.children))
+    return found
