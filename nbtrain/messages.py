@@ -25,6 +25,8 @@ class Surroundings:
     directory: str | None = None
     path: tuple[str, ...] | None = None
     environ: Mapping[str, str] | None = None
+    colors: str | None = None
+    """of tracebacks, as IPython names them"""
     torch_flags: Mapping[str, Any] | None = None
 
 

@@ -13,6 +13,6 @@ def body(shell: Any, table: Table) -> Callable[[RankConfig], None]:
     def live(config: RankConfig) -> None:
         from nbtrain.worker.shell import make_shell
 
-        Rank(config, make_shell(None, shell.user_module), table).serve()
+        Rank(config, make_shell(shell.user_module), table).serve()
 
     return live

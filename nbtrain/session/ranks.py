@@ -26,7 +26,7 @@ class Ranks:
         self.shell = shell
         self.pool: Pool | None = None
         self.traffic: Traffic | None = None
-        self.mirror = Mirror()
+        self.mirror = Mirror(self.shell)
         self.deaths: list[Death] = []
         """ranks that died and were not spoken of yet"""
         self.on_idle: Callable[[], None] = lambda: None
@@ -63,7 +63,7 @@ class Ranks:
         return f"{self.deaths[0]} since the last cell"
 
     def open(self, spec: PoolSpec) -> None:
-        self.mirror = Mirror()
+        self.mirror = Mirror(self.shell)
         self._adopting, self.deaths = set(), []
         if spec.start == "fork":
             return  # forked when it is known what a cell reads: see `fork`

@@ -90,7 +90,8 @@ class CellRun:
             sources=(*sources, *out.sources),
             surroundings=held.mirror.changes(),
         )
-        held.send(run, range(spec.pool.world_size))
+        with shielded():
+            held.send(run, range(spec.pool.world_size))
 
     # -- while it runs -------------------------------------------------------------------
 

@@ -12,28 +12,31 @@ from nbtrain.messages import Surroundings
 class Mirror:
     """What the ranks of one pool were told last."""
 
-    def __init__(self) -> None:
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
         self._told = Surroundings()
 
     def changes(self) -> Surroundings:
-        now, told = _now(), self._told
+        now, told = _now(self._shell), self._told
         self._told = now
         return Surroundings(
             directory=None if now.directory == told.directory else now.directory,
             path=None if now.path == told.path else now.path,
             environ=None if now.environ == told.environ else now.environ,
+            colors=None if now.colors == told.colors else now.colors,
             torch_flags=None if now.torch_flags == told.torch_flags else now.torch_flags,
         )
 
 
-def _now() -> Surroundings:
+def _now(shell: Any) -> Surroundings:
     try:
         directory = os.getcwd()
     except FileNotFoundError:  # it was deleted under the notebook
         directory = None
     # The empty entry means the working directory, which is where a notebook's own modules lie.
     path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
-    return Surroundings(directory=directory, path=path, environ=dict(os.environ), torch_flags=_torch_flags())
+    return Surroundings(directory=directory, path=path, environ=dict(os.environ), colors=shell.colors, torch_flags=_torch_flags()
+    )
 
 
 def _torch_flags() -> dict[str, Any] | None:

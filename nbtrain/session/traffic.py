@@ -66,15 +66,14 @@ class Traffic:
         hard, soft = list(hard), self._travelling(soft)
         walk = Walk(self.table, self.namespace, keep_home=everything_goes)
         walk.remake = set(self._lacking) & set(self.table.nodes)
-        for name in [name for name in self.namespace if name in {*hard, *soft}]:
-            walk.name(name, self.namespace[name])
-        cargo = walk.finish()
-        if walk.culprits:
-            walk.undo()
-            raise refusal(walk.culprits)
         try:
+            for name in [name for name in self.namespace if name in {*hard, *soft}]:
+                walk.name(name, self.namespace[name])
+            cargo = walk.finish()
+            if walk.culprits:
+                raise refusal(walk.culprits)
             parcel = self.packer.pack(cargo, self.readers)
-        except BaseException:
+        except BaseException:  # a press on Stop too: what was not sent must not be taken for sent
             walk.undo()
             raise
         self._lacking &= walk.remake

@@ -243,6 +243,8 @@ class Rank:
             for name in set(os.environ) - set(new.environ) - set(self._environ):
                 del os.environ[name]
             os.environ.update({**new.environ, **self._environ})
+        if new.colors is not None and new.colors != self.shell.colors:
+            self.shell.colors = new.colors
         if new.torch_flags is not None:
             apply_torch_flags(new.torch_flags)
 

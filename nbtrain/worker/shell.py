@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import getpass
 import linecache
 import os
 import sys
@@ -14,6 +16,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
+from nbtrain.errors import UsageError
 from nbtrain.messages import Source
 from nbtrain.worker.output import Outlet
 
@@ -79,11 +82,11 @@ class RankShell(InteractiveShell):
         with self.builtin_trap, self.display_trap:
             try:
                 tree = self.compile.ast_parse(code, filename)
-                tree = self.transform_ast(tree)
+                body = self.transform_ast(tree).body
                 self.loop_runner(
-                    self.run_ast_nodes(tree.body, filename, interactivity="last_expr", compiler=self.compile, result=result)
+                    self.run_ast_nodes(body, filename, interactivity="last_expr", compiler=self.compile, result=result)
                 )
-            except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code: still the cell's failure
+            except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code: the cell's all the same
                 result.error_in_exec = error
                 self.showtraceback()
             self._flush_figures()
@@ -106,13 +109,20 @@ class RankShell(InteractiveShell):
                 names[source.filename] = source.number
 
 
-def make_shell(colors: str | None, module: Any = None) -> RankShell:
+def _nobody_to_ask(prompt: object = "", *_: Any, **__: Any) -> str:
+    """In place of `input` and `getpass`; debuggers ask through it too."""
+    raise UsageError(
+        f"nobody can type on a rank, and it asked {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
+        "here; for breakpoints and debuggers write --engine inprocess"
+    )
+
+
+def make_shell(module: Any = None) -> RankShell:
     """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
     os.environ["MPLBACKEND"] = INLINE
+    builtins.input = getpass.getpass = _nobody_to_ask
     config = Config()
     config.HistoryManager.enabled = False
-    if colors:
-        config.InteractiveShell.colors = colors
     InteractiveShell.clear_instance()
     where = tempfile.gettempdir() if not os.access(os.path.expanduser("~"), os.W_OK) else None
     if where is not None:

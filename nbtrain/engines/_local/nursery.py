@@ -107,7 +107,7 @@ class Nursery:
             import_module(name)
         from nbtrain.worker.shell import make_shell
 
-        self.shell = make_shell(os.environ.get("NBTRAIN_COLORS"))
+        self.shell = make_shell()
         gc.collect()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
 
