@@ -45,7 +45,8 @@ class CellRun:
         self.stopped = False
         self._asked: float | None = None
         """when the ranks were last told to end"""
-        self._summary = False
+        self._running = False
+        """the lead has begun"""
 
     def run(self) -> None:
         held = self.held
@@ -105,7 +106,8 @@ class CellRun:
                 open_ranks = everybody - set(self.finished) - set(self.failed)
                 if not open_ranks or held.deaths:
                     return
-                self.view.tick(time.monotonic())
+                if self._running:  # a view's time is the cell's, without the start of ranks before it
+                    self.view.tick(time.monotonic())
                 if self._overdue(open_ranks):
                     return
                 events = held.listen(BEAT)
@@ -146,9 +148,9 @@ class CellRun:
 
     def _say(self, notes: tuple[str, ...]) -> None:
         """The first line of a run: what was resolved."""
-        if self._summary or self.spec.monitor == "off":
+        self._running = True
+        if self.spec.monitor == "off":
             return
-        self._summary = True
         pool = self.spec.pool
         count = f"{pool.world_size} rank{'s' * (pool.world_size > 1)}"
         devices = ", ".join(dict.fromkeys(pool.devices))

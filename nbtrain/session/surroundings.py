@@ -35,7 +35,8 @@ def _now(shell: Any) -> Surroundings:
         directory = None
     # The empty entry means the working directory, which is where a notebook's own modules lie.
     path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
-    return Surroundings(directory=directory, path=path, environ=dict(os.environ), colors=shell.colors, torch_flags=_torch_flags()
+    return Surroundings(
+        directory=directory, path=path, environ=dict(os.environ), colors=shell.colors, torch_flags=_torch_flags()
     )
 
 
