@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import psutil
-from benchmarks.measure import Table, in_turns, kernel, run, say, seconds
+
+from benchmarks.measure import Table, in_turns, kernel, seconds
 
 MODEL = """
 import torch
@@ -13,7 +17,6 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 TRAIN = "%%distributed --devices 4\nmodel(torch.ones(2, 82)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 USE = "%%distributed --devices 4\nmodel, optimizer;"
-PIDS = f"from nbtrain.magics.extension import _LOADED\n{say('[s.state.session.pool.pids() for s in _LOADED.values()][0]')}"
 
 
 def empty(ranks: int) -> str:
@@ -24,16 +27,18 @@ def main() -> None:
     table = Table("a warm cell")
     for ranks, goal in ((2, 1.0), (4, 2.0)):
         with kernel("%load_ext nbtrain", *[empty(ranks)] * 5) as k:
-            bare, ours = in_turns(80, lambda: seconds(k, "pass"), lambda: seconds(k, empty(ranks)))
+            bare, ours = in_turns(80, lambda: seconds(k, "pass"), partial(seconds, k, empty(ranks)))
             control = f"over a bare cell of {1e3 * bare:.1f} ms"
             table.row(f"empty, {ranks} ranks", 1e3 * (ours - bare), goal, "ms", control)
             if ranks == 4:
-                sizes = [psutil.Process(pid).memory_full_info().uss / 1e6 for pid in run(k, PIDS).values()]
+                pids = re.findall(r"process (\d+)", k.run("%distributed status").stdout)
+                sizes = [psutil.Process(int(pid)).memory_full_info().uss / 1e6 for pid in pids]
                 table.row("private memory of an idle rank", max(sizes), 25, "MB", "pages that it shares with nobody")
     with kernel("%load_ext nbtrain", MODEL, TRAIN, *[USE] * 5) as k:
         bare, ours = in_turns(40, lambda: seconds(k, "pass"), lambda: seconds(k, USE))
         control = f"over a bare cell of {1e3 * bare:.1f} ms"
-        table.row("uses a model of 300 tensors, 1 M numbers, and its AdamW, 4 ranks", 1e3 * (ours - bare), 10, "ms", control)
+        what = "uses a model of 300 tensors, 1 M numbers, and its AdamW, 4 ranks"
+        table.row(what, 1e3 * (ours - bare), 10, "ms", control)
 
 
 if __name__ == "__main__":

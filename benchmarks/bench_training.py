@@ -22,8 +22,9 @@ profile.enable()
 for x, in loader:
     small(x).sum().backward(); adam.step(); adam.zero_grad()
 profile.disable()
-ours = {f"{where[0].rsplit('nbtrain/', 1)[1]}:{where[2]}": own for where, (_, _, own, _, _) in pstats.Stats(profile).stats.items() if "/nbtrain/" in where[0]}
-steps, profile = len(loader), None
+stats = pstats.Stats(profile).stats.items()
+ours = {where[0].rsplit("nbtrain/")[-1] + ":" + where[2]: own for where, (_, _, own, _, _) in stats if "/nbtrain/" in where[0]}
+steps, profile, stats = len(loader), None, None
 """
 LARGE = """
 model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])

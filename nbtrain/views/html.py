@@ -107,8 +107,9 @@ def page(figures: Figures, summary: str, ending: str) -> str:
     rate = figures.samples_per_second
     total = f"{quantity(rate)} samples/s" if rate and len(figures.ranks) > 1 else ""
     right = " · ".join(filter(None, [ending, total, duration(figures.elapsed)]))
+    title = f"<span>{escape(summary)}</span>" if summary else ""
     return (
-        f'{STYLE}<div class="nbt"><div class="nbt-head"><span>{escape(summary)}</span>'
+        f'{STYLE}<div class="nbt"><div class="nbt-head">{title}'
         f'<span class="nbt-soft">{escape(right)}</span></div>{_table(figures)}{_curves(figures.curves)}</div>'
     )
 
