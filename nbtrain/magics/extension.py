@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import cells, completion, manual, verbs
 from nbtrain.magics.parse import Request, parse_ranks
 from nbtrain.magics.resolve import check_flags
@@ -154,8 +154,16 @@ class Extension:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """What the user typed cannot be done: IPython shows its own UsageError as one line, without a traceback."""
+    """What the user typed cannot be done: IPython shows its own UsageError as one line, without a traceback.
+
+    Other errors of ours, and Stop, are shown without the stack of the magic: it says nothing about the cell.
+    """
     try:
         yield
     except UsageError as error:
         raise OneLine(str(error)) from None
+    except (NbtrainError, KeyboardInterrupt) as error:
+        if not hasattr(error, "_render_traceback_"):
+            lines = [f"{type(error).__name__}: {error}" if str(error) else type(error).__name__]
+            error._render_traceback_ = lambda: lines  # type: ignore[union-attr]
+        raise

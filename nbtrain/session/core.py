@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ class Session:
         self.ranks = Ranks(shell)
         self.ranks.on_idle = on_idle
         shell.events.register("post_run_cell", self._between_cells)
+        atexit.register(self.stop)  # who forks ranks from a nursery has others to clean up; who spawns them has not
 
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
@@ -60,6 +62,7 @@ class Session:
     def close(self) -> None:
         """Leave nothing behind: ranks, the process they are forked from, files."""
         self.shell.events.unregister("post_run_cell", self._between_cells)
+        atexit.unregister(self.stop)
         self.stop()
         from nbtrain.engines._local.warm import close
 

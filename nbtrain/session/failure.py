@@ -31,6 +31,10 @@ def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseE
     if failed.exception is not None:
         try:
             error = open_packed(failed.rank, failed.exception)
+            if isinstance(error, tuple):  # one whose own __init__ is not to run again
+                cls, args, attributes = error
+                error = cls.__new__(cls, *args)
+                vars(error).update(attributes)
         except Exception:  # classes that pickle and do not unpickle; the text is still there
             error = None
         if isinstance(error, BaseException):

@@ -61,5 +61,5 @@ def _execute(shell: Any, cell: Cell, code: str) -> None:
     exec(compiled, shell.user_ns)
     if last is not None:
         value = eval(compile(ast.Expression(last.value), cell.filename, "eval"), shell.user_ns)
-        if value is not None and not cell.source.rstrip().endswith(";"):
+        if value is not None and not cell.quiet:
             shell.display_pub.publish(*shell.display_formatter.format(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,12 @@ from nbtrain.specs import PoolSpec
 
 BEAT = 0.1
 """Seconds between two looks at the clock while nothing happens."""
+SLOW = 2.0
+"""Seconds after which something that is not the cell itself says what it is."""
+
+
+def starting(count: int) -> str:
+    return f"starting {count} rank{'s' * (count > 1)} …"
 
 
 class Ranks:
@@ -86,7 +93,11 @@ class Ranks:
         if self.pool is None:
             return
         waiting = {info.rank for info in self.pool.ranks}
+        began: float | None = time.monotonic()
         while waiting and not self.deaths:
+            if began is not None and time.monotonic() - began > SLOW:
+                print(starting(len(self.pool.ranks)))
+                began = None
             for event in self.listen(BEAT):
                 if isinstance(event, RankState) and event.state == "ready":
                     waiting.discard(event.rank)

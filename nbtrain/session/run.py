@@ -10,7 +10,7 @@ from nbtrain.exchange.names import Captured
 from nbtrain.messages import Run
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
-from nbtrain.session.ranks import BEAT, Ranks
+from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
 from nbtrain.session.relay import Relay
 from nbtrain.session.shield import shielded
 from nbtrain.session.traffic import Traffic
@@ -47,13 +47,16 @@ class CellRun:
         """when the ranks were last told to end"""
         self._running = False
         """the lead has begun"""
+        self._sent = 0.0
+        self._new_ranks = False
+        """they are starting"""
+        self._said_slow = False
 
     def run(self) -> None:
         held = self.held
         early = held.settle()
         if held.deaths:
-            held.lose()
-            held.open(self.spec.pool)
+            print(held.have(self.spec.pool))
         self._send()
         ok = False
         self.view.opened("")
@@ -81,7 +84,7 @@ class CellRun:
             spec=spec,
             code=self.code,
             filename=self.cell.filename,
-            quiet=self.cell.source.rstrip().endswith(";"),
+            quiet=self.cell.quiet,
             ranks=self.ranks,
             parcel=out.parcel,
             drop=out.drop,
@@ -93,6 +96,7 @@ class CellRun:
         )
         with shielded():
             held.send(run, range(spec.pool.world_size))
+        self._sent = time.monotonic()
 
     # -- while it runs -------------------------------------------------------------------
 
@@ -108,6 +112,8 @@ class CellRun:
                     return
                 if self._running:  # a view's time is the cell's, without the start of ranks before it
                     self.view.tick(time.monotonic())
+                else:
+                    self._say_slow()
                 if self._overdue(open_ranks):
                     return
                 events = held.listen(BEAT)
@@ -142,8 +148,12 @@ class CellRun:
                 self.finished[event.rank] = event
             elif isinstance(event, Failed):
                 self.failed[event.rank] = event
-            elif isinstance(event, RankState) and event.state == "running" and event.rank == self.lead:
-                self._say(event.notes)
+            elif isinstance(event, RankState):
+                self._new_ranks = self._new_ranks or event.state == "starting"
+                if event.state == "running" and self.stopped:  # it was deaf when Stop was pressed
+                    self._interrupt({event.rank})
+                elif event.state == "running" and event.rank == self.lead:
+                    self._say(event.notes)
             self.view.receive(event)
 
     def _say(self, notes: tuple[str, ...]) -> None:
@@ -156,6 +166,17 @@ class CellRun:
         devices = ", ".join(dict.fromkeys(pool.devices))
         only = "" if self.everybody else f"on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} only"
         print(" · ".join(part for part in (self.spec.strategy, count, devices, only, *notes) if part))
+
+    def _say_slow(self) -> None:
+        """What takes so long, once, before the cell has begun."""
+        pool = self.held.pool
+        if self._said_slow or pool is None or time.monotonic() - self._sent < SLOW:
+            return
+        self._said_slow = True
+        if self._new_ranks or not pool.pids():
+            print(starting(self.spec.pool.world_size))
+        else:
+            print("the ranks are putting in place what the cell reads …")
 
     # -- how it ends ---------------------------------------------------------------------
 

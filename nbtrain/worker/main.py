@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import nbtrain.registry as registry
@@ -169,7 +170,7 @@ class Rank:
                 home=self.twins.changes(names) if lead else None,
                 streams=collect_streams(self.runtime.randomness) if lead else None,
                 agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
-                released=self.twins.opener.released(),
+                released=self.twins.released(),
                 notes=tuple(notes),
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
@@ -270,8 +271,12 @@ class Rank:
 
     def _packed(self, error: BaseException) -> bytes | None:
         """The exception itself, so that the notebook can raise one of the same type."""
+        cls = type(error)
+        # Pickle would call an `__init__` of the user's once more, with what it had given to its base.
+        plain = isinstance(cls.__init__, FunctionType) and cls.__reduce__ is BaseException.__reduce__
         try:
-            parcel: Parcel | None = self.twins.alone("exception", error)
+            whole = (cls, error.args, vars(error)) if plain else error
+            parcel: Parcel | None = self.twins.alone("exception", whole)
         except (CannotTravel, Exception):  # its class may do anything when it is pickled
             return None
         return None if parcel is None else pickle.dumps(parcel, 5)

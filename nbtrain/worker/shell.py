@@ -86,7 +86,7 @@ class RankShell(InteractiveShell):
                 self.loop_runner(
                     self.run_ast_nodes(body, filename, interactivity="last_expr", compiler=self.compile, result=result)
                 )
-            except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code: the cell's all the same
+            except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code, yet the cell's
                 result.error_in_exec = error
                 self.showtraceback()
             self._flush_figures()
@@ -121,6 +121,7 @@ def make_shell(module: Any = None) -> RankShell:
     """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
     os.environ["MPLBACKEND"] = INLINE
     builtins.input = getpass.getpass = _nobody_to_ask
+    sys.breakpointhook = lambda *_, **__: _nobody_to_ask("what to do at breakpoint()")
     config = Config()
     config.HistoryManager.enabled = False
     InteractiveShell.clear_instance()
