@@ -23,7 +23,7 @@ for x, in loader:
     small(x).sum().backward(); adam.step(); adam.zero_grad()
 profile.disable()
 stats = pstats.Stats(profile).stats.items()
-ours = {where[0].rsplit("nbtrain/")[-1] + ":" + where[2]: own for where, (_, _, own, _, _) in stats if "/nbtrain/" in where[0]}
+ours = {f"{at[0].rsplit(chr(47))[-1]}:{at[2]}": own for at, (_, _, own, _, _) in stats if "/nbtrain/" in at[0]}
 steps, profile, stats = len(loader), None, None
 """
 LARGE = """

@@ -29,10 +29,10 @@ def kind_of(obj: Any) -> Kind | None:
 def learn_atoms() -> None:
     """Types of torch and numpy whose objects nobody can change, once those are imported."""
     torch: Any = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "nn"):
+    if torch is not None and hasattr(torch, "nn") and torch.dtype not in ATOMS:
         ATOMS.update((torch.dtype, torch.device, torch.layout, torch.memory_format))
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "generic"):
+    if numpy is not None and hasattr(numpy, "generic") and numpy.generic not in ATOMS:
         ATOMS.update(t for t in vars(numpy).values() if isinstance(t, type) and issubclass(t, numpy.generic))
 
 
