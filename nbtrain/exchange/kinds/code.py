@@ -159,6 +159,8 @@ class Class(Kind):
             keys = list(members)
             values = tuple(map(walk.encode, members.values()))
             return True, tuple(map(walk.encode, bases)), (name, qualname, keys, values, module)
+        if type(cls).__module__ == "_ctypes":
+            raise CannotTravel("what ctypes makes belongs to the memory of its process")
         meta, name, bases, keywords, _, _ = cp._class_getnewargs(cls)
         keywords = [(key, walk.encode(value)) for key, value in keywords.items()]
         bases = tuple(map(walk.encode, bases))
