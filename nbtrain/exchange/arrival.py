@@ -7,7 +7,9 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
+from nbtrain.exchange.calm import calm
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
+from nbtrain.exchange.order import in_turn
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.trace import path_to
 from nbtrain.exchange.walk import Cargo
@@ -18,6 +20,7 @@ Buffers = Callable[[int], memoryview]
 class Arrival:
     """Raises `CannotTravel`, naming the object, when one that could be packed cannot be made here."""
 
+    @calm()
     def __init__(
         self,
         table: Table,
@@ -50,7 +53,7 @@ class Arrival:
         for put in self._puts:
             node = self.node(put.key)
             (self._own if node.kind.leaf or put.key not in self._made else new).append(put)
-        for put in sorted(new, key=self._turn):
+        for put in in_turn(new, self._turn):
             node = self._made[put.key]
             self._attempt(put.key, node.kind.put, node, put.state, self)
         self.names = {name: self.decode(value) for name, value in cargo.names.items()}
@@ -71,6 +74,7 @@ class Arrival:
             return kinds.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
         return value
 
+    @calm()
     def commit(self) -> list[Node]:
         """Edit the receiver's own objects. Returns the nodes that are new or changed."""
         table, touched = self.table, {}
@@ -83,7 +87,7 @@ class Arrival:
                 table.replace(node, made.obj, made.kind)
                 node.seen, node.fixed = made.seen, made.fixed
             touched[key] = node
-        for put in sorted(self._own, key=self._turn):
+        for put in in_turn(self._own, self._turn):
             node = touched[put.key] = table.nodes[put.key]
             self._attempt(put.key, node.kind.put, node, put.state, self)
         for put in self._puts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.fingerprint import lanes
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,9 @@ def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 class _Chunk:
     __slots__ = ("flats", "number", "seens")
 
-    def __init__(self, flats: list[torch.Tensor], seens: list[Any], number: int) -> None:
+    def __init__(self, flats: list[torch.Tensor], number: int) -> None:
         self.flats = flats
-        self.seens = seens
+        self.seens: list[Any] = []
         self.number = number
 
 
@@ -53,9 +53,11 @@ class Bulk:
     def __init__(self) -> None:
         self._chunks: dict[int, _Chunk] = {}
         self._buffer: torch.Tensor | None = None
+        self._doubted: list[tuple[_Chunk, list[Node]]] = []
 
     def clear(self) -> None:
         self._chunks.clear()
+        self._doubted.clear()
 
     def changed(self, nodes: list[Node]) -> list[Node]:
         """Those that may differ from what was seen of them; of the others it is certain that they do not."""
@@ -82,10 +84,9 @@ class Bulk:
         import torch
 
         if self._buffer is None:
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-        if self._buffer.numel() < size:
             self._buffer = torch.empty(2 * CHUNK, dtype=torch.uint8)
-        number = checksum(torch.cat(flats, out=self._buffer[:size]))
+        torch.cat(flats, out=self._buffer[:size])
+        number = lanes(self._buffer.numpy()[:size])
         first = group[0].key
         chunk = self._chunks.get(first)
         seens = [node.seen for node in group]
@@ -93,11 +94,18 @@ class Bulk:
         same = (
             chunk is not None
             and chunk.number == number
-            and len(chunk.flats) == len(flats)
+            and len(chunk.flats) == len(flats) == len(chunk.seens)
             and all(map(is_, chunk.flats, flats))
             and all(map(is_, chunk.seens, seens))
         )
         if same:
             return []
-        self._chunks[first] = _Chunk(flats, seens, number)
+        self._chunks[first] = new = _Chunk(flats, number)
+        self._doubted.append((new, group))
         return group
+
+    def looked(self) -> None:
+        """Every doubtful one was looked at, so what was seen of them is what is there."""
+        for chunk, group in self._doubted:
+            chunk.seens = [node.seen for node in group]
+        self._doubted.clear()

@@ -82,6 +82,16 @@ def array_checksum(array: np.ndarray) -> int:
     return zlib.crc32(data[whole:], zlib.crc32(sums))
 
 
+def lanes(data: np.ndarray) -> int:
+    """For bytes that lie in the processor's cache: one thread is quicker there than two that have to meet."""
+    import numpy as np
+
+    rows = data.nbytes // 8 // LANES
+    whole = rows * LANES * 8
+    sums = np.add.reduce(data[:whole].view(np.int64).reshape(rows, LANES), axis=0)
+    return zlib.crc32(data[whole:], zlib.crc32(sums))
+
+
 def memory_checksum(data: memoryview) -> int:
     """For a block of bytes that may be read-only."""
     if data.nbytes <= SMALL:

@@ -2,26 +2,26 @@
 
 The sender writes a segment once; every rank maps it copy-on-write, so there is one copy of the bytes
 however many ranks there are. A private mapping still shows the owner's later writes on pages its reader
-has not touched, so a segment is written again only after everybody who mapped it has let it go. Fresh
-pages cost five times what touched ones do: segments are kept for the next parcel.
+has not touched. So a segment is given to other data only after everybody who mapped it has let it go.
+Fresh pages cost five times what touched ones do: segments are kept for the next parcel.
+
+The one exception is what makes a large array that changed cheap to send again: it goes into *its own*
+segment, and every reader whose twin still lives there drops the pages it had made private. Ranks are
+idle then, and what shows through is what they are to have. A reader's own processes (workers of a data
+loader) that still map it see the new content too, on pages they have not written. A reader whose twin has
+moved elsewhere while something of its own still uses the map makes that map private before its cell ends.
 """
 
 from __future__ import annotations
 
-import io
 import mmap
-import os
-import sys
-import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle.cloudpickle as cp
-
-from nbtrain.exchange.kinds.base import Make, Put
+from nbtrain.exchange.segment import Map, Segment
+from nbtrain.exchange.stream import dump, load
 from nbtrain.exchange.walk import Cargo
 
 ALIGN = 64
@@ -54,70 +54,26 @@ class Parcel:
     segments: dict[int, tuple[str, int]]
 
 
-class Segment:
-    """Memory that other processes can open by its path: a memfd on Linux, which no /dev/shm limit bounds."""
-
-    def __init__(self, number: int, size: int, directory: str) -> None:
-        self.number = number
-        self.size = size
-        if sys.platform == "linux":
-            self.fd = os.memfd_create(f"nbtrain-{number}", os.MFD_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
-        else:
-            self.fd, self.path = tempfile.mkstemp(prefix="segment-", dir=directory)
-        os.ftruncate(self.fd, size)
-        self._map: mmap.mmap | None = None
-        self.touched = False
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """`pwrite` fills fresh pages faster than a map does; touched ones are quicker through the map."""
-        if self.touched and data.nbytes >= LARGE:
-            if self._map is None:
-                self._map = mmap.mmap(self.fd, self.size)
-            _copy(self._map, offset, data)
-            return
-        while data.nbytes:
-            done = os.pwrite(self.fd, data, offset)
-            data, offset = data[done:], offset + done
-
-    def close(self) -> None:
-        if self._map is not None:
-            self._map.close()
-        os.close(self.fd)
-        if sys.platform != "linux":
-            os.unlink(self.path)
-
-
-def _copy(target: mmap.mmap, offset: int, data: memoryview) -> None:
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        target[offset : offset + data.nbytes] = data
-        return
-    import numpy as np
-
-    into = torch.frombuffer(target, dtype=torch.uint8, count=data.nbytes, offset=offset)
-    array = np.frombuffer(data, np.uint8)
-    if not array.flags.writeable:
-        into.numpy()[:] = array
-    else:
-        into.copy_(torch.from_numpy(array))
-
-
 class Packer:
     """The sender's side: makes parcels and owns their segments."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, again: bool = True) -> None:
         self.directory = directory
+        self.again = again
+        """whether readers are idle whenever something is packed, so that what they map may be written again"""
         self._segments: dict[int, Segment] = {}
         self._readers: dict[int, set[int]] = {}
+        self._home: dict[int, tuple[int, int]] = {}
+        """key of a large memory → the segment that has it all, and its size"""
         self._count = 0
 
     def pack(self, cargo: Cargo, readers: Iterable[int]) -> Parcel:
-        stream = _dump(cargo)
+        readers = set(readers)
+        stream = dump(cargo)
         sizes = [data.nbytes for data in cargo.buffers]
         if sum(sizes) <= INLINE:
-            offsets, _ = _layout(sizes)
-            inline = bytearray(_layout(sizes)[1])
+            offsets, total = _layout(sizes)
+            inline = bytearray(total)
             for data, offset in zip(cargo.buffers, offsets, strict=True):
                 inline[offset : offset + data.nbytes] = data
             pieces = tuple(Piece(0, offset, size) for offset, size in zip(offsets, sizes, strict=True))
@@ -129,12 +85,15 @@ class Packer:
             if not group:
                 continue
             offsets, total = _layout([sizes[index] for index in group])
-            segment = self._segment(total)
+            place = cargo.places.get(group[0]) if total >= LARGE and len(group) == 1 else None
+            segment = self._segment(place, total, used)
+            if place is not None and self._readers[segment.number]:
+                cargo.rewritten.add(place)
+            self._readers[segment.number] |= readers
+            segment.write((offset, cargo.buffers[index]) for index, offset in zip(group, offsets, strict=True))
+            segment.filled()
             for index, offset in zip(group, offsets, strict=True):
-                segment.write(cargo.buffers[index], offset)
                 places[index] = Piece(segment.number, offset, sizes[index])
-            segment.touched = True
-            self._readers[segment.number] = set(readers)
             used[segment.number] = segment.path, segment.size
         return Parcel(stream, b"", tuple(places), used)
 
@@ -142,75 +101,114 @@ class Packer:
         """A reader let go of segments."""
         for number in numbers:
             self._readers.get(number, set()).discard(reader)
-        spare = 0
-        for number in [n for n, readers in self._readers.items() if not readers]:
-            spare += self._segments[number].size
-            if spare > SPARE:
-                self._segments.pop(number).close()
-                del self._readers[number]
+        self._shrink()
 
     def forget(self, reader: int | None = None) -> None:
         """A reader (or all of them) is gone, and its maps with it."""
         for readers in self._readers.values():
             readers.clear() if reader is None else readers.discard(reader)
+        self._shrink()
 
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
         self._readers.clear()
+        self._home.clear()
 
-    def _segment(self, size: int) -> Segment:
-        size = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
-        free = [s for n, s in self._segments.items() if not self._readers[n] and size <= s.size <= 2 * size]
+    def _shrink(self) -> None:
+        spare = 0
+        # The youngest stay: they are of the sizes that are sent now.
+        for number in [number for number in reversed(self._segments) if not self._readers[number]]:
+            spare += self._segments[number].size
+            if spare > SPARE:
+                spare -= self._segments[number].size
+                self._segments.pop(number).close()
+                del self._readers[number]
+
+    def _segment(self, place: int | None, size: int, used: dict[int, Any]) -> Segment:
+        if self.again and place is not None and place in self._home:
+            number, whole = self._home[place]
+            if whole == size and number in self._segments and number not in used:
+                return self._segments[number]
+        segment = self._free(size, used)
+        self._home = {key: home for key, home in self._home.items() if home[0] != segment.number}
+        if place is not None:
+            self._home[place] = segment.number, size
+        return segment
+
+    def _free(self, size: int, used: dict[int, Any]) -> Segment:
+        pages = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+        free = [
+            segment
+            for number, segment in self._segments.items()
+            if not self._readers[number] and number not in used and pages <= segment.size <= 2 * pages
+        ]
         if free:
             return min(free, key=lambda segment: segment.size)
         self._count += 1
-        segment = self._segments[self._count] = Segment(self._count, size, self.directory)
+        segment = self._segments[self._count] = Segment(self._count, pages, self.directory)
         self._readers[self._count] = set()
         return segment
 
 
 class Opener:
-    """The receiver's side: maps segments and knows when the last view of each is gone."""
+    """The receiver's side: maps segments, and knows which of them nothing shows any more."""
 
-    def __init__(self, keep_open: bool = False) -> None:
-        self._released: list[int] = []
-        self._lock = threading.Lock()
-        self._live: dict[int, weakref.ref[Any]] = {}
+    def __init__(self) -> None:
+        self._maps: dict[int, list[weakref.ref[Map]]] = {}
+        """segment → its maps; one that was written again may have two"""
+        self._pieces: tuple[Piece, ...] = ()
 
     def open(self, parcel: Parcel) -> tuple[Cargo, Callable[[int], memoryview]]:
         """What was packed, and its buffers by number: writable, and private to this process."""
-        maps: dict[int, memoryview] = {number: self._map(number, *where) for number, where in parcel.segments.items()}
-        maps[0] = memoryview(bytearray(parcel.inline))
+        self._pieces = parcel.pieces
+        views: dict[int, memoryview] = {0: memoryview(bytearray(parcel.inline))}
+        for number in parcel.segments:
+            self._maps.setdefault(number, [])
 
         def buffer(index: int) -> memoryview:
             piece = parcel.pieces[index]
-            return maps[piece.segment][piece.offset : piece.offset + piece.size]
+            view = views.get(piece.segment)
+            if view is None:
+                mapped = Map.of(*parcel.segments[piece.segment])
+                self._maps[piece.segment].append(weakref.ref(mapped))
+                view = views[piece.segment] = memoryview(mapped)
+            return view[piece.offset : piece.offset + piece.size]
 
-        return _load(parcel.stream), buffer
+        return load(parcel.stream), buffer
+
+    def renew(self, index: int, address: int) -> bool:
+        """Whether what lies at `address` is this buffer's segment, mapped earlier. Then it shows what is there now."""
+        piece = self._pieces[index]
+        if piece.size < LARGE:
+            return False
+        return any(mapped.address == address and mapped.renew() for mapped in self._living(piece.segment))
+
+    @property
+    def maps_large(self) -> bool:
+        """Whether anything is mapped that the sender may write again."""
+        return any(len(mapped) >= LARGE for number in self._maps for mapped in self._living(number))
+
+    def keep_apart(self, addresses: Iterable[int]) -> None:
+        """What is mapped there is no twin's memory any more: it must not see what is written for the twin."""
+        wanted = set(addresses)
+        for number in self._maps if wanted else ():
+            for mapped in self._living(number):
+                if mapped.address in wanted:
+                    mapped.detach()
 
     def released(self) -> tuple[int, ...]:
-        with self._lock:
-            gone, self._released = tuple(self._released), []
+        """Segments that were mapped, or might have been, and are not any more."""
+        gone = tuple(number for number in self._maps if not self._living(number))
+        for number in gone:
+            del self._maps[number]
         return gone
 
-    def _map(self, number: int, path: str, size: int) -> memoryview:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            mapped = _Map(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(fd)
-        weakref.finalize(mapped, self._gone, number).atexit = False
-        return memoryview(mapped)
-
-    def _gone(self, number: int) -> None:
-        # No lock: this may run inside `released` of the same thread, when garbage is collected there.
-        self._released.append(number)
-
-
-class _Map(mmap.mmap):
-    """An mmap that takes weak references on every Python."""
+    def _living(self, number: int) -> list[Map]:
+        found = [mapped for ref in self._maps[number] if (mapped := ref()) is not None]
+        self._maps[number] = [weakref.ref(mapped) for mapped in found]
+        return found
 
 
 def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -219,17 +217,3 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
         offsets.append(at)
         at += -(-size // ALIGN) * ALIGN
     return offsets, at
-
-
-def _dump(cargo: Cargo) -> bytes:
-    file = io.BytesIO()
-    records = [(r.key, r.kind, r.args, r.anew) if type(r) is Make else (r.key, r.state) for r in cargo.records]  # type: ignore[union-attr]
-    cp.Pickler(file, protocol=5).dump((records, cargo.names))
-    return file.getvalue()
-
-
-def _load(stream: bytes) -> Cargo:
-    import pickle
-
-    records, names = pickle.loads(stream)
-    return Cargo([Make(*r) if len(r) == 4 else Put(*r) for r in records], [], names)

@@ -8,6 +8,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
+from nbtrain.exchange.calm import calm
 from nbtrain.exchange.kinds.base import ATOMS, Kind, Make, Packed, Put
 from nbtrain.exchange.table import Node, Table
 
@@ -32,6 +33,8 @@ class Cargo:
     """name → encoded value"""
     places: dict[int, int] = field(default_factory=dict)
     """buffer → key of the memory that it is all of: the readers may have it mapped from last time"""
+    rewritten: set[int] = field(default_factory=set)
+    """keys of memory that was written again where readers have it mapped, by packing"""
 
 
 class Walk:
@@ -115,6 +118,7 @@ class Walk:
 
     # -- what the session calls ----------------------------------------------------------
 
+    @calm()
     def name(self, name: str, value: Any) -> None:
         self._holder, self.children = name, []
         try:
@@ -124,6 +128,7 @@ class Walk:
             self.undo()
             raise
 
+    @calm()
     def finish(self) -> Cargo:
         """Holders of objects that had to be made anew are sent too, since they hold another object now."""
         while self._replaced:
@@ -144,13 +149,9 @@ class Walk:
         self._looked = []
         self.table.drop([node.key for node in self.added])
         self.added = []
-
-    def uncertain(self) -> None:
-        """Sending failed on the way: memory that the others have mapped may have been written already."""
-        keys = {*self.cargo.places.values()}
-        self.undo()
-        for node in self.table.nodes.values():
-            if node.key in keys or any(child.key in keys for child in node.fixed or ()):
+        rewritten = self.cargo.rewritten
+        for node in self.table.nodes.values() if rewritten else ():
+            if node.key in rewritten or any(child.key in rewritten for child in node.fixed or ()):
                 node.seen = None
 
     # -- inside --------------------------------------------------------------------------
@@ -205,6 +206,7 @@ class Walk:
             leaves, self._leaves = self._leaves, []
             for node in leaves if self.quiet else self.table.bulk.changed(leaves):
                 look(node)
+            self.table.bulk.looked()
 
     def _look(self, node: Node) -> None:
         before, held = node.seen, node.children
@@ -281,6 +283,7 @@ class Walk:
         return trail[::-1]
 
 
+@calm()
 def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> None:
     """Take how these nodes are now as what both sides have."""
     walk = Walk(table, namespace, quiet=True)

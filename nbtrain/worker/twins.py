@@ -9,6 +9,7 @@ from typing import Any
 
 from nbtrain.exchange import kinds
 from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Way, Ways, find_all, remember
@@ -48,7 +49,7 @@ class Twins:
         self.device = device
         self.table = Table(-1 - rank, -world_size)
         self.opener = Opener()
-        self.packer = Packer(directory)
+        self.packer = Packer(directory, again=False)
         self._before: dict[str, int] = {}
         self._holds: dict[str, Any] = {}
         self._unsure = False
@@ -61,7 +62,7 @@ class Twins:
         for name in unbind:
             self.namespace.pop(name, None)
         cargo, buffer = self.opener.open(parcel)
-        arrival = Arrival(self.table, self.namespace, cargo, buffer, self._place)
+        arrival = Arrival(self.table, self.namespace, cargo, buffer, self._place, self.opener.renew)
         touched = arrival.commit()
         self.namespace.update(arrival.names)
         remember(self.table, self.namespace, touched)
@@ -78,7 +79,8 @@ class Twins:
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
             wanted = kinds.kind_named(kind)
-            if way is None or obj is None or (wanted is not kinds.kind_named("handle") and kinds.kind_of(obj, self.namespace) is not wanted):
+            kept = wanted is kinds.kind_named("handle")
+            if way is None or obj is None or not (kept or kinds.kind_of(obj, self.namespace) is wanted):
                 lacking.append(key)
             elif self.table.by_id.get(wanted.identity(obj)) is None:
                 moved[key] = self.table.add(key, obj, wanted)
@@ -135,9 +137,17 @@ class Twins:
         stayed = tuple((path_of(culprit), culprit.reason) for culprit in walk.stayed)
         return Home(self.packer.pack(cargo, (KERNEL,)), news, deleted, stayed)
 
+    def released(self) -> tuple[int, ...]:
+        """Segments of the notebook's that this rank does not use any more; it may write to the others again."""
+        if self.opener.maps_large:
+            self.opener.keep_apart(moved(self.table.nodes.values()))
+        return self.opener.released()
+
     def forget(self, close: Callable[[], None]) -> None:
         """Everything that came from the notebook goes; modules that were imported stay imported."""
         close()
+        self.opener = Opener()  # the notebook counts its segments from one again
+        self.packer.close()
         for name in [name for name in self.namespace if not own(name)]:
             del self.namespace[name]
         self.table = Table(self.table._next, self.table._step)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.exchange.bulk import Form
+from nbtrain.exchange.bulk import Form, form_of
 from nbtrain.exchange.fingerprint import SMALL, checksum
 from nbtrain.exchange.kinds.base import NOTHING, Kind
 
@@ -111,7 +112,10 @@ class Tensor(Kind):
     def _seen(self, node: Node) -> tuple[Any, ...]:
         tensor = node.obj
         small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
-        node.memo = Form(tensor) if small and not tensor.is_conj() and not tensor.is_neg() else None
+        if not small or tensor.is_conj() or tensor.is_neg():
+            node.memo = None
+        elif node.memo is None or node.memo.form != form_of(tensor):
+            node.memo = Form(tensor)
         return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf, checksum(tensor)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
@@ -119,7 +123,9 @@ class Tensor(Kind):
         shape, dtype, grown, _ = seen
         tensor = node.obj
         same = tensor.shape == shape and tensor.dtype == dtype
-        if not (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
+        if same and _covers(tensor) and arrival.renew(where, tensor.data_ptr()):
+            _count_as_written(tensor)
+        else:
             _write(tensor, _content(arrival.buffer(where), dtype, shape), same)
         if tensor.is_leaf and tensor.requires_grad != grown:
             tensor.requires_grad_(grown)
@@ -143,6 +149,25 @@ def _write(tensor: Any, new: Any, same: bool) -> None:
             if stride == 0 and size > 1:  # expanded: one place in memory is many elements
                 tensor, new = tensor.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
         tensor.copy_(new)  # not `.data.copy_`: a graph recorded before must notice
+
+
+def _count_as_written(tensor: Any) -> None:
+    """So that a graph recorded before notices."""
+    import torch
+
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def moved(nodes: Iterable[Node]) -> list[int]:
+    """Addresses of memory that tensors were made with and have left."""
+    return [
+        memory.obj.data_ptr()
+        for node in nodes
+        if node.kind is TENSOR
+        for memory in node.fixed or ()
+        if memory.kind is STORAGE and memory.obj.data_ptr() != node.obj.untyped_storage().data_ptr()
+    ]
 
 
 def _covers(tensor: Any) -> bool:

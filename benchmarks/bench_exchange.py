@@ -1,0 +1,169 @@
+"""What the exchange costs: finding out that nothing changed, sending for the first time, sending again, coming home.
+
+    python benchmarks/bench_exchange.py [megabytes]
+
+Both sides are in this process, so that what is measured is the exchange and not the scheduler. Medians, beside
+what the machine itself needs for the same bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.parcel import Opener, Packer, Parcel
+from nbtrain.exchange.residence import Arrival, Table, Walk, remember
+from nbtrain.exchange.segment import Segment
+
+Namespace = dict[str, Any]
+
+
+class Side:
+    """A notebook or a rank."""
+
+    def __init__(self, first_key: int, step: int, directory: str) -> None:
+        self.namespace: Namespace = {"__name__": "__main__"}
+        self.table = Table(first_key, step)
+        self.packer = Packer(directory)
+        self.opener = Opener()
+
+    def walk(self, names: list[str]) -> Walk:
+        walk = Walk(self.table, self.namespace, keep_home=self.table._step < 0)
+        for name in names:
+            walk.name(name, self.namespace[name])
+        walk.finish()
+        return walk
+
+    def pack(self, walk: Walk) -> Parcel:
+        return self.packer.pack(walk.cargo, (0,))
+
+    def open(self, parcel: Parcel) -> None:
+        cargo, buffers = self.opener.open(parcel)
+        arrival = Arrival(self.table, self.namespace, cargo, buffers)
+        remember(self.table, self.namespace, arrival.commit())
+        self.namespace.update(arrival.names)
+
+
+def timed(act: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = act()
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def median(act: Callable[[], Any], times: int = 15) -> float:
+    return statistics.median(timed(act)[0] for _ in range(times))
+
+
+def row(what: str, value: float, beside: str = "") -> None:
+    print(f"{what:<58}{value:>9.1f} ms   {beside}")
+
+
+def small_model() -> Namespace:
+    """300 tensors, one million parameters, with the state of AdamW."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(81, 81) for _ in range(150)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 81)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def many_tensors(directory: str) -> None:
+    first, opened = [], []
+    for _ in range(5):
+        notebook, rank = Side(0, 1, directory), Side(-1, -1, directory)
+        notebook.namespace.update(small_model())
+        names = ["model", "optimizer"]
+        spent, walk = timed(lambda: notebook.walk(names))  # noqa: B023
+        packing, parcel = timed(lambda: notebook.pack(walk))  # noqa: B023
+        first.append((spent, packing))
+        opened.append(timed(lambda: rank.open(parcel))[0])  # noqa: B023
+    notebook.walk(names)
+    row("1200 tensors: nothing changed, notebook", median(lambda: notebook.walk(names)), "goal 4")
+    rank.walk(names)
+    row("1200 tensors: nothing changed, rank", median(lambda: rank.walk(names)), "goal 4")
+    row("1200 tensors: first walk", statistics.median(s for s, _ in first), "goal 25")
+    row("1200 tensors: packed", statistics.median(p for _, p in first))
+    row("1200 tensors: opened on a rank", statistics.median(opened), "goal 25")
+
+    def train() -> None:
+        with torch.no_grad():
+            for p in rank.namespace["model"].parameters():
+                p.add_(0.001)
+
+    times = []
+    for _ in range(7):
+        train()
+        times.append(timed(lambda: notebook.open(rank.pack(rank.walk(names))))[0])
+    row("300 tensors changed: home", statistics.median(times))
+
+
+def one_copy(size: int) -> tuple[float, float]:
+    """Milliseconds for the bytes into a fresh memfd, and into touched memory."""
+    data = torch.zeros(size, dtype=torch.uint8)
+    data.add_(1)
+    into = torch.zeros_like(data)
+    into.add_(1)
+    fresh = []
+    for _ in range(3):
+        segment = Segment(0, size, tempfile.gettempdir())
+        fresh.append(timed(lambda: segment.write([(0, memoryview(data.numpy()))]))[0])  # noqa: B023
+        segment.close()
+    return statistics.median(fresh), median(lambda: into.copy_(data), 7)
+
+
+def large(directory: str, megabytes: int) -> None:
+    fresh, touched = one_copy(megabytes << 20)
+    row(f"{megabytes} MB: written to fresh memory", fresh, "the machine")
+    row(f"{megabytes} MB: copied into touched memory", touched, "the machine")
+    notebook, rank = Side(0, 1, directory), Side(-1, -1, directory)
+    weights = notebook.namespace["weights"] = torch.zeros(megabytes << 18)
+    weights.add_(1)
+
+    def out() -> None:
+        rank.open(notebook.pack(notebook.walk(["weights"])))
+
+    spent, _ = timed(out)
+    row(f"{megabytes} MB: out for the first time", spent, f"{spent / fresh:.2f} × fresh; goal 1.2")
+    spent = median(out, 7)
+    row(f"{megabytes} MB: nothing changed", spent, f"{spent * 400 / megabytes:.0f} per 400 MB; goal 30")
+
+    def again() -> None:
+        weights.add_(1)
+        spent.append(timed(out)[0])
+
+    spent = []
+    for _ in range(5):
+        again()
+    value = statistics.median(spent)
+    row(f"{megabytes} MB: changed, out again", value, f"{value / touched:.2f} × copy; goal 3")
+    spent = []
+    for _ in range(6):
+        rank.namespace["weights"].add_(1)
+        spent.append(timed(lambda: notebook.open(rank.pack(rank.walk(["weights"]))))[0])
+        rank.packer.released(0, notebook.opener.released())
+    row(f"{megabytes} MB: home for the first time", spent[0])
+    value = statistics.median(spent[1:])
+    row(f"{megabytes} MB: home again", value, f"{value / touched:.2f} × copy; goal 3")
+    assert torch.equal(weights, rank.namespace["weights"])
+
+
+def main() -> None:
+    numeric.learn_atoms()
+    megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
+    with tempfile.TemporaryDirectory() as directory:
+        many_tensors(directory)
+        large(directory, megabytes)
+
+
+if __name__ == "__main__":
+    main()
