@@ -110,7 +110,8 @@ class Relay:
 
 def _lines(text: str) -> list[str]:
     """Whole lines; those that were drawn over by a carriage return are progress bars, which differ by nature."""
-    return [line for line in text.split("\n") if line.strip() and "\r" not in line]
+    lines = [line.rstrip("\r") for line in text.split("\n")]  # terminals, which `!cmd` runs in, end lines with both
+    return [line for line in lines if line.strip() and "\r" not in line]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import datetime
+import multiprocessing
 import os
 import pickle
 import signal
@@ -111,6 +112,8 @@ class Rank:
             "MPLBACKEND": os.environ["MPLBACKEND"],
         }
         os.environ.update(self._environ)
+        # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
+        multiprocessing.current_process()._config["tempdir"] = self.config.directory  # type: ignore[attr-defined]
         if info.device.startswith("cuda"):
             torch.cuda.set_device(info.device)
         if info.world_size > 1:

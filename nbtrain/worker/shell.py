@@ -53,10 +53,13 @@ class RankShell(InteractiveShell):
     displayhook_class = _Hook
     outlet: Outlet
     muted = False
+    traceback_lines: list[str]
+    old_main: Any
 
     def init_history(self) -> None:
         super().init_history()
-        self.history_manager.enabled = False
+        if self.history_manager is not None:
+            self.history_manager.enabled = False
 
     def init_io(self) -> None:
         """Streams are the rank's own business."""
@@ -77,7 +80,7 @@ class RankShell(InteractiveShell):
     def run(self, code: str, filename: str, muted: bool) -> tuple[BaseException | None, list[str]]:
         """Run a cell that was transformed and moved to its lines; the exception it raised, and how IPython shows it."""
         self.muted = muted
-        self.traceback_lines: list[str] = []
+        self.traceback_lines = []
         result = ExecutionResult(ExecutionInfo(code, False, True, False, None))  # type: ignore[arg-type]
         with self.builtin_trap, self.display_trap:
             try:

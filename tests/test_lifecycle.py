@@ -1,0 +1,174 @@
+"""How ranks begin and end: with the kernel, whatever happens to it, and without a trace."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hygiene import GRACE, describe, gone_within
+from tests.kernels import Kernel
+from tests.notebook import LOOP, TRAIN, Notebook
+
+pytestmark = pytest.mark.kernel
+
+PRIVATE = Path(tempfile.gettempdir())
+"""conftest gives every kernel this one as XDG_RUNTIME_DIR."""
+
+WORKERS = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, i): return X[i % 96], Y[i % 96]
+loader = DataLoader(Slow(), batch_size=1, num_workers=1)
+import os, subprocess, time
+"""
+
+ENDLESS = """
+process = subprocess.Popen(['sleep', '600'])
+for x, y in loader:
+    print('begun') if rank == 0 else None
+    time.sleep(600)
+"""
+
+
+def left(pids: set[int], directories: set[Path]) -> list[str]:
+    """Processes and files that should be gone."""
+    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [describe(psutil.Process(pid)) for pid in alive] + [str(path) for path in directories if path.exists()]
+
+
+def gone(pids: set[int], directories: set[Path]) -> None:
+    assert gone_within(GRACE, lambda: left(pids, directories)) == []
+
+
+def ours() -> set[Path]:
+    return set(PRIVATE.glob("nbtrain-*"))
+
+
+@pytest.mark.parametrize("start", ["warm", "spawn", "fork"])
+def test_a_killed_kernel_leaves_nothing(kernel: Kernel, start: str) -> None:
+    """While a cell runs, with loader workers and subprocesses on the ranks."""
+    before = ours()
+    kernel.run("import torch; torch.set_num_threads(1)")
+    notebook = Notebook(kernel)
+    notebook(TRAIN + WORKERS)
+    cell = kernel.start(f"%%distributed --devices 2 --start {start} --monitor off" + ENDLESS)
+    kernel.wait_for(lambda: "begun" in cell.stdout)
+    pids = {process.pid for process in kernel.children()}
+    assert len(pids) >= 6  # two ranks, a loader worker and a subprocess each
+    directories = ours() - before
+    assert len(directories) == 1
+    kernel.kill()
+    gone(pids, directories)
+
+
+@pytest.mark.parametrize("start", ["warm", "spawn"])
+def test_a_kernel_that_shuts_down_or_restarts_leaves_nothing(kernel: Kernel, start: str) -> None:
+    before = ours()
+    notebook = Notebook(kernel)
+    notebook(TRAIN)
+    notebook(f"%%distributed --devices 2 --start {start}" + LOOP)
+    pids, directories = {process.pid for process in kernel.children()}, ours() - before
+    assert len(pids) >= 2
+    assert len(directories) == 1
+    kernel.manager.shutdown_kernel(now=False)
+    gone(pids, directories)
+
+
+@pytest.fixture
+def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(shared_kernel)
+    yield made
+    made("%distributed stop")
+
+
+def test_loading_says_nothing_and_starts_no_ranks(notebook: Notebook) -> None:
+    notebook("%unload_ext nbtrain")
+    assert notebook("%load_ext nbtrain").outputs == []
+    assert not notebook.running()
+
+
+def test_start_stop_restart_and_status(notebook: Notebook) -> None:
+    assert notebook("%distributed status").stdout.startswith("no ranks are running")
+    assert notebook("%distributed stop").error is None
+    notebook(TRAIN)
+    notebook("%distributed start --devices 2")
+    first = notebook.pids()
+    assert len(first) == 2
+    notebook("%%distributed" + LOOP)
+    assert notebook.pids() == first
+    status = notebook("%distributed status").stdout
+    assert status.startswith("2 ranks · local, warm · gloo")
+    for word in ("rank 0: cpu", "rank 1: cpu", "MB of its own", "resident: ", "model", "loader"):
+        assert word in status
+    notebook("%distributed restart")
+    second = notebook.pids()
+    assert len(second) == 2
+    assert not set(first) & set(second)
+    notebook("%%distributed" + LOOP)
+    notebook("assert opt.state[model[0].weight]['step'] == 6")
+    notebook("%distributed stop")
+    gone({*first, *second}, set())
+    assert not notebook.running()
+    notebook("%%distributed" + LOOP)  # nothing was lost
+    notebook("assert opt.state[model[0].weight]['step'] == 9")
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_no_process_stays(notebook: Notebook, start: str) -> None:
+    notebook("import torch; torch.set_num_threads(1)\n%distributed stop")
+    before, directories = {process.pid for process in notebook.kernel.children()}, ours()
+    notebook(f"%%distributed --devices 2 --start {start}\nx = rank")
+    notebook("%distributed stop")
+    now = {process.pid for process in notebook.kernel.children()}
+    assert now <= before
+    assert ours() == directories
+
+
+def test_descriptors_do_not_pile_up(notebook: Notebook) -> None:
+    """Pools come and go, cells send parcels: the kernel holds as many files open as before."""
+    process = psutil.Process(notebook.kernel.pid)
+    counts = []
+    for _ in range(3):
+        notebook(TRAIN)
+        notebook("%%distributed --devices 2" + LOOP)
+        notebook("%distributed stop")
+        counts.append(process.num_fds())
+    assert counts[2] <= counts[0]
+
+
+def test_idle_ranks_own_little(notebook: Notebook) -> None:
+    """They share with the process they were forked from what they have not written to."""
+    notebook("%%distributed --devices 2\npass")
+    for pid in notebook.pids():
+        assert psutil.Process(pid).memory_full_info().uss < 60e6
+
+
+def test_ranks_sleep_between_cells(notebook: Notebook) -> None:
+    notebook(TRAIN)
+    notebook("%%distributed --devices 2" + LOOP)
+    processes = [psutil.Process(pid) for pid in notebook.pids()]
+    used = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(1)  # what is measured is that nothing happens in it
+    assert all(sum(p.cpu_times()[:2]) - before < 0.1 for p, before in zip(processes, used, strict=True))
+
+
+def test_big_memory_is_given_back(notebook: Notebook) -> None:
+    """64 MB sent, changed and brought home, then dropped: the notebook's process is as small as before."""
+    size = "model = nn.Linear(4096, 4096, bias=False)"
+    process = psutil.Process(notebook.kernel.pid)
+    for _ in range(2):
+        notebook(size)
+        notebook("%%distributed --devices 2\nwith torch.no_grad(): model.weight.zero_()")
+        notebook("assert model.weight.abs().sum() == 0\ndel model")
+        notebook("import gc; gc.collect()")
+        rss = process.memory_info().rss
+    notebook(size)
+    notebook("%%distributed --devices 2\nwith torch.no_grad(): model.weight.zero_()")
+    notebook("del model")
+    notebook("gc.collect()")
+    assert process.memory_info().rss < rss + 32e6
