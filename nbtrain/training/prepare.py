@@ -51,6 +51,7 @@ class Workshop:
         self.kept: list[Kept] = []
         self.ready: set[int] = set()
         self.known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._last: tuple[Mapping[str, object], list[Any]] | None = None
 
     @property
     def prepared(self) -> list[Prepared]:
@@ -60,8 +61,12 @@ class Workshop:
         """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
         if self.strategy.hands_off:
             return
+        # A cell after a cell, mostly: the very same objects, and none of them has grown.
+        if self._last is not None and self._last[0] is objects and self._last[1] == _layout(objects):
+            return
         for component in _components(objects, [kept.prepared.component for kept in self.kept]):
             self._set_up(component)
+        self._last = objects, _layout(objects)
 
     def forget(self, objects: Iterable[object] | None = None) -> None:
         """Close what was set up: everything, or the components that hold one of these objects."""
@@ -112,6 +117,18 @@ class Workshop:
         self.kept.remove(kept)
         self.ready -= kept.ids()
         self.known.clear()
+        self._last = None
+
+
+def _layout(objects: Mapping[str, object]) -> list[Any]:
+    """What has to be equal for everything to be still set up as it was."""
+    found: list[Any] = []
+    for item in objects.values():
+        if isinstance(item, nn.Module):
+            found += [(id(p), p.dtype, p.shape, p.device) for p in (*item.parameters(), *item.buffers())]
+        elif isinstance(item, Optimizer):
+            found += [id(p) for group in item.param_groups for p in group["params"]]
+    return found
 
 
 def place(component: Component, device: torch.device) -> None:

@@ -69,12 +69,17 @@ def item_address(address: str, holder: Any, child: Any) -> str:
     items = holder.items() if isinstance(holder, dict) else enumerate(holder)
     for key, value in items:
         if value is child:
-            return f"{address}[{key!r}]"
+            return f"{address}[{_key(key)}]"
         if isinstance(value, tuple):
             for index, inner in enumerate(value):
                 if inner is child:
-                    return f"{address}[{key!r}][{index}]"
+                    return f"{address}[{_key(key)}][{index}]"
     return address
+
+
+def _key(key: Any) -> str:
+    """A parameter, the key of an optimizer's state, would be printed with its numbers, which takes a millisecond."""
+    return repr(key) if type(key) in ATOMS else f"<{type(key).__name__}>"
 
 
 class Sequence(Kind):
