@@ -94,6 +94,22 @@ def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Works
     assert workshop.ready == set()
 
 
+def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Workshop) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    objects = {"model": model, "optimizer": sgd(model.parameters())}
+    workshop.prepare(objects)
+    first = workshop.prepared
+    workshop.prepare(objects)
+    assert workshop.prepared == first
+    model.append(nn.Linear(2, 2))
+    workshop.prepare(objects)
+    assert workshop.prepared != first
+    assert set(map(id, model.parameters())) <= workshop.ready
+    workshop.forget()
+    workshop.prepare(objects)
+    assert len(workshop.prepared) == 1, "forgotten means to be set up again"
+
+
 @pytest.mark.gpu
 def test_place_moves_in_place() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
