@@ -101,6 +101,8 @@ print('between')
 figure, axes = plt.subplots(); axes.plot([3, 1]);""")
     assert [("image/png" in data) for data in result.displays] == [True, True]
     assert result.text.index("above") < result.text.index("<Figure") < result.text.index("between")
+    (shown,) = notebook("assert axes.figure is figure and figure.axes[0] is axes\nfigure").displays
+    assert "image/png" in shown
 
 
 def test_the_last_expression(notebook: Notebook) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import nbtrain.registry as registry
@@ -58,8 +59,21 @@ def _execute(shell: Any, cell: Cell, code: str) -> None:
     compiled = compile(tree, cell.filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if compiled.co_flags & inspect.CO_COROUTINE:
         raise UsageError("`await` at the top of a cell needs ranks of its own: leave --engine inprocess out")
-    exec(compiled, shell.user_ns)
-    if last is not None:
-        value = eval(compile(ast.Expression(last.value), cell.filename, "eval"), shell.user_ns)
-        if value is not None and not cell.quiet:
-            shell.display_pub.publish(*shell.display_formatter.format(value))
+    value = None
+    try:
+        exec(compiled, shell.user_ns)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), cell.filename, "eval"), shell.user_ns)
+    except BaseException as error:
+        _show_from_the_cell_on(shell, error)
+        raise
+    if value is not None and not cell.quiet:
+        shell.display_pub.publish(*shell.display_formatter.format(value))
+
+
+def _show_from_the_cell_on(shell: Any, error: BaseException) -> None:
+    """The magic's own stack says nothing about the cell."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = list(shell.InteractiveTB.structured_traceback(type(error), error, below))
+    with suppress(AttributeError):  # a class with slots is shown whole
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]

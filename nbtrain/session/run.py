@@ -11,7 +11,7 @@ from nbtrain.messages import Run
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
 from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
-from nbtrain.session.relay import Relay
+from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.shield import shielded
 from nbtrain.session.traffic import Traffic
 from nbtrain.specs import RunSpec
@@ -187,6 +187,7 @@ class CellRun:
         if ok:
             with shielded():
                 self._come_home(traffic)
+            figures_can_be_shown()
             self._report(traffic)
             return
         if held.deaths:

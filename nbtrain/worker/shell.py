@@ -26,6 +26,8 @@ INLINE = "module://matplotlib_inline.backend_inline"
 class _Publisher(DisplayPublisher):
     """`display()` goes to the notebook."""
 
+    shell: Any
+
     def publish(  # type: ignore[override]
         self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
     ) -> None:
@@ -37,6 +39,8 @@ class _Publisher(DisplayPublisher):
 
 class _Hook(DisplayHook):
     """A cell's last expression goes to the notebook."""
+
+    shell: Any
 
     def __call__(self, result: Any = None) -> None:
         if result is None or self.shell.muted:
