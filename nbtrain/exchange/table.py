@@ -66,14 +66,17 @@ class Table:
         return node if node is not None and node.obj is obj else None
 
     def drop(self, keys: Iterable[int]) -> None:
+        dropped = False
         for key in keys:
             node = self.nodes.pop(key, None)
             if node is not None:
+                dropped = True
                 self._forget(node)
                 # Another node may still say that it was met behind this one.
                 node.obj = node.seen = node.memo = node.via = node.fixed = None
                 node.children = []
-        self.bulk.clear()  # it holds tensors
+        if dropped:  # every cell calls this, and comparing anew takes longer than all the rest
+            self.bulk.clear()  # it holds tensors
 
     def _forget(self, node: Node) -> None:
         identity = node.kind.identity(node.obj)
