@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,15 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
-from nbtrain.exchange.order import in_turn
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.trace import path_to
 from nbtrain.exchange.walk import Cargo
 
 Buffers = Callable[[int], memoryview]
+
+
+class _NotYet(LookupError):
+    """Nothing is known under a key so far."""
 
 
 class Arrival:
@@ -39,32 +43,34 @@ class Arrival:
         """whether the memory at an address shows the sender's buffer, now that it was written again"""
         self._cargo = cargo
         self._made: dict[int, Node] = {}
-        self._puts: list[Put] = []
-        for record in cargo.records:
-            if type(record) is Put:
-                self._puts.append(record)
-            elif type(record) is Make and (record.anew or record.key not in table.nodes):
-                kind = kinds.kind_named(record.kind)
-                obj = self._attempt(record.key, kind.make, record.args, self)
-                node = self._made[record.key] = Node(record.key, obj, kind)
-                kind.made(node, record.args, self)
+        self._puts: list[Put] = [record for record in cargo.records if type(record) is Put]
+        self._filled = False
+        self._make_all([r for r in cargo.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
         self._own: list[Put] = []
         new: list[Put] = []
         for put in self._puts:
-            node = self.node(put.key)
-            (self._own if node.kind.leaf or put.key not in self._made else new).append(put)
-        for put in in_turn(new, self._turn):
-            node = self._made[put.key]
-            self._attempt(put.key, node.kind.put, node, put.state, self)
+            # A new tensor may show memory that is the receiver's own.
+            (self._own if self.node(put.key).kind.leaf or put.key not in self._made else new).append(put)
         self.names = {name: self.decode(value) for name, value in cargo.names.items()}
+        self._fill(new)
+
+    # -- what kinds call -----------------------------------------------------------------
 
     def node(self, key: int) -> Node:
-        made = self._made.get(key)
-        return made if made is not None else self.table.nodes[key]
+        found = self._made.get(key) or self.table.nodes.get(key)
+        if found is None:
+            raise _NotYet(key)
+        return found
 
     def twin(self, key: int) -> Any:
         """This side's object for a key."""
         return self.node(key).obj
+
+    def whole_twin(self, key: int) -> Any:
+        """The same for an object's own pickle, which may run its code at once."""
+        if key in self._made and not self._made[key].kind.whole and not self._filled:
+            raise _NotYet(key)
+        return self.twin(key)
 
     def decode(self, value: Any) -> Any:
         kind = type(value)
@@ -74,10 +80,13 @@ class Arrival:
             return kinds.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
         return value
 
+    # -- what the session calls ----------------------------------------------------------
+
     @calm()
     def commit(self) -> list[Node]:
         """Edit the receiver's own objects. Returns the nodes that are new or changed."""
-        table, touched = self.table, {}
+        table = self.table
+        touched: dict[int, Node] = {}
         for key, made in self._made.items():
             node = table.nodes.get(key)
             if node is None:
@@ -87,12 +96,66 @@ class Arrival:
                 table.replace(node, made.obj, made.kind)
                 node.seen, node.fixed = made.seen, made.fixed
             touched[key] = node
-        for put in in_turn(self._own, self._turn):
+        for put in sorted(self._own, key=self._turn):
             node = touched[put.key] = table.nodes[put.key]
             self._attempt(put.key, node.kind.put, node, put.state, self)
         for put in self._puts:
             touched[put.key].kind.settle(touched[put.key])
         return list(touched.values())
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _make_all(self, makes: list[Make]) -> None:
+        """What runs code of classes that come along waits until those are filled, as far as they can be."""
+        late = [record for record in makes if not self._make(record)]
+        states: dict[int, Any] = {}
+        if late:
+            puts = [put for put in self._puts if put.key in self._made]
+            states = {put.key: put.state for put in sorted(puts, key=self._turn)}
+        for key, state in states.items():
+            self._fill_early(key, state)
+        self._filled = True
+        while late:
+            waiting = []
+            for record in late:
+                if not self._make(record):
+                    waiting.append(record)
+                else:
+                    self._fill_early(record.key, next((p.state for p in self._puts if p.key == record.key), None))
+            if len(waiting) == len(late):
+                path = path_to(late[0].key, self._cargo, self.table, self.namespace)
+                raise CannotTravel(f"{path} can only be made from objects that need it; make it inside the cell")
+            late = waiting
+
+    def _make(self, record: Make) -> bool:
+        """False: something that it is made of does not exist yet."""
+        kind = kinds.kind_named(record.kind)
+        try:
+            obj = self._attempt(record.key, kind.make, record.args, self)
+        except _NotYet:
+            return False
+        node = self._made[record.key] = Node(record.key, obj, kind)
+        kind.made(node, record.args, self)
+        return True
+
+    def _fill_early(self, key: int, state: Any) -> None:
+        node = self._made.get(key)
+        if node is not None and not node.kind.leaf and node.kind.turn(node.obj) < 2:
+            # It is filled again when everything exists; that something is missing now is no error.
+            with contextlib.suppress(Exception):
+                node.kind.put(node, state, self)
+
+    def _fill(self, new: list[Put]) -> None:
+        added = {name: value for name, value in self.names.items() if name not in self.namespace}
+        self.namespace.update(added)  # functions that run now may need them
+        try:
+            for put in sorted(new, key=self._turn):
+                node = self._made[put.key]
+                self._attempt(put.key, node.kind.put, node, put.state, self)
+        except BaseException:
+            for name in added:
+                del self.namespace[name]
+            raise
 
     def _turn(self, put: Put) -> int:
         node = self.node(put.key)
@@ -102,7 +165,7 @@ class Arrival:
         """User code may run here: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
         try:
             return act(*args)
-        except CannotTravel:
+        except (CannotTravel, _NotYet):
             raise
         except Exception as error:
             path = path_to(key, self._cargo, self.table, self.namespace)
@@ -110,5 +173,3 @@ class Arrival:
                 f"{path} was packed but cannot be made again: {type(error).__name__}: {error}; make it inside the "
                 "cell, or give its class __getstate__ and __setstate__ that fit together"
             ) from error
-
-

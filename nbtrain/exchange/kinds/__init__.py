@@ -34,8 +34,8 @@ _BY_NAME: dict[str, Kind] = {
     for kind in (
         *_BY_TYPE.values(), containers.NAMED, code.CLASS, code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL,
         objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
-        numeric.ARRAY, numeric.MEMMAP, numeric.STORAGE, numeric.TENSOR,
-        learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER,
+        numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
+        learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
     )
 }  # fmt: skip
 
@@ -68,7 +68,7 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     if isinstance(obj, typing.TypeVar):
         return objects.OPAQUE
     kind = objects.plain_instance(obj)
-    if kind is objects.INSTANCE and not kind.fields(obj)[0] and objects.sentinel(obj):  # type: ignore[attr-defined]
+    if kind is objects.INSTANCE and objects.sentinel(obj):
         return objects.SENTINEL
     return kind or objects.OPAQUE
 

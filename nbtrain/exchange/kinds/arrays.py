@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.fingerprint import array_checksum
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -87,6 +88,39 @@ class Array(Kind):
         node.seen = seen
 
 
+class Objects(Kind):
+    """An array of Python objects."""
+
+    name = "object array"
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return node.obj.shape
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import numpy as np
+
+        return np.empty(args, dtype=object)
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        shape, items = node.obj.shape, list(node.obj.flat)
+        if node.seen is not None and node.seen[0] == shape and same_items(items, node.seen[1]):
+            return None
+        node.seen = shape, items
+        return shape, list(map(walk.encode, items))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        shape, items = state
+        if node.obj.shape != shape:
+            node.obj.resize(shape, refcheck=False)
+        node.obj.flat = [None] * len(items)
+        for index, value in enumerate(items):
+            node.obj.flat[index] = arrival.decode(value)
+        node.seen = None
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        return next((f"{address}.flat[{i}]" for i, value in enumerate(holder.flat) if value is child), address)
+
+
 class Memmap(Kind):
     """`np.memmap` travels by its file's name: it may be larger than memory."""
 
@@ -141,4 +175,6 @@ def _bytes(array: Any, order: str) -> memoryview:
     return memoryview(flat.reshape(-1).view(np.uint8))
 
 
-ARRAY, MEMMAP = Array(), Memmap()
+ARRAY = Array()
+MEMMAP = Memmap()
+OBJECTS = Objects()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import gc
 import sys
@@ -26,6 +27,10 @@ LRU = type(functools.lru_cache(lambda: 0))
 NAMESPACE = "namespace"
 NOTE = "__slotnames__"
 """Python notes this on a class whenever an instance is pickled: no change of the user's."""
+MADE_BY_PYTHON = {
+    NOTE, "__slots__", "__module__", "__dict__", "__weakref__", "__annotate_func__",
+    "_abc_impl", "_abc_cache", "_abc_registry", "_abc_negative_cache", "_abc_negative_cache_version",
+}  # fmt: skip
 
 
 def importable(obj: Any) -> bool:
@@ -163,6 +168,8 @@ class Class(Kind):
             raise CannotTravel("what ctypes makes belongs to the memory of its process")
         meta, name, bases, keywords, _, _ = cp._class_getnewargs(cls)
         keywords = [(key, walk.encode(value)) for key, value in keywords.items()]
+        if "_fields" in vars(cls):  # what `typing.NamedTuple` made is an ordinary class
+            bases = cls.__bases__
         bases = tuple(map(walk.encode, bases))
         return False, bases, (walk.encode(meta), name, keywords, _slots(cls))
 
@@ -181,10 +188,15 @@ class Class(Kind):
             return cp._make_skeleton_class(arrival.decode(meta), name, bases, body, None, None)
 
     def _body(self, cls: type) -> dict[str, Any]:
-        state, _ = cp._enum_getstate(cls) if _is_enum(cls) else cp._class_getstate(cls)
-        state.pop(NOTE, None)
-        state.pop("__slots__", None)
-        state.pop("__module__", None)
+        own = cp._enum_getstate(cls)[0] if _is_enum(cls) else vars(cls)
+        slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
+        state = {
+            name: value
+            for name, value in own.items()
+            if name not in MADE_BY_PYTHON and not (isinstance(value, slots) and value.__objclass__ is cls)
+        }
+        if isinstance(cls, abc.ABCMeta):
+            state["_abc_impl"] = [sub for ref in abc._get_dump(cls)[0] if (sub := ref()) is not None]  # type: ignore[attr-defined]
         return state
 
     def look(self, node: Node, walk: Walk) -> Any:
@@ -207,8 +219,8 @@ class Class(Kind):
         held = vars(cls)
         body = {name: arrival.decode(value) for name, value in items}
         cls.__qualname__ = body.pop("__qualname__")
-        for name in set(self._body(cls)) - set(body) - {"_abc_impl", "__weakref__", "__dict__"}:
-            if name in held and not isinstance(held[name], types.MemberDescriptorType):
+        for name in set(self._body(cls)) - set(body) - {"_abc_impl"}:
+            if name in held:
                 type.__delattr__(cls, name)
         for name, value in body.items():
             if name not in held or held[name] is not value:
@@ -242,7 +254,7 @@ def _slots(cls: type) -> Any:
 def _muted(bases: tuple[type, ...]) -> Iterator[None]:
     """No `__init_subclass__` of a notebook: what it did (a registry) arrives as state, and must not be done twice."""
     silenced: list[tuple[type, Any]] = []
-    for base in dict.fromkeys(c for b in bases for c in b.__mro__):
+    for base in dict.fromkeys(c for b in types.resolve_bases(bases) for c in b.__mro__):
         hook = vars(base).get("__init_subclass__")
         if hook is not None and getattr(getattr(hook, "__func__", None), "__module__", None) == "__main__":
             silenced.append((base, hook))
@@ -336,6 +348,42 @@ class Cached(Kind):
         return None
 
 
+class Partial(Kind):
+    """`functools.partial`: its arguments may be objects that both sides know."""
+
+    name = "partial"
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        return walk.encode(node.obj.func)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return functools.partial(arrival.decode(args))
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        made = node.obj
+        seen = (*made.args, None, *made.keywords, *made.keywords.values(), None, *vars(made), *vars(made).values())
+        if node.seen is not None and len(seen) == len(node.seen) and all(map(is_, seen, node.seen)):
+            return None
+        node.seen = seen
+        fields = [[(key, walk.encode(value)) for key, value in held.items()] for held in (made.keywords, vars(made))]
+        return tuple(map(walk.encode, made.args)), *fields
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        args, *fields = state
+        keywords, held = ({key: arrival.decode(value) for key, value in field} for field in fields)
+        node.obj.__setstate__((node.obj.func, tuple(map(arrival.decode, args)), keywords, held))
+        node.seen = None
+
+    def address(self, address: str, holder: Any, child: Any) -> str:
+        for index, value in enumerate(holder.args):
+            if value is child:
+                return f"{address}.args[{index}]"
+        for key, value in holder.keywords.items():
+            if value is child:
+                return f"{address}.keywords[{key!r}]"
+        return f"{address}.func"
+
+
 class NewType(Kind):
     """`typing.NewType`: it too pickles by name."""
 
@@ -380,8 +428,8 @@ class Running(Kind):
 KINDS: dict[type, Kind] = {
     types.FunctionType: Function(), types.CellType: Cell(), types.MethodType: Method(),
     staticmethod: Wrapper(staticmethod), classmethod: Wrapper(classmethod), property: Property(),
-    functools.cached_property: CachedProperty(), LRU: Cached(), types.MappingProxyType: Proxy(),
-    typing.NewType: NewType(),
+    functools.cached_property: CachedProperty(), LRU: Cached(), functools.partial: Partial(),
+    types.MappingProxyType: Proxy(), typing.NewType: NewType(),
     **dict.fromkeys(
         (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.TracebackType),
         Running(),

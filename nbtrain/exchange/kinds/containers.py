@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import types
 import weakref
 import zlib
 from operator import is_
@@ -164,7 +165,7 @@ class Mapping(Kind):
 
     def look(self, node: Node, walk: Walk) -> Any:
         obj, seen = node.obj, node.seen
-        if type(seen) is tuple and same_items(obj.keys(), seen[0]) and same_items(obj.values(), seen[1]):
+        if type(seen) is tuple and same_items(list(obj), seen[0]) and same_items(list(obj.values()), seen[1]):
             return None
         if len(obj) >= LARGE and (data := plain_bytes(dict(obj))) is not None:
             block = Block(data)
@@ -279,7 +280,10 @@ class Named(Kind):
     def join(self, parts: tuple[Any, ...]) -> Any:
         cls, *values = parts
         make = getattr(cls, "_make", None)
-        return make(values) if make is not None else tuple.__new__(cls, values)
+        if make is not None:
+            return make(values)
+        # `torch.Size` insists on its own; a class of the user's may want other arguments.
+        return tuple.__new__(cls, values) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls, values)
 
 
 class Slice(Kind):

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.exchange.kinds.base import Kind
-from nbtrain.exchange.kinds.objects import Instance
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+from nbtrain.exchange.kinds.objects import Instance, Opaque
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -30,7 +30,8 @@ class Module(Kind):
         return 2 if _own_setstate(obj) else 0
 
     def shell(self, node: Node, walk: Walk) -> Any:
-        return walk.encode(type(node.obj))
+        cls = type(node.obj)
+        return walk.encode(cls.__base__ if _parametrized(node.obj) else cls)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
@@ -45,6 +46,8 @@ class Module(Kind):
 
         held = vars(obj)
         own = getattr(type(obj), "__getstate__", None)
+        if _parametrized(obj):  # it refuses, because a plain pickle would not find its class
+            return held
         return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
 
     def look(self, node: Node, walk: Walk) -> Any:
@@ -79,6 +82,16 @@ class Module(Kind):
             held[name].update((key, arrival.decode(value)) for key, value in box)
         node.seen = None
 
+    def settle(self, node: Node) -> None:
+        obj = node.obj
+        if "parametrizations" in obj._modules and not _parametrized(obj):
+            from torch.nn.utils import parametrize
+
+            inject: Any = parametrize
+            inject._inject_new_class(obj)
+            for name in obj.parametrizations:
+                inject._inject_property(obj, name)
+
     def address(self, address: str, holder: Any, child: Any) -> str:
         if type(holder) is child:
             return f"{address} (its class {child.__name__})"
@@ -88,6 +101,12 @@ class Module(Kind):
                 if value is child:
                     return f"{address}[{key}]" if key.isdigit() else f"{address}.{key}"
         return next((f"{address}.{key}" for key, value in held.items() if value is child), address)
+
+
+def _parametrized(obj: Any) -> bool:
+    """Whether torch has put it into a class of its own (`weight_norm` and the like)."""
+    made = getattr(type(obj), "__getstate__", None)
+    return getattr(made, "__module__", "") == "torch.nn.utils.parametrize"
 
 
 def _own_setstate(obj: Any) -> bool:
@@ -188,10 +207,35 @@ class Loader(Instance):
         vars(node.obj)["_iterator"] = running
 
 
-MODULE = Module()
-OPTIMIZER = Optimizer()
-SCHEDULER = Scheduler()
-LOADER = Loader()
+class Compiled(Opaque):
+    """`torch.compile(model)`: a shell around the model. What was compiled stays where it was."""
+
+    name = "compiled"
+    lasting = True
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        made = super().shell(node, walk)
+        node.seen = self._seen(node)
+        return made
+
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        node.seen = self._seen(node)
+
+    def _seen(self, node: Node) -> tuple[int, int]:
+        return id(node.obj._orig_mod), id(node.obj.dynamo_ctx)
+
+    def look(self, node: Node, walk: Walk) -> Any:
+        if self._seen(node) == node.seen:
+            return None
+        made = self.shell(node, walk)
+        return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
+
+
+MODULE: Kind = Module()
+OPTIMIZER: Kind = Optimizer()
+SCHEDULER: Kind = Scheduler()
+LOADER: Kind = Loader()
+COMPILED: Kind = Compiled()
 
 
 def kind_of(obj: Any) -> Kind | None:
@@ -199,6 +243,8 @@ def kind_of(obj: Any) -> Kind | None:
     if torch is None or not hasattr(torch, "nn"):
         return None
     if isinstance(obj, torch.nn.Module):
+        if type(obj).__module__ == "torch._dynamo.eval_frame":
+            return COMPILED
         return None if "__reduce__" in _overridden(type(obj), torch.nn.Module) else MODULE
     if isinstance(obj, torch.optim.Optimizer):
         return OPTIMIZER

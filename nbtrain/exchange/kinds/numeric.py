@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbtrain.exchange.kinds.arrays import ARRAY, MEMMAP
+from nbtrain.exchange.kinds.arrays import ARRAY, MEMMAP, OBJECTS
 from nbtrain.exchange.kinds.base import ATOMS, Kind
 from nbtrain.exchange.kinds.tensors import STORAGE, TENSOR, tensor_by_value
 
@@ -19,8 +19,8 @@ def kind_of(obj: Any) -> Kind | None:
         if cls is torch.UntypedStorage:
             return STORAGE
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and cls is numpy.ndarray and not obj.dtype.hasobject:
-        return ARRAY
+    if numpy is not None and cls is numpy.ndarray and (obj.dtype == object or not obj.dtype.hasobject):
+        return OBJECTS if obj.dtype == object else ARRAY
     if numpy is not None and cls is numpy.memmap:
         return MEMMAP
     return None
@@ -36,4 +36,4 @@ def learn_atoms() -> None:
         ATOMS.update(t for t in vars(numpy).values() if isinstance(t, type) and issubclass(t, numpy.generic))
 
 
-__all__ = ["ARRAY", "MEMMAP", "STORAGE", "TENSOR", "kind_of", "learn_atoms", "tensor_by_value"]
+__all__ = ["ARRAY", "MEMMAP", "OBJECTS", "STORAGE", "TENSOR", "kind_of", "learn_atoms", "tensor_by_value"]

@@ -18,7 +18,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.fingerprint import memory_checksum
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import NOTHING, Handle, Kind, Make
+from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def plain_instance(obj: Any) -> Kind | None:
         return None
     if hasattr(cls, "__getnewargs_ex__") or hasattr(cls, "__getnewargs__") or cls in copyreg.dispatch_table:
         return None
+    if getattr(getattr(cls, "__getstate__", None), "__module__", "") == "dataclasses":
+        return INSTANCE  # frozen with slots: it says no more than its slots do
     own_state = getattr(cls, "__getstate__", None) is not getattr(object, "__getstate__", None)
     try:
         reduced = obj.__reduce_ex__(4)
@@ -139,13 +141,21 @@ def plain_instance(obj: Any) -> Kind | None:
     if getattr(maker, "__name__", "") != "__newobj__" or len(args) != 1 or items is not None or pairs is not None:
         return None
     if own_state:
-        return STATEFUL if isinstance(state, dict) else None
+        return STATEFUL if isinstance(state, dict) and _steady(state, obj.__getstate__()) else None
     return None if hasattr(cls, "__setstate__") else INSTANCE
+
+
+def _steady(state: Any, again: Any) -> bool:
+    """Whether `__getstate__` hands out what the object holds, and not copies made for the occasion."""
+    return isinstance(again, dict) and all(type(v) in ATOMS or again.get(k) is v for k, v in state.items())
 
 
 def sentinel(obj: Any) -> bool:
     """An object that a library keeps as *the* one of its kind (`dataclasses.MISSING`): it travels by name."""
-    module = sys.modules.get(type(obj).__module__)
+    cls = type(obj)
+    module = sys.modules.get(cls.__module__)
+    if not cls.__name__.startswith("_") and INSTANCE.fields(obj)[0]:
+        return False  # it holds something, and a program may change that
     return module is not None and module.__name__ != "__main__" and any(v is obj for v in vars(module).values())
 
 
@@ -228,7 +238,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "twin" and module == __name__:
-            return self.arrival.twin
+            return self.arrival.whole_twin
         if module == "__main__":
             top, *inner = name.split(".")
             if top not in self.arrival.namespace:
