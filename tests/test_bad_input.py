@@ -110,6 +110,15 @@ lines = (i for i in range(3))""")
 # --- what goes wrong while it runs ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("code", ["barrier()", "gather(1)", "reduce(1.0)", LOOP, "torch.distributed.barrier()"])
+def test_some_ranks_do_not_wait_for_the_others(notebook: Notebook, code: str) -> None:
+    error = notebook.fails("%%rank 1 --devices 2\n" + code)
+    assert error.ename == "NotSupported"
+    assert "needs every rank, and this cell runs on rank 1 only" in error.evalue
+    assert "nbtrain/" not in error.traceback or code == LOOP  # below torch's own frames there
+    notebook("%%rank 0 --devices 2\nwith torch.no_grad(): scores = model(X).sum()")  # what needs nobody is fine
+
+
 def test_nobody_can_type_on_a_rank(notebook: Notebook) -> None:
     for code in ("input('your name? ')", "import getpass; getpass.getpass()", "breakpoint()"):
         started = time.monotonic()
@@ -182,6 +191,7 @@ def step():
     assert time.monotonic() - asked < 6
     assert result.error is not None
     assert result.error.ename == "KeyboardInterrupt"
+    assert "otherwise" not in result.text
     assert "nbtrain/" not in result.error.traceback
     notebook("assert torch.equal(before, model[0].weight) and losses == [] and not opt.state")
 

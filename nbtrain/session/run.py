@@ -43,6 +43,8 @@ class CellRun:
         self.finished: dict[int, Finished] = {}
         self.failed: dict[int, Failed] = {}
         self.stopped = False
+        self._stopped_at = 0.0
+        """by the clock that ranks stamp their events with"""
         self._asked: float | None = None
         """when the ranks were last told to end"""
         self._running = False
@@ -121,7 +123,7 @@ class CellRun:
                 events = []
                 if self.stopped:  # a second press: no more waiting
                     return
-                self.stopped = True
+                self.stopped, self._stopped_at = True, time.time()
                 self._interrupt(everybody - set(self.finished) - set(self.failed))
 
     def _interrupt(self, ranks: set[int]) -> None:
@@ -150,7 +152,7 @@ class CellRun:
                 self.failed[event.rank] = event
             elif isinstance(event, RankState):
                 self._new_ranks = self._new_ranks or event.state == "starting"
-                if event.state == "running" and self.stopped:  # it was deaf when Stop was pressed
+                if event.state == "running" and self.stopped and event.time > self._stopped_at:  # it was deaf then
                     self._interrupt({event.rank})
                 elif event.state == "running" and event.rank == self.lead:
                     self._say(event.notes)

@@ -183,9 +183,12 @@ class Rank:
 
     def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
+        from nbtrain.training.subset import only
+
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return self.shell.run(run.code, run.filename, run.quiet)
+            with only(run.ranks, self.info.world_size):
+                return self.shell.run(run.code, run.filename, run.quiet)
         except KeyboardInterrupt as late:  # it came between the cell's last line and here
             return late, []
         finally:

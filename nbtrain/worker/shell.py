@@ -9,6 +9,7 @@ import linecache
 import os
 import sys
 import tempfile
+from types import TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -16,7 +17,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.messages import Source
 from nbtrain.worker.output import Outlet
 
@@ -78,6 +79,10 @@ class RankShell(InteractiveShell):
 
     system = system_piped
 
+    def _get_exc_info(self, exc_tuple: Any = None) -> Any:
+        etype, value, tb = super()._get_exc_info(exc_tuple)
+        return etype, value, without_ours(tb) if isinstance(value, NbtrainError) else tb
+
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self.traceback_lines = list(stb)
 
@@ -114,6 +119,19 @@ class RankShell(InteractiveShell):
             names = getattr(self.compile, "_filename_map", None)
             if names is not None and source.number is not None:
                 names[source.filename] = source.number
+
+
+def without_ours(tb: TracebackType | None) -> TracebackType | None:
+    """The stack down to the user's last line: where we noticed what is wrong is of no use to him."""
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    while len(frames) > 1 and frames[-1].tb_frame.f_globals.get("__name__", "").startswith("nbtrain."):
+        frames.pop()
+    for frame in reversed(frames):
+        tb = TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return tb
 
 
 def _nobody_to_ask(prompt: object = "", *_: Any, **__: Any) -> str:
