@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Iterable
 from typing import Any
@@ -83,8 +84,12 @@ class Sides:
         self.here.clear()
         self.traffic.close()
         for twin in self.twins:
-            twin.namespace.clear()
-            twin.packer.close()
+            twin.forget(lambda: None)
+        mapped = self.traffic.packer._count
+        self.twins.clear()
+        self._cell = None
+        if mapped:
+            gc.collect()
 
 
 def _pending(table: Table, where: dict[str, Any]) -> list[str]:

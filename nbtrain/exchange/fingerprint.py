@@ -9,7 +9,6 @@ one core and, unlike a plain sum, sees permutations.
 from __future__ import annotations
 
 import ctypes
-import pickle
 import sys
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ def checksum(tensor: torch.Tensor) -> int:
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return 0
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return zlib.crc32(pickle.dumps(tensor.detach().cpu(), 5))
+        return zlib.crc32(repr([checksum(part) for part in _parts(tensor.detach())]).encode())
     flat = tensor.detach()
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
@@ -45,6 +44,20 @@ def checksum(tensor: torch.Tensor) -> int:
         flat = flat.cpu()  # so that a small tensor has the same number on every device
         return zlib.crc32(raw(flat.data_ptr(), size))
     return _lanes(flat.reshape(-1).view(torch.uint8), size)
+
+
+def _parts(tensor: Any) -> list[Any]:
+    """The dense tensors that a sparse or quantized one is made of."""
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    layout = str(tensor.layout)
+    if layout == "torch.sparse_coo":
+        return [tensor._indices(), tensor._values()]
+    if layout in ("torch.sparse_csr", "torch.sparse_bsr"):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if layout in ("torch.sparse_csc", "torch.sparse_bsc"):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
 
 def _lanes(data: torch.Tensor, size: int) -> int:
@@ -71,11 +84,12 @@ def array_checksum(array: np.ndarray) -> int:
     data = flat.reshape(-1).view(np.uint8)
     rows = flat.nbytes // 8 // LANES
     whole = rows * LANES * 8
-    if not rows or flat.ctypes.data % 8:
-        return zlib.crc32(data)
-    words = data[:whole].view(np.int64)
+    words = data[:whole]
+    if flat.ctypes.data % 8:
+        words = words.copy()
+    words = words.view(np.int64)
     torch: Any = sys.modules.get("torch")
-    if torch is not None and flat.flags.writeable:
+    if torch is not None and words.flags.writeable:
         sums = torch.from_numpy(words).view(rows, LANES).sum(0).numpy()
     else:
         sums = words.reshape(rows, LANES).sum(0)

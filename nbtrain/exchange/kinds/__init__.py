@@ -26,6 +26,7 @@ from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Pack
 _BY_TYPE: dict[type, Kind] = {
     **containers.KINDS,
     **code.KINDS,
+    **objects.FILES,
     weakref.ReferenceType: objects.WEAK,
     Handle: objects.KEPT,
 }

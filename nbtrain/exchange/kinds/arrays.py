@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
@@ -41,9 +42,7 @@ class Array(Kind):
         owner, form, writeable, _ = args
         if owner is not None:
             dtype, shape, strides, offset = form
-            base = arrival.decode(owner)
-            memory = np.asarray(base).reshape(-1, order=_order(base)).view(np.uint8)
-            array = np.ndarray(shape, dtype, memory, offset, strides)
+            array = np.ndarray(shape, dtype, _memory(arrival.decode(owner)), offset, strides)
         else:
             dtype, shape, order, where = form
             array = np.ndarray(shape, dtype, arrival.buffer(where), order=order)
@@ -144,12 +143,15 @@ class Memmap(Kind):
 
 
 def owner_of(array: Any) -> Any:
-    """The array whose memory this one shows, if that is an array with contiguous memory; else the array itself."""
+    """Whose memory this one shows, an array with contiguous memory or a tensor; else the array itself."""
     import numpy as np
 
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and type(owner.base) is getattr(torch, "Tensor", None):
+        return owner.base
     known = type(owner) in (np.ndarray, np.memmap) and not owner.dtype.hasobject
     return owner if known and (owner.flags.c_contiguous or owner.flags.f_contiguous) else array
 
@@ -163,8 +165,22 @@ def _seen(array: Any) -> tuple[Any, ...]:
 
 
 def _view(array: Any, owner: Any) -> tuple[Any, ...]:
-    offset = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    import numpy as np
+
+    start = owner if isinstance(owner, np.ndarray) else _memory(owner)
+    offset = array.__array_interface__["data"][0] - start.__array_interface__["data"][0]
     return array.dtype, array.shape, array.strides, offset
+
+
+def _memory(owner: Any) -> Any:
+    """All bytes of an array or of what a tensor shows."""
+    import numpy as np
+
+    if isinstance(owner, np.ndarray):
+        return np.asarray(owner).reshape(-1, order=_order(owner)).view(np.uint8)
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage()).numpy()
 
 
 def _bytes(array: Any, order: str) -> memoryview:

@@ -187,6 +187,15 @@ class Member(Kind):
         return cls[what] if named else cls(what)
 
 
+class File(Kind):
+    """An open file: cloudpickle would take its whole text along, and call that the same file."""
+
+    name = "open file"
+
+    def shell(self, node: Node, walk: Walk) -> Any:
+        raise CannotTravel("an open file belongs to the process that opened it")
+
+
 class Weak(Kind):
     name = "weak reference"
     compound = True
@@ -318,3 +327,6 @@ KEPT = Kept()
 WEAK = Weak()
 SENTINEL = Sentinel()
 MEMBER = Member()
+FILES: dict[type, Kind] = dict.fromkeys(
+    (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO), File()
+)
