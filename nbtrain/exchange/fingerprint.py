@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SMALL = 1 << 16
 LANES = 4093  # a prime, so that rows of ordinary matrices do not fall on the same lane
+WIDE = 32749  # the same for large blocks: torch adds long rows twice as fast
+LARGE = 1 << 24
 
 
 def raw(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
@@ -46,6 +48,13 @@ def checksum(tensor: torch.Tensor) -> int:
     return _lanes(flat.reshape(-1).view(torch.uint8), size)
 
 
+def _rows(size: int) -> tuple[int, int, int]:
+    """Rows, lanes, and how many bytes those are."""
+    count = WIDE if size >= LARGE else LANES
+    rows = size // 8 // count
+    return rows, count, rows * count * 8
+
+
 def _parts(tensor: Any) -> list[Any]:
     """The dense tensors that a sparse or quantized one is made of."""
     if tensor.is_quantized:
@@ -63,12 +72,11 @@ def _parts(tensor: Any) -> list[Any]:
 def _lanes(data: torch.Tensor, size: int) -> int:
     import torch
 
-    rows = size // 8 // LANES
-    whole = rows * LANES * 8
+    rows, count, whole = _rows(size)
     words = data[:whole]
     if words.data_ptr() % 8:
         words = words.clone()
-    sums = words.view(torch.int64).view(rows, LANES).sum(0).cpu().numpy()
+    sums = words.view(torch.int64).view(rows, count).sum(0).cpu().numpy()
     return zlib.crc32(data[whole:].cpu().numpy(), zlib.crc32(sums))
 
 
@@ -82,17 +90,16 @@ def array_checksum(array: np.ndarray) -> int:
     if flat.nbytes <= SMALL:
         return zlib.crc32(raw(flat.ctypes.data, flat.nbytes))
     data = flat.reshape(-1).view(np.uint8)
-    rows = flat.nbytes // 8 // LANES
-    whole = rows * LANES * 8
+    rows, count, whole = _rows(flat.nbytes)
     words = data[:whole]
     if flat.ctypes.data % 8:
         words = words.copy()
     words = words.view(np.int64)
     torch: Any = sys.modules.get("torch")
     if torch is not None and words.flags.writeable:
-        sums = torch.from_numpy(words).view(rows, LANES).sum(0).numpy()
+        sums = torch.from_numpy(words).view(rows, count).sum(0).numpy()
     else:
-        sums = words.reshape(rows, LANES).sum(0)
+        sums = words.reshape(rows, count).sum(0)
     return zlib.crc32(data[whole:], zlib.crc32(sums))
 
 

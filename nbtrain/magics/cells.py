@@ -25,7 +25,7 @@ class Seen:
 
 
 def locate(shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen | None) -> Cell:
-    """The cell as the ranks need it. Raises UsageError if there is nothing in it."""
+    """The cell as the ranks need it. Raises if there is nothing in it, or what is in it is not Python."""
     from nbtrain.session import Cell
 
     text = body.lstrip("\n") if not body.strip() else body
@@ -44,23 +44,23 @@ def locate(shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen
     filename = shell.compile.cache(raw, count, raw_code=raw)
     # Input transformers drop leading blank lines and would shift what follows.
     source = "".join(text.splitlines(keepends=True)[blank:])
-    return Cell(source=source, filename=filename, first_line=first + blank, number=number)
+    code = _checked(shell, source, filename, first + blank - 1, magic)
+    return Cell(source=source, code=code, filename=filename, first_line=first + blank, number=number)
 
 
-def check(shell: InteractiveShell, cell: Cell, magic: str) -> None:
+def _checked(shell: InteractiveShell, source: str, filename: str, above: int, magic: str) -> str:
     """Finds syntax errors before anything is started. Magics, `!cmd` and top-level await are fine."""
-    above = cell.first_line - 1
     flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     shift = above
     try:
-        transformed = shell.transform_cell(cell.source)
+        code = "\n" * above + shell.transform_cell(source)
         shift = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks compile it too and will warn
-            tree: Any = shell.compile.ast_parse("\n" * above + transformed, cell.filename)
-            compile(tree, cell.filename, "exec", flags, True)
+            tree: Any = shell.compile.ast_parse(code, filename)
+            compile(tree, filename, "exec", flags, True)
     except SyntaxError as error:
-        error.filename = cell.filename
+        error.filename = filename
         if shift and error.lineno is not None:
             error.lineno += shift
         rendering: Any = shell.SyntaxTB
@@ -71,6 +71,7 @@ def check(shell: InteractiveShell, cell: Cell, magic: str) -> None:
         raise UsageError(f"the cell cannot be compiled: {error}") from None
     if not tree.body:
         raise UsageError(f"there are only comments below %%{magic}; write the training loop there")
+    return code
 
 
 def _body_starts(raw: str, magic: str, body: list[str]) -> int | None:

@@ -127,7 +127,6 @@ class Extension:
         self, name: str, line: str, body: str, request: Request, base: Request, ranks: tuple[int, ...] | None = None
     ) -> None:
         cell = cells.locate(self.shell, name, line, body, self.state.seen)
-        cells.check(self.shell, cell, name)
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:
             self.state.last = request.over(base)

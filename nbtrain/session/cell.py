@@ -13,6 +13,8 @@ _NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER
 class Cell:
     source: str
     """the body as typed, from its first line that is not blank"""
+    code: str
+    """what IPython makes of the body, moved down so that its lines are the notebook's"""
     filename: str
     """what tracebacks call this cell; `linecache` knows its text under it"""
     first_line: int
@@ -23,6 +25,8 @@ class Cell:
     @property
     def quiet(self) -> bool:
         """It ends in a semicolon, perhaps with a comment behind: its last value is not shown."""
+        if ";" not in self.source:
+            return False
         last = ""
         try:
             for token in tokenize.generate_tokens(io.StringIO(self.source).readline):

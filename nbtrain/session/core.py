@@ -29,14 +29,13 @@ class Session:
 
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
-        code = "\n" * (cell.first_line - 1) + self.shell.transform_cell(cell.source)
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
-        names = captured(code, self.shell.user_ns, extra, cell)
+        names = captured(cell.code, self.shell.user_ns, extra, cell)
         if run.pool.engine == "inprocess":
-            inkernel.run(self.shell, run, cell, code, names)
+            inkernel.run(self.shell, run, cell, names)
             return
         self._have(run.pool)
-        CellRun(self.shell, self.ranks, run, cell, code, names).run()
+        CellRun(self.shell, self.ranks, run, cell, names).run()
 
     def start(self, pool: PoolSpec) -> None:
         """Have ranks before the first cell needs them."""

@@ -17,7 +17,7 @@ from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.views import choose
 
 
-def run(shell: Any, spec: RunSpec, cell: Cell, code: str, names: Any) -> None:
+def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
     import torch
 
     strategy = registry.make_strategy(spec.strategy, spec.options, shell.user_ns)
@@ -35,7 +35,7 @@ def run(shell: Any, spec: RunSpec, cell: Cell, code: str, names: Any) -> None:
     ok = False
     try:
         engine = registry.engine("inprocess").load()(info, strategy)
-        for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _execute(shell, cell, code), emit):
+        for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _execute(shell, cell), emit):
             print(note)
         ok = True
     finally:
@@ -52,9 +52,9 @@ def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
     return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, PREPARABLE)
 
 
-def _execute(shell: Any, cell: Cell, code: str) -> None:
+def _execute(shell: Any, cell: Cell) -> None:
     """As the shell would, but exceptions go to the magic: they are shown once, and breakpoints stop in the cell."""
-    tree = shell.transform_ast(shell.compile.ast_parse(code, cell.filename))
+    tree = shell.transform_ast(shell.compile.ast_parse(cell.code, cell.filename))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     compiled = compile(tree, cell.filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if compiled.co_flags & inspect.CO_COROUTINE:

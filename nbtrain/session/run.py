@@ -28,12 +28,11 @@ PATIENCE = 3.0
 class CellRun:
     """One run."""
 
-    def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, code: str, names: Captured) -> None:
+    def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, names: Captured) -> None:
         self.shell = shell
         self.held = ranks
         self.spec = run
         self.cell = cell
-        self.code = code
         self.names = names
         self.ranks = run.ranks if run.ranks is not None else tuple(range(run.pool.world_size))
         self.everybody = set(self.ranks) == set(range(run.pool.world_size))
@@ -84,7 +83,7 @@ class CellRun:
             held.fork(spec.pool, traffic)
         run = Run(
             spec=spec,
-            code=self.code,
+            code=self.cell.code,
             filename=self.cell.filename,
             quiet=self.cell.quiet,
             ranks=self.ranks,

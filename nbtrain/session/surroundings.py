@@ -15,9 +15,10 @@ class Mirror:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._told = Surroundings()
+        self._raw: Any = None
 
     def changes(self) -> Surroundings:
-        now, told = _now(self._shell), self._told
+        now, told = self._now(), self._told
         self._told = now
         return Surroundings(
             directory=None if now.directory == told.directory else now.directory,
@@ -27,17 +28,19 @@ class Mirror:
             torch_flags=None if now.torch_flags == told.torch_flags else now.torch_flags,
         )
 
-
-def _now(shell: Any) -> Surroundings:
-    try:
-        directory = os.getcwd()
-    except FileNotFoundError:  # it was deleted under the notebook
-        directory = None
-    # The empty entry means the working directory, which is where a notebook's own modules lie.
-    path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
-    return Surroundings(
-        directory=directory, path=path, environ=dict(os.environ), colors=shell.colors, torch_flags=_torch_flags()
-    )
+    def _now(self) -> Surroundings:
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:  # it was deleted under the notebook
+            directory = None
+        # The empty entry means the working directory, which is where a notebook's own modules lie.
+        path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
+        environ = self._told.environ
+        raw = getattr(os.environ, "_data", None)  # undecoded: a hundred variables are compared in a microsecond
+        if raw is None or raw != self._raw:
+            environ, self._raw = dict(os.environ), dict(raw or ())
+        colors = self._shell.colors
+        return Surroundings(directory=directory, path=path, environ=environ, colors=colors, torch_flags=_torch_flags())
 
 
 def _torch_flags() -> dict[str, Any] | None:

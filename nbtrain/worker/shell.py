@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import getpass
 import linecache
 import os
 import sys
 import tempfile
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +59,7 @@ class RankShell(InteractiveShell):
     display_pub_class = _Publisher
     displayhook_class = _Hook
     outlet: Outlet
+    _events: asyncio.AbstractEventLoop | None = None
     muted = False
     traceback_lines: list[str]
     old_main: Any
@@ -95,14 +98,32 @@ class RankShell(InteractiveShell):
             try:
                 tree = self.compile.ast_parse(code, filename)
                 body = self.transform_ast(tree).body
-                self.loop_runner(
-                    self.run_ast_nodes(body, filename, interactivity="last_expr", compiler=self.compile, result=result)
+                running = self.run_ast_nodes(
+                    body, filename, interactivity="last_expr", compiler=self.compile, result=result
                 )
+                self._drive(running, turning="await" in code or "async" in code)
             except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code, yet the cell's
                 result.error_in_exec = error
                 self.showtraceback()
             self._flush_figures()
         return result.error_before_exec or result.error_in_exec, self.traceback_lines
+
+    def _drive(self, running: Coroutine[Any, Any, Any], turning: bool) -> None:
+        """As in a notebook there is a running loop, so `asyncio.create_task` works; it turns where a cell awaits."""
+        if self._events is None:
+            self._events = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._events)
+        if turning:
+            self._events.run_until_complete(running)
+            return
+        asyncio._set_running_loop(self._events)
+        try:
+            running.send(None)
+        except StopIteration:
+            return
+        finally:
+            asyncio._set_running_loop(None)
+        raise RuntimeError("the cell waits for an event loop although it awaits nothing")
 
     def _flush_figures(self) -> None:
         if "matplotlib.pyplot" not in sys.modules:
