@@ -47,7 +47,7 @@ class Side:
 
     def open(self, parcel: Parcel) -> None:
         cargo, buffers = self.opener.open(parcel)
-        arrival = Arrival(self.table, self.namespace, cargo, buffers)
+        arrival = Arrival(self.table, self.namespace, cargo, buffers, renew=self.opener.renew)
         remember(self.table, self.namespace, arrival.commit())
         self.namespace.update(arrival.names)
 

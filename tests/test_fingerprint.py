@@ -8,7 +8,7 @@ import torch
 
 from nbtrain.exchange.fingerprint import array_checksum, checksum, lanes, memory_checksum
 
-SIZES = [1, 100, 70_000, 1_000_003]
+SIZES = [1, 100, 70_000, 1_000_003, (1 << 24) + 5]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -125,6 +125,7 @@ def test_a_large_array_is_written_again_where_its_readers_map_it(sides: Sides) -
     version = sides.there("t._version")
     sides.out()
     assert sides.there("t.data_ptr(), f.ctypes.data") == before
+    assert [len(maps) for maps in sides.twins[0].opener._maps.values()] == [1, 1], "nothing was copied"
     assert sides.there("alias.tolist()") == [0, 4, 0, 0]
     assert sides.there("t.sum()") == 4
     assert sides.there("f[1, 2] == 8 and f[0].tolist() == [3, 3, 3] and f.sum() == 17 and f.flags.f_contiguous")

@@ -2,7 +2,8 @@
 
     base.py        what a kind is; atoms, references
     containers.py  lists, dicts, sets, tuples
-    code.py        functions and classes of the notebook
+    code.py        functions of the notebook, and what wraps them
+    classes.py     its classes
     objects.py     instances; whatever only its own pickle can move
     arrays.py      NumPy arrays
     tensors.py     tensors and the memory they show
@@ -20,7 +21,7 @@ import typing
 import weakref
 from typing import Any
 
-from nbtrain.exchange.kinds import code, containers, learning, numeric, objects
+from nbtrain.exchange.kinds import classes, code, containers, learning, numeric, objects
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
 
 _BY_TYPE: dict[type, Kind] = {
@@ -33,7 +34,7 @@ _BY_TYPE: dict[type, Kind] = {
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *_BY_TYPE.values(), containers.NAMED, code.CLASS, code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL,
+        *_BY_TYPE.values(), containers.NAMED, classes.CLASS, code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL,
         objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
@@ -55,7 +56,7 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     if kind is not None:
         return kind
     if isinstance(obj, type):
-        return None if code.importable(obj) or not obj.__flags__ & (1 << 9) else code.CLASS
+        return None if code.importable(obj) or not obj.__flags__ & (1 << 9) else classes.CLASS
     if cls in (types.BuiltinFunctionType, types.MethodWrapperType):
         bound = getattr(obj, "__self__", None)
         return None if bound is None or isinstance(bound, (types.ModuleType, type)) else code.BUILTIN_METHOD

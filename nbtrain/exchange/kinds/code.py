@@ -1,15 +1,12 @@
-"""Functions and classes that the notebook defined. On the other side their globals are that side's namespace."""
+"""Functions that the notebook defined, and what wraps them. Over there their globals are that side's namespace."""
 
 from __future__ import annotations
 
-import abc
 import functools
 import gc
 import sys
 import types
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +22,6 @@ if TYPE_CHECKING:
 
 LRU = type(functools.lru_cache(lambda: 0))
 NAMESPACE = "namespace"
-NOTE = "__slotnames__"
-"""Python notes this on a class whenever an instance is pickled: no change of the user's."""
-MADE_BY_PYTHON = {
-    NOTE, "__slots__", "__module__", "__dict__", "__weakref__", "__annotate_func__",
-    "_abc_impl", "_abc_cache", "_abc_registry", "_abc_negative_cache", "_abc_negative_cache_version",
-}  # fmt: skip
 
 
 def importable(obj: Any) -> bool:
@@ -148,122 +139,6 @@ class Cell(Kind):
         else:
             del node.obj.cell_contents
         node.seen = None
-
-
-class Class(Kind):
-    """A class made in a cell. What each side holds under one key is *its* class: methods are never replaced."""
-
-    name = "class"
-    lasting = True
-
-    def shell(self, node: Node, walk: Walk) -> Any:
-        cls = node.obj
-        if _is_enum(cls):
-            bases, *rest = cp._enum_getnewargs(cls)
-            name, qualname, members, module, _, _ = rest
-            keys = list(members)
-            values = tuple(map(walk.encode, members.values()))
-            return True, tuple(map(walk.encode, bases)), (name, qualname, keys, values, module)
-        if type(cls).__module__ == "_ctypes":
-            raise CannotTravel("what ctypes makes belongs to the memory of its process")
-        meta, name, bases, keywords, _, _ = cp._class_getnewargs(cls)
-        keywords = [(key, walk.encode(value)) for key, value in keywords.items()]
-        if "_fields" in vars(cls):  # what `typing.NamedTuple` made is an ordinary class
-            bases = cls.__bases__
-        bases = tuple(map(walk.encode, bases))
-        return False, bases, (walk.encode(meta), name, keywords, _slots(cls))
-
-    def make(self, args: Any, arrival: Arrival) -> Any:
-        is_enum, bases, rest = args
-        bases = tuple(map(arrival.decode, bases))
-        if is_enum:
-            name, qualname, keys, values, module = rest
-            members = dict(zip(keys, map(arrival.decode, values), strict=True))
-            return cp._make_skeleton_enum(bases, name, qualname, members, module, None, None)
-        meta, name, keywords, slots = rest
-        body = {key: arrival.decode(value) for key, value in keywords}
-        if slots is not None:
-            body["__slots__"] = slots
-        with _muted(bases):
-            return cp._make_skeleton_class(arrival.decode(meta), name, bases, body, None, None)
-
-    def _body(self, cls: type) -> dict[str, Any]:
-        own = cp._enum_getstate(cls)[0] if _is_enum(cls) else vars(cls)
-        slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
-        state = {
-            name: value
-            for name, value in own.items()
-            if name not in MADE_BY_PYTHON and not (isinstance(value, slots) and value.__objclass__ is cls)
-        }
-        if isinstance(cls, abc.ABCMeta):
-            state["_abc_impl"] = [sub for ref in abc._get_dump(cls)[0] if (sub := ref()) is not None]  # type: ignore[attr-defined]
-        return state
-
-    def look(self, node: Node, walk: Walk) -> Any:
-        raw: Any = vars(node.obj)
-        if NOTE in raw:
-            raw = {key: value for key, value in raw.items() if key != NOTE}
-        seen = node.seen
-        if seen is not None and list(raw) == seen[0] and all(map(is_, raw.values(), seen[1])):
-            return None
-        node.seen = list(raw), list(raw.values())
-        body = self._body(node.obj)
-        body["__qualname__"] = node.obj.__qualname__
-        registry = body.pop("_abc_impl", None)
-        items = [(name, walk.encode(value)) for name, value in body.items()]
-        return items, None if registry is None else list(map(walk.encode, registry))
-
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
-        cls = node.obj
-        items, registry = state
-        held = vars(cls)
-        body = {name: arrival.decode(value) for name, value in items}
-        cls.__qualname__ = body.pop("__qualname__")
-        for name in set(self._body(cls)) - set(body) - {"_abc_impl"}:
-            if name in held:
-                type.__delattr__(cls, name)
-        for name, value in body.items():
-            if name not in held or held[name] is not value:
-                type.__setattr__(cls, name, value)
-        for sub in registry or ():
-            cls.register(arrival.decode(sub))
-        node.seen = None
-
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        if child in holder.__bases__:
-            return f"{address} (its base class {child.__name__})"
-        for name, value in vars(holder).items():
-            if value is child or getattr(value, "__func__", None) is child:
-                return f"{address}.{name}"
-            if isinstance(value, property) and any(f is child for f in (value.fget, value.fset, value.fdel)):
-                return f"{address}.{name}"
-        return address
-
-
-def _is_enum(cls: type) -> bool:
-    import enum
-
-    return issubclass(cls, enum.Enum)
-
-
-def _slots(cls: type) -> Any:
-    return vars(cls).get("__slots__")
-
-
-@contextmanager
-def _muted(bases: tuple[type, ...]) -> Iterator[None]:
-    """No `__init_subclass__` of a notebook: what it did (a registry) arrives as state, and must not be done twice."""
-    silenced: list[tuple[type, Any]] = []
-    for base in dict.fromkeys(c for b in types.resolve_bases(bases) for c in b.__mro__):
-        hook = vars(base).get("__init_subclass__")
-        if hook is not None and getattr(getattr(hook, "__func__", None), "__module__", None) == "__main__":
-            silenced.append((base, hook))
-            type.__setattr__(base, "__init_subclass__", classmethod(lambda cls, **_: None))
-    try:
-        yield
-    finally:
-        for base, hook in silenced:
-            type.__setattr__(base, "__init_subclass__", hook)
 
 
 class Method(Kind):
@@ -435,5 +310,4 @@ KINDS: dict[type, Kind] = {
         Running(),
     ),
 }  # fmt: skip
-CLASS = Class()
 BUILTIN_METHOD = BuiltinMethod()

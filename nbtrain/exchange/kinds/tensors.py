@@ -66,7 +66,7 @@ class Tensor(Kind):
             return None
         storage = walk.children[-1]
         extra = [(key, walk.encode(value)) for key, value in vars(tensor).items()] if vars(tensor) else None
-        seen = self._seen(node)
+        seen = _state_of(tensor)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         grown = tensor.requires_grad and tensor.is_leaf
@@ -116,7 +116,7 @@ class Tensor(Kind):
             node.memo = None
         elif node.memo is None or node.memo.form != form_of(tensor):
             node.memo = Form(tensor)
-        return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf, checksum(tensor)
+        return _state_of(tensor)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         seen, where = state
@@ -130,6 +130,10 @@ class Tensor(Kind):
         if tensor.is_leaf and tensor.requires_grad != grown:
             tensor.requires_grad_(grown)
         node.seen = seen
+
+
+def _state_of(tensor: Any) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf, checksum(tensor)
 
 
 def _content(data: memoryview, dtype: Any, shape: tuple[int, ...]) -> Any:
