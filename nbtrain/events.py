@@ -109,6 +109,8 @@ class Finished(Event):
     """shared memory that nothing on this rank shows any more"""
     notes: tuple[str, ...] = ()
     """sentences for the user"""
+    began: RankState | None = None
+    """the `running` of a cell so short that it was not sent by itself"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,6 +147,8 @@ class CellRun:
         else:
             if isinstance(event, Finished):
                 self.finished[event.rank] = event
+                if event.began is not None:
+                    self._take(event.began)
             elif isinstance(event, Failed):
                 self.failed[event.rank] = event
             elif isinstance(event, RankState):

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -155,14 +155,13 @@ class Rank:
             self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
             return
         steps = self.runtime.steps
-        # The lead's brings the run's first line; the others' are for the view, which shows nothing of a short cell.
-        if lead:
-            self._send(running)
-        self.meters.begin(steps, None if lead else running)
+        self.outputs.outlet.begin(running)
+        self.meters.begin(steps)
         failure, lines = self._execute(run)
         notes = self.runtime.end(failure is None)
         self.meters.end(steps)
         if failure is not None:
+            self.outputs.outlet.announce()
             self._fail(failure, lines, steps.count)
             return
         try:
@@ -179,7 +178,9 @@ class Rank:
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
             self._fail(error, self._lines_of(error), steps.count)
         else:
-            self._finish(finished)
+            self.outputs.finish()
+            unsaid = self.outputs.outlet.unsaid()
+            self._send(finished if unsaid is None else replace(finished, began=unsaid))
 
     def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""

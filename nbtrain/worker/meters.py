@@ -26,21 +26,18 @@ class Meters:
         self._outputs = outputs
         self._send = send
         self._running: Steps | None = None
-        self._first: Event | None = None
         self._began = 0.0
         self._awake = outputs.outlet.waiting
         threading.Thread(target=self._loop, name="nbtrain-meters", daemon=True).start()
 
-    def begin(self, steps: Steps, first: Event | None = None) -> None:
-        """A cell begins; `first` is said if it takes longer than a moment."""
+    def begin(self, steps: Steps) -> None:
         self._began = time.monotonic()
-        self._first = first
         self._running = steps
         self._awake.set()
 
     def end(self, steps: Steps) -> None:
         """The cell is over; where it stood is said once more, if it took long enough to be said at all."""
-        self._running = self._first = None
+        self._running = None
         if time.monotonic() - self._began >= SPEED_EVERY:
             self._speed(steps)
 
@@ -61,9 +58,7 @@ class Meters:
             if steps is None:
                 continue
             self._awake.set()
-            if (first := self._first) is not None:
-                self._first = None
-                self._send(first)
+            self._outputs.outlet.announce()
             if now - self._began < SPEED_EVERY:
                 continue
             if now - speed >= SPEED_EVERY:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.events import Display, Event, Output
+from nbtrain.events import Display, Event, Output, RankState
 
 FLUSH_EVERY = 0.05
 """Seconds; at most 20 messages of text a second."""
@@ -34,6 +34,7 @@ class Outlet:
         self._send = send
         self._parts: list[tuple[str, str]] = []
         self._size = 0
+        self._first: RankState | None = None
         self._lock = threading.RLock()
         self.waiting = threading.Event()
         """set while text waits to be sent"""
@@ -48,10 +49,25 @@ class Outlet:
         elif not self.waiting.is_set():
             self.waiting.set()
 
+    def begin(self, first: RankState) -> None:
+        """A cell begins: `first` goes before all that it shows, or with its end if that comes at once."""
+        self._first = first
+
+    def unsaid(self) -> RankState | None:
+        """What `begin` was given, if it is not sent yet."""
+        with self._lock:
+            first, self._first = self._first, None
+        return first
+
+    def announce(self) -> None:
+        if self._first is not None and (first := self.unsaid()) is not None:
+            self._send(first)
+
     def show(
         self, data: Any, metadata: Any = None, transient: Any = None, *, update: bool = False, wait: bool = False
     ) -> None:
         self.flush()
+        self.announce()
         self._send(
             Display(
                 rank=self.rank, time=time.time(), data=data, metadata=metadata or {}, transient=transient or {},
@@ -64,6 +80,8 @@ class Outlet:
             parts, self._parts, self._size = self._parts, [], 0
             self.waiting.clear()
             at = 0
+            if parts:
+                self.announce()
             while at < len(parts):
                 stream = parts[at][0]
                 end = at
