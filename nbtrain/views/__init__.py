@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
@@ -31,12 +30,6 @@ class NoView:
         pass
 
 
-@functools.cache
-def _headless() -> bool:
-    """Whoever runs notebooks says so before the kernel starts."""
-    return any(name.startswith(EXECUTORS) for name in os.environ)
-
-
 def choose(monitor: str, shell: Any) -> Sink:
     """The view for `--monitor`; `shell` is the running InteractiveShell, or None in a plain script.
 
@@ -47,7 +40,7 @@ def choose(monitor: str, shell: Any) -> Sink:
         raise UsageError(f"unknown monitor {monitor!r}; there are: {', '.join(MONITORS)}")
     in_kernel = getattr(shell, "kernel", None) is not None
     if monitor == "auto":
-        monitor = "html" if in_kernel and not _headless() else "text"
+        monitor = "html" if in_kernel and not any(name.startswith(EXECUTORS) for name in os.environ) else "text"
     if monitor == "off":
         return NoView()
     if monitor == "text":

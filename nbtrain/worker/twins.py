@@ -10,20 +10,13 @@ from typing import Any
 from nbtrain.exchange import kinds
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.tensors import moved
+from nbtrain.exchange.names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Way, Ways, find_all, remember
 
 KERNEL = -1
 """The reader of what goes home."""
-
-HIDDEN = frozenset(("In", "Out", "get_ipython", "exit", "quit", "open", "__name__", "__builtin__", "__builtins__"))
-
-
-def own(name: str) -> bool:
-    """A name of IPython's or Python's rather than of the user's."""
-    return name in HIDDEN or name.startswith("_")
-
 
 New = tuple[int, str, Way | None]
 """A key the lead gave to a new object, its kind, and where the other ranks find theirs."""
@@ -50,7 +43,6 @@ class Twins:
         self.table = Table(-1 - rank, -world_size)
         self.opener = Opener()
         self.packer = Packer(directory, again=False)
-        self._before: dict[str, int] = {}
         self._holds: dict[str, Any] = {}
         self._unsure = False
         """another rank was the lead: what this one remembers may be behind"""
@@ -74,7 +66,7 @@ class Twins:
     def adopt(self, news: Iterable[New]) -> tuple[int, ...]:
         """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none."""
         lacking = []
-        moved: dict[int, Node] = {}
+        found: dict[int, Node] = {}
         ways = Ways(self.table, self.namespace)
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
@@ -83,12 +75,12 @@ class Twins:
             if way is None or obj is None or not (kept or kinds.kind_of(obj, self.namespace) is wanted):
                 lacking.append(key)
             elif self.table.by_id.get(wanted.identity(obj)) is None:
-                moved[key] = self.table.add(key, obj, wanted)
+                found[key] = self.table.add(key, obj, wanted)
                 if way[0] in self.table.nodes:
-                    moved[way[0]] = self.table.nodes[way[0]]
-        for node in moved.values():
+                    found[way[0]] = self.table.nodes[way[0]]
+        for node in found.values():
             node.seen = None
-        remember(self.table, self.namespace, moved.values())
+        remember(self.table, self.namespace, found.values())
         return tuple(lacking)
 
     def inherit(self, table: Table) -> None:
@@ -115,7 +107,7 @@ class Twins:
                 touched = list(self.table.nodes.values())
             remember(self.table, self.namespace, touched)
         self._unsure = not lead
-        self._holds = {name: value for name, value in self.namespace.items() if not own(name)}
+        self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
 
     def changes(self, names: Iterable[str]) -> Home:
         """What the cell changed, assigned and deleted, packed for the notebook."""
@@ -123,7 +115,7 @@ class Twins:
         walk = Walk(self.table, self.namespace, keep_home=True)
         namespace, before = self.namespace, self._holds
         missing = object()
-        bound = [n for n, v in namespace.items() if not own(n) and before.get(n, missing) is not v]
+        bound = [n for n, v in namespace.items() if not private(n) and before.get(n, missing) is not v]
         deleted = tuple(name for name in before if name not in namespace)
         known = [name for name in names if name in namespace]
         for name in dict.fromkeys([*known, *bound]):
@@ -148,7 +140,7 @@ class Twins:
         close()
         self.opener = Opener()  # the notebook counts its segments from one again
         self.packer.close()
-        for name in [name for name in self.namespace if not own(name)]:
+        for name in [name for name in self.namespace if not private(name)]:
             del self.namespace[name]
         self.table = Table(self.table._next, self.table._step)
         self._holds = {}
