@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, remember
@@ -63,11 +63,11 @@ class Traffic:
         """
         numeric.learn_atoms()
         self.let_go()
-        hard, soft = list(hard), self._travelling(soft)
+        wanted = {*hard, *self._travelling(soft)}
         walk = Walk(self.table, self.namespace, keep_home=everything_goes)
         walk.remake = set(self._lacking) & set(self.table.nodes)
         try:
-            for name in [name for name in self.namespace if name in {*hard, *soft}]:
+            for name in [name for name in self.namespace if name in wanted]:
                 walk.name(name, self.namespace[name])
             cargo = walk.finish()
             if walk.culprits:
@@ -93,14 +93,15 @@ class Traffic:
         """Of the names that the cell assigns before it may read them, those that can travel."""
         able = []
         for name in soft:
-            walk = Walk(self.table, self.namespace)
-            walk.name(name, self.namespace[name])
-            walk.finish()
-            if walk.culprits:
+            value = self.namespace[name]
+            if type(value) not in ATOMS and self.table.find(value) is None:
+                walk = Walk(self.table, self.namespace)
+                walk.name(name, value)
+                walk.finish()
                 walk.undo()
-            else:
-                able.append(name)
-                walk.undo()
+                if walk.culprits:
+                    continue
+            able.append(name)
         return able
 
     def _streams_to_send(self) -> States | None:
