@@ -12,8 +12,8 @@ from nbtrain.session import failure
 from nbtrain.session.cell import Cell
 from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
-from nbtrain.session.shield import shielded
 from nbtrain.session.traffic import Traffic
+from nbtrain.shield import shielded
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose
 

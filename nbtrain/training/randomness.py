@@ -67,6 +67,8 @@ class Randomness:
         self.seed: int | None = None  # what the notebook's torch remembers as its seed
         self.cuda_seed: int | None = None
         self.depth = 0
+        self._said: States | None = None  # what the notebook knows of these streams
+        self._fingerprint: tuple[Any, int] = (None, 0)
 
     def adopt(self, states: States) -> None:
         """Start from where the notebook's streams stand. Called with the same states on every rank."""
@@ -78,12 +80,19 @@ class Randomness:
         self._adopt_cuda(states)
         if not self.alone:
             self._mark()
-        self.began = capture()
+        self.began = self._said = capture()
 
-    def collect(self) -> States:
+    def collect(self) -> States | None:
         """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared
-        stream stands, else where this rank's own does."""
+        stream stands, else where this rank's own does. None: nobody drew since they were last adopted or collected."""
         states = capture()
+        if (
+            self._said is not None
+            and states.keys() == self._said.keys()
+            and all(_same(states[key], self._said[key]) for key in states)
+        ):
+            return None
+        self._said = dict(states)
         if self.alone:
             return states
         for key, shared in self.shared_states.items():
@@ -111,6 +120,7 @@ class Randomness:
         own = {key: state for key, state in capture().items() if key in self.shared_states}
         restore(self.shared_states)
         self.depth += 1
+        self._said = None
         try:
             yield
         finally:
@@ -120,7 +130,12 @@ class Randomness:
 
     def fingerprint(self) -> int:
         """Equal on all ranks as long as they have iterated the same loaders."""
-        return derive(self.shared_states["torch"], 0) if self.shared_states else 0
+        if not self.shared_states:
+            return 0
+        state = self.shared_states["torch"]
+        if state is not self._fingerprint[0]:  # it is another object whenever it has moved
+            self._fingerprint = state, derive(state, 0)
+        return self._fingerprint[1]
 
     def _seed(self, states: States) -> None:
         if "torch" in states:
@@ -159,11 +174,15 @@ def _copy(state: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return repr(one) == repr(other) if not isinstance(one, tuple) else all(map(_equal, one, other))
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     answer = one == other
     return bool(answer.all() if hasattr(answer, "all") else answer)

@@ -1,56 +1,79 @@
-"""A rank's end of the channel: messages in, events out.
+"""A rank's end of the channel: messages in, events out, over one Unix socket.
 
-Two sockets, because a ZeroMQ socket belongs to one thread: messages are read by the main thread only,
-events are sent by whoever has something to say, one at a time.
+Messages are read by the main thread only, events are sent by whoever has something to say, one at a time.
+A frame is a length and a pickle.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+import struct
 import threading
-from dataclasses import dataclass
 from typing import Any
-
-import zmq
 
 from nbtrain.events import Event
 from nbtrain.messages import Message
 
+HEAD = struct.Struct("<Q")
+CHUNK = 1 << 18
 
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Where a pool listens: `commands.format(rank)` for one rank's messages, `events` for everybody's."""
 
-    commands: str
-    events: str
+def address(directory: str) -> str:
+    """Where a pool listens."""
+    return os.path.join(directory, "channel")
 
-    @staticmethod
-    def below(directory: str) -> Addresses:
-        return Addresses(f"ipc://{directory}/rank{{}}", f"ipc://{directory}/events")
+
+def frame(thing: Message | Event) -> bytes:
+    data = pickle.dumps(thing, 5)
+    return HEAD.pack(len(data)) + data
+
+
+class Frames:
+    """Bytes as they come → the frames that are whole."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        buffer = self._buffer
+        buffer += data
+        found, at = [], 0
+        while len(buffer) - at >= HEAD.size:
+            end = at + HEAD.size + HEAD.unpack_from(buffer, at)[0]
+            if end > len(buffer):
+                break
+            with memoryview(buffer) as view:
+                found.append(pickle.loads(view[at + HEAD.size : end]))
+            at = end
+        del buffer[:at]
+        return found
 
 
 class Link:
-    """Made in the rank's own process: sockets do not survive a fork."""
+    """Made in the rank's own process."""
 
-    def __init__(self, addresses: Addresses, rank: int) -> None:
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PAIR)
-        self._events = self._context.socket(zmq.PUSH)
-        self._events.linger = 2000
-        self._commands.connect(addresses.commands.format(rank))
-        self._events.connect(addresses.events)
-        self._lock = threading.RLock()
+    def __init__(self, directory: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address(directory))
+        self._frames = Frames()
+        self._read: list[Message] = []
+        self._lock = threading.Lock()
 
     def receive(self) -> Message:
-        message: Any = pickle.loads(self._commands.recv(copy=False).buffer)
-        return message  # type: ignore[no-any-return]
+        """The next message; EOFError when the notebook is gone."""
+        while not self._read:
+            data = self._socket.recv(CHUNK)
+            if not data:
+                raise EOFError
+            self._read = self._frames.feed(data)
+        return self._read.pop(0)
 
     def send(self, event: Event) -> None:
-        data = pickle.dumps(event, 5)
+        data = frame(event)
         with self._lock:
-            self._events.send(data)
+            self._socket.sendall(data)
 
     def close(self) -> None:
-        self._commands.close(0)
-        self._events.close(2000)
-        self._context.term()
+        self._socket.close()

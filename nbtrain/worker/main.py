@@ -23,7 +23,7 @@ from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Forget, Run, Surroundings
 from nbtrain.specs import RankInfo, RunSpec
-from nbtrain.worker.link import Addresses, Link
+from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
 from nbtrain.worker.output import Outputs
 from nbtrain.worker.shell import RankShell
@@ -62,7 +62,7 @@ class Rank:
     def __init__(self, config: RankConfig, shell: RankShell, table: Table | None = None) -> None:
         self.config = config
         self.info = config.info
-        self.link = Link(Addresses.below(config.directory), self.info.rank)
+        self.link = Link(config.directory)
         self.outputs = Outputs(self.info.rank, self.link.send)
         self.shell = shell
         shell.outlet = self.outputs.outlet

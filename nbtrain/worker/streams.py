@@ -49,9 +49,12 @@ def adopt(randomness: Any, states: States) -> None:
     randomness.adopt(states)
 
 
-def collect(randomness: Any) -> States:
-    """On the lead, after a cell: where the notebook's streams are to stand."""
-    states = dict(randomness.collect())
+def collect(randomness: Any) -> States | None:
+    """On the lead, after a cell: where the notebook's streams are to stand. None: where they stand already."""
+    found = randomness.collect()
+    if found is None:
+        return None
+    states = dict(found)
     for name in ("torch", "cuda"):
         if name in states:
             states[name] = states[name].cpu().numpy().tobytes()

@@ -1,69 +1,97 @@
-"""The kernel's end of the channel: one socket to each rank, one for everybody's events."""
+"""The kernel's end of the channel: one Unix socket to each rank.
+
+Plain sockets and no message queue between: each thread that a message passes through has to be woken, and
+with more ranks than cores that is most of what an empty cell costs.
+"""
 
 from __future__ import annotations
 
-import pickle
+import selectors
+import socket
 from collections.abc import Iterable
-
-import zmq
 
 from nbtrain.events import Event
 from nbtrain.messages import Message
-from nbtrain.worker.link import Addresses
-
-PATIENCE = 5000
-"""Milliseconds that a message may wait to be taken; a rank reads between cells only, and then at once."""
+from nbtrain.shield import shielded
+from nbtrain.worker.link import CHUNK, Frames, address, frame
 
 
 class Channel:
-    """A socket that nobody has connected to takes no message: they wait here until the rank has said something."""
+    """Messages for a rank that is not there yet wait here until it has said something."""
 
     def __init__(self, directory: str, world_size: int) -> None:
-        addresses = Addresses.below(directory)
-        self._context = zmq.Context()
-        self._commands = []
-        for rank in range(world_size):
-            socket = self._context.socket(zmq.PAIR)
-            socket.linger = 0
-            socket.sndtimeo = PATIENCE
-            socket.bind(addresses.commands.format(rank))
-            self._commands.append(socket)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address(directory))
+        self._listener.listen(world_size)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._frames: dict[socket.socket, Frames] = {}
+        self._ranks: dict[int, socket.socket] = {}
         self._waiting: dict[int, list[bytes]] = {rank: [] for rank in range(world_size)}
-        """messages for ranks that are not there yet"""
-        self._events = self._context.socket(zmq.PULL)
-        self._events.bind(addresses.events)
-        self._poller = zmq.Poller()
-        self._poller.register(self._events, zmq.POLLIN)
+        self._heard: list[Event] = []
+        """events that came while something was sent"""
 
     def watch(self, fd: int) -> None:
         """Wake up for this descriptor too."""
-        self._poller.register(fd, zmq.POLLIN)
+        self._selector.register(fd, selectors.EVENT_READ)
 
     def unwatch(self, fd: int) -> None:
-        self._poller.unregister(fd)
+        self._selector.unregister(fd)
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
-        data = pickle.dumps(message, 5)
-        for rank in ranks:
-            if rank in self._waiting:
-                self._waiting[rank].append(data)
-            else:
-                self._commands[rank].send(data)
+        data = frame(message)
+        with shielded():  # half a frame would make nonsense of all that follows
+            for rank in ranks:
+                if rank in self._waiting:
+                    self._waiting[rank].append(data)
+                elif rank in self._ranks:
+                    self._write(self._ranks[rank], data)
 
     def receive(self, seconds: float) -> list[Event]:
         """Every event there is; waits for the first one, or for a watched descriptor."""
-        self._poller.poll(max(int(seconds * 1000), 0))
-        events: list[Event] = []
-        while True:
-            try:
-                event = pickle.loads(self._events.recv(zmq.NOBLOCK, copy=False).buffer)
-            except zmq.Again:
-                return events
-            events.append(event)
-            for data in self._waiting.pop(event.rank, ()):
-                self._commands[event.rank].send(data)
+        if not self._heard:
+            self._read(seconds)
+        events, self._heard = self._heard, []
+        return events
 
     def close(self) -> None:
-        for socket in (*self._commands, self._events):
-            socket.close(0)
-        self._context.term()
+        self._selector.close()
+        for connection in (self._listener, *self._frames):
+            connection.close()
+
+    def _write(self, connection: socket.socket, data: bytes) -> None:
+        """Reads meanwhile: a rank that waits for us to hear it does not hear us."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._read(0.01)
+            except OSError:  # it is gone, which its death will tell
+                return
+
+    def _read(self, seconds: float) -> None:
+        ready = self._selector.select(seconds)
+        with shielded():
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._frames[connection] = Frames()
+                    self._selector.register(connection, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj)
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            return
+        for event in self._frames[connection].feed(data):
+            self._heard.append(event)
+            if event.rank in self._waiting:
+                self._ranks[event.rank] = connection
+                for waiting in self._waiting.pop(event.rank):
+                    self._write(connection, waiting)

@@ -116,7 +116,8 @@ def _own_setstate(obj: Any) -> bool:
 
 
 def _is_hook(key: str) -> bool:
-    return key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+    """Tables that torch makes for every module and most leave empty; empty ones do not travel."""
+    return key.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
 def _empty_hook(key: str, value: Any) -> bool:
@@ -131,7 +132,7 @@ class _ModuleSeen:
     def __init__(self, held: dict[str, Any]) -> None:
         self.keys, self.values = list(held), list(held.values())
         self.boxes = [(name, list(held[name]), list(held[name].values())) for name in BOXES]
-        self.hooks = [value for value in self.values if type(value) is OrderedDict]
+        self.hooks = [value for value in self.values if type(value) in (OrderedDict, set)]
         self.hooked = sum(map(len, self.hooks))
 
     def same(self, held: dict[str, Any]) -> bool:
