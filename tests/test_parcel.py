@@ -14,7 +14,7 @@ import torch
 
 from nbtrain.exchange import parcel as parcels
 from nbtrain.exchange.parcel import LARGE, SPARE, Opener, Packer
-from nbtrain.exchange.segment import STAGE, Segment
+from nbtrain.exchange.segment import STAGE, Map, Segment, untouched
 from nbtrain.exchange.walk import Cargo
 from tests.sides import Sides
 
@@ -179,3 +179,27 @@ def test_memory_of_a_dropped_array_is_free_although_small_things_that_came_with_
     assert gone() is None
     assert opener.released() == (made.pieces[0].segment,)
     assert small[0] == 2
+
+
+def test_what_nobody_wrote_to_is_known_without_reading_it(tmp_path: Path) -> None:
+    """And a write to any of its bytes, by whatever way, is seen."""
+    segment = Segment(1, 1 << 22, str(tmp_path))
+    try:
+        segment.write([(0, memoryview(bytes(1 << 22)))])
+        segment.filled()
+        array = np.frombuffer(memoryview(Map.of(segment.path, 1 << 22)), np.uint8)
+        address = array.ctypes.data
+        assert untouched(address, array.nbytes)
+        assert array.sum() == 0
+        assert untouched(address, array.nbytes), "reading is no change"
+        torch.from_numpy(array).data[3_000_000] += 1
+        assert not untouched(address, array.nbytes)
+        assert untouched(address, 1 << 20), "the first quarter was not written"
+        other = np.zeros(1 << 22, np.uint8)
+        assert not untouched(other.ctypes.data, other.nbytes), "memory of no segment is never certain"
+        assert array.base.obj.renew()
+        assert untouched(address, array.nbytes)
+        assert array[3_000_000] == 0
+    finally:
+        del array
+        segment.close()

@@ -9,6 +9,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange.fingerprint import array_checksum
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
 from nbtrain.exchange.kinds.containers import same_items
+from nbtrain.exchange.segment import untouched
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -60,6 +61,8 @@ class Array(Kind):
         if walk.quiet and before is not None:
             return None
         owner = owner_of(array)
+        if owner is array and before is not None and _as_it_was(array, before):
+            return None
         # Of a view's bytes its owner tells.
         seen = _seen(array) if owner is array else _view(array, owner)
         if seen == before:
@@ -140,6 +143,13 @@ class Memmap(Kind):
 
     def look(self, node: Node, walk: Walk) -> Any:
         return None
+
+
+def _as_it_was(array: Any, before: tuple[Any, ...]) -> bool:
+    """A large array whose memory nobody here has written to; a checksum would read all of it."""
+    if (array.shape, array.dtype, array.flags.writeable) != (*before[:2], before[3]):
+        return False
+    return untouched(array.ctypes.data, array.nbytes)
 
 
 def owner_of(array: Any) -> Any:
