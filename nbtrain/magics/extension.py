@@ -14,6 +14,7 @@ from nbtrain.magics import cells, completion, manual, verbs
 from nbtrain.magics.parse import Request, parse_ranks
 from nbtrain.magics.resolve import check_flags
 from nbtrain.magics.state import OpenSession, Session, State
+from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -130,7 +131,9 @@ class Extension:
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:
             self.state.last = request.over(base)
-        self.state.opened().run(run, cell)
+        with shielded():  # it may import torch, and half a torch is broken for as long as the kernel lives
+            session = self.state.opened()
+        session.run(run, cell)
 
     def _line(self, request: Request) -> str | None:
         if request.words:

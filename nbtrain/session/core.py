@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import nbtrain.registry as registry
+from nbtrain.errors import UsageError
 from nbtrain.session import inkernel
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured
@@ -39,6 +40,8 @@ class Session:
 
     def start(self, pool: PoolSpec) -> None:
         """Have ranks before the first cell needs them."""
+        if pool.engine == "inprocess":
+            raise UsageError("--engine inprocess has no ranks to start: its cells run in the kernel")
         self._have(pool)
         self.ranks.wait_until_ready()
         self.ranks.rest()

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import nbtrain.probes as probes
 import nbtrain.registry as registry
 from nbtrain.engines.base import Death, Pool
+from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, RankState
 from nbtrain.messages import Adopt, Forget, Message
 from nbtrain.session import failure
@@ -18,6 +20,8 @@ from nbtrain.specs import PoolSpec
 
 BEAT = 0.1
 """Seconds between two looks at the clock while nothing happens."""
+LONG = 10.0
+"""Seconds in which idle ranks must have answered a question that takes them milliseconds."""
 SLOW = 2.0
 """Seconds after which something that is not the cell itself says what it is."""
 
@@ -40,6 +44,7 @@ class Ranks:
         """called, from another thread, when idle ranks gave their GPUs back"""
         self._idle: Idle | None = None
         self._adopting: set[int] = set()
+        self._ready: set[int] = set()
 
     # -- which ranks there are -----------------------------------------------------------
 
@@ -48,18 +53,20 @@ class Ranks:
         note = ""
         if self._idle is not None:
             self._idle.stop()
-        if self.pool is not None:
+        if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
+            raise UsageError(why)
+        try:
             self.listen(0)
-            if self.deaths:
-                note = f"nbtrain: {self._why_gone()}; new ones are started"
-                self.lose()
-            elif self.pool.spec != spec:
-                note = (
-                    f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
-                )
-                self.stop()
-            elif spec.start == "fork":
-                self.stop()  # its ranks are copies of the kernel as it was then
+        except PoolError as error:  # who forks the ranks is gone, and they with it
+            note = f"nbtrain: {str(error).splitlines()[0]}; new ones are started"
+        if self.deaths:
+            note = f"nbtrain: {self._why_gone()}; new ones are started"
+            self.lose()
+        elif self.pool is not None and self.pool.spec != spec:
+            note = f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
+            self.stop()
+        elif spec.start == "fork":
+            self.stop()  # its ranks are copies of the kernel as it was then
         if self.pool is None:
             self.open(spec)
         return note
@@ -71,7 +78,7 @@ class Ranks:
 
     def open(self, spec: PoolSpec) -> None:
         self.mirror = Mirror(self.shell)
-        self._adopting, self.deaths = set(), []
+        self._adopting, self._ready, self.deaths = set(), set(), []
         if spec.start == "fork":
             return  # forked when it is known what a cell reads: see `fork`
         self.pool = registry.engine(spec.engine).load()(spec)
@@ -92,15 +99,13 @@ class Ranks:
     def wait_until_ready(self) -> None:
         if self.pool is None:
             return
-        waiting = {info.rank for info in self.pool.ranks}
+        everybody = {info.rank for info in self.pool.ranks}
         began: float | None = time.monotonic()
-        while waiting and not self.deaths:
+        while self._ready < everybody and not self.deaths:
             if began is not None and time.monotonic() - began > SLOW:
                 print(starting(len(self.pool.ranks)))
                 began = None
-            for event in self.listen(BEAT):
-                if isinstance(event, RankState) and event.state == "ready":
-                    waiting.discard(event.rank)
+            self.listen(BEAT)
         if self.deaths:
             deaths = self.deaths
             self.lose()
@@ -167,7 +172,12 @@ class Ranks:
     def listen(self, seconds: float) -> list[Event]:
         """What happened; deaths and answers of an adoption are noted here."""
         events: list[Event] = []
-        for event in [] if self.pool is None else self.pool.poll(seconds):
+        try:
+            heard = [] if self.pool is None else self.pool.poll(seconds)
+        except PoolError:
+            self.lose()
+            raise
+        for event in heard:
             if isinstance(event, Death):
                 self.deaths.append(event)
             elif isinstance(event, Adopted):
@@ -175,6 +185,8 @@ class Ranks:
                 if self.traffic is not None:
                     self.traffic.lacks(event.lacking)
             else:
+                if isinstance(event, RankState) and event.state == "ready":
+                    self._ready.add(event.rank)
                 events.append(event)
         return events
 
@@ -187,8 +199,13 @@ class Ranks:
     def settle(self) -> list[Event]:
         """Wait until every rank has answered the last adoption; what else was heard meanwhile."""
         events: list[Event] = []
+        until = time.monotonic() + LONG
         while self._adopting and not self.deaths:
             events += self.listen(BEAT)
+            if time.monotonic() > until:
+                ranks = ", ".join(map(str, sorted(self._adopting)))
+                self.lose()
+                raise PoolError(f"rank {ranks} did not answer between two cells and was ended; run the cell again")
         return events
 
 

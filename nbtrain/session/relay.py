@@ -36,6 +36,7 @@ class Relay:
 
     def text(self, event: Output) -> None:
         rank = event.rank
+        self._texts[rank] = (self._texts.get(rank, "") + event.text)[-KEPT:]
         if self._mode == "all" and len(self._texts) > 1:
             self._with_rank(rank, event.stream, event.text)
             return
@@ -45,8 +46,6 @@ class Relay:
             stream.flush()
         if self._mode == "files":
             self._to_file(rank, event.text)
-        else:
-            self._texts[rank] = (self._texts.get(rank, "") + event.text)[-KEPT:]
 
     def display(self, event: Display) -> None:
         if event.rank != self._lead and self._mode != "all":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from nbtrain.events import Display, Event, Failed, Finished, Output, RankState
 from nbtrain.exchange.names import Captured
-from nbtrain.messages import Run
+from nbtrain.messages import Run, Source
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
 from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.traffic import Outgoing, Traffic
 from nbtrain.shield import shielded
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose
@@ -52,19 +53,25 @@ class CellRun:
         self._new_ranks = False
         """they are starting"""
         self._said_slow = False
+        self._over = True
+        """no rank runs the cell, or those that did are gone"""
 
     def run(self) -> None:
         held = self.held
-        early = held.settle()
-        if held.deaths:
-            print(held.have(self.spec.pool))
-        self._send()
         ok = False
-        self.view.opened("")
         try:
+            early = held.settle()
+            if held.deaths:
+                print(held.have(self.spec.pool))
+            self._send()
+            self.view.opened("")
             self._watch(early)
             ok = not self.failed and not self.stopped and len(self.finished) == self.spec.pool.world_size
             self._end(ok)
+        except BaseException:
+            if not self._over:  # a view or the screen failed, or a second Stop: the next cell must not hear of this one
+                held.lose()
+            raise
         finally:
             self.view.closed(ok)
             self.relay.close()
@@ -78,11 +85,20 @@ class CellRun:
         traffic = held.fork_traffic(spec.pool) if forks else held.traffic
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
-        out = traffic.outgoing(self.names.hard, self.names.soft, everything_goes=forks)
-        if forks:
-            held.fork(spec.pool, traffic)
+        out = traffic.outgoing(self.names.hard, self.names.soft, spec.options, everything_goes=forks)
+        try:
+            self._post(out, sources, traffic if forks else None)
+        except BaseException:  # what was not sent must not be taken for sent
+            held.lose() if forks else held.forget()
+            raise
+        self._sent = time.monotonic()
+
+    def _post(self, out: Outgoing, sources: list[Source], fork_with: Traffic | None) -> None:
+        held, spec = self.held, self.spec
+        if fork_with is not None:
+            held.fork(spec.pool, fork_with)
         run = Run(
-            spec=spec,
+            spec=replace(spec, options={}),
             code=self.cell.code,
             filename=self.cell.filename,
             quiet=self.cell.quiet,
@@ -97,7 +113,7 @@ class CellRun:
         )
         with shielded():
             held.send(run, range(spec.pool.world_size))
-        self._sent = time.monotonic()
+            self._over = False
 
     # -- while it runs -------------------------------------------------------------------
 
@@ -188,8 +204,13 @@ class CellRun:
         traffic = held.traffic
         assert traffic is not None
         if ok:
-            with shielded():
-                self._come_home(traffic)
+            self._over = True
+            try:
+                with shielded():
+                    self._come_home(traffic)
+            except BaseException:  # the ranks hold what the notebook could not take
+                held.forget()
+                raise
             figures_can_be_shown()
             self._report(traffic)
             return
@@ -212,6 +233,7 @@ class CellRun:
             held.lose()
         else:
             held.forget()
+        self._over = True
         raise error
 
     def _come_home(self, traffic: Traffic) -> None:
@@ -235,7 +257,7 @@ class CellRun:
         for line in disagreements:
             print(line)
         if disagreements:
-            traffic.distrust_tensors()
+            traffic.distrust()
 
     def _disagreements(self) -> list[str]:
         """What should be equal on every rank and is not. The lead's came home; the others get it with the next cell."""

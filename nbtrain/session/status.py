@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import nbtrain.probes as probes
@@ -21,9 +22,22 @@ def report(pool: Pool | None, traffic: Traffic | None) -> str:
         state = "starting" if pid is None else f"process {pid}"
         used = f" · {memory / 1e6:,.0f} MB of its own" if memory is not None else ""
         lines.append(f"  rank {info.rank}: {info.device} · {info.threads} threads · {state}{used}")
+    if spec.kind == "cuda":
+        lines += _kernel_holds()
     if traffic is not None:
         lines.append(_resident(traffic))
     return "\n".join(lines)
+
+
+def _kernel_holds() -> list[str]:
+    """What this very process has of the cards, and how to park it."""
+    return [
+        f"  the kernel itself holds {user.memory / 1e6:,.0f} MB of GPU {gpu.index}; "
+        "model.cpu() and torch.cuda.empty_cache() give it to the ranks"
+        for gpu in probes.gpus()
+        for user in gpu.users
+        if user.pid == os.getpid() and user.memory
+    ]
 
 
 def _resident(traffic: Traffic) -> str:

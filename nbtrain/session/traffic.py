@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from nbtrain.exchange.kinds import ATOMS, numeric
@@ -16,7 +17,7 @@ from nbtrain.exchange.pickle_check import refusal
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, remember
 from nbtrain.messages import Source
 from nbtrain.worker.streams import States, capture, restore
-from nbtrain.worker.twins import Home
+from nbtrain.worker.twins import OPTION, Home
 
 MISSING = object()
 
@@ -56,7 +57,14 @@ class Traffic:
 
     # -- out -----------------------------------------------------------------------------
 
-    def outgoing(self, hard: Iterable[str], soft: Iterable[str], *, everything_goes: bool = False) -> Outgoing:
+    def outgoing(
+        self,
+        hard: Iterable[str],
+        soft: Iterable[str],
+        options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        everything_goes: bool = False,
+    ) -> Outgoing:
         """What the ranks lack of these names. Raises CannotTravel before anything is sent.
 
         `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
@@ -69,7 +77,11 @@ class Traffic:
         try:
             for name in [name for name in self.namespace if name in wanted]:
                 walk.name(name, self.namespace[name])
+            for name, value in options.items():
+                walk.name(OPTION + name, value)
             cargo = walk.finish()
+            if everything_goes:  # the forks hold the very objects
+                cargo.records, cargo.buffers = [], []
             if walk.culprits:
                 raise refusal(walk.culprits)
             parcel = self.packer.pack(cargo, self.readers)
@@ -79,7 +91,7 @@ class Traffic:
         self._lacking &= walk.remake
         drop, self._dropped = tuple(self._dropped), []
         unbind, self._unbound = tuple(self._unbound), []
-        self._names.update({name: self.namespace[name] for name in cargo.names})
+        self._names.update({name: self.namespace[name] for name in cargo.names if not name.startswith(OPTION)})
         return Outgoing(
             parcel=parcel,
             drop=drop,
@@ -143,7 +155,8 @@ class Traffic:
             self._streams = capture()
 
     def others_are_behind(self, home: Home) -> None:
-        """Not all ranks ran the cell: the others' twins are sent anew when they are needed."""
+        """Not all ranks ran the cell: the others' twins are sent anew when they are needed, the streams at once."""
+        self._streams = None
         cargo, _ = Opener().open(home.parcel)
         for record in cargo.records:
             if record.key in self.table.nodes:
@@ -157,8 +170,9 @@ class Traffic:
             if key in self.table.nodes:
                 self.table.nodes[key].seen = None
 
-    def distrust_tensors(self) -> None:
-        """The ranks disagree: the notebook's tensors are sent to all of them before their next use."""
+    def distrust(self) -> None:
+        """The ranks disagree: the notebook's tensors and random streams go to all of them before their next use."""
+        self._streams = None
         for node in self.table.nodes.values():
             if node.kind.name == "tensor":
                 node.seen = None

@@ -71,6 +71,8 @@ class Rank:
         if table is not None:
             self.twins.inherit(table)
         self.runtime: Any = None
+        self._randomness: Any = None
+        """every runtime's, one after another"""
         self._runs_as: Any = None
         self._found: tuple[Any, dict[str, Any]] | None = None
         self._environ: dict[str, str] = {}
@@ -200,12 +202,13 @@ class Rank:
         self.shell.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
-        runtime = self._runtime_for(run.spec)
+        spec = replace(run.spec, options=self.twins.options)
+        runtime = self._runtime_for(spec)
         if run.streams is not None:
             adopt_streams(runtime.randomness, run.streams)
         if touched:
             self._state("preparing")
-        notes = runtime.begin(run.spec, self._objects(names, bool(touched)))
+        notes = runtime.begin(spec, self._objects(names, bool(touched)))
         lead = self.info.rank == run.ranks[0]
         self.twins.start(touched, lead)
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
@@ -223,11 +226,13 @@ class Rank:
         """The runtime of this strategy; another strategy or other options mean another one."""
         from nbtrain.training.runtime import Runtime
 
-        runs_as = spec.strategy, dict(spec.options)
+        # A class or object of the notebook's may be another one by now under the same name.
+        runs_as = spec.strategy, dict(spec.options), registry.load_strategy(spec.strategy, self.shell.user_ns)
         if self.runtime is None or runs_as != self._runs_as:
             self._close_runtime()
             strategy = registry.make_strategy(spec.strategy, spec.options, self.shell.user_ns)
-            self.runtime = Runtime(self.info, strategy, self.link.send)
+            self.runtime = Runtime(self.info, strategy, self.link.send, self._randomness)
+            self._randomness = self.runtime.randomness
             self.runtime.install()
             self._runs_as = runs_as
             for name, value in self.runtime.builtins().items():

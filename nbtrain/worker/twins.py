@@ -18,6 +18,9 @@ from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Way, Ways, fi
 KERNEL = -1
 """The reader of what goes home."""
 
+OPTION = "--"
+"""No name of Python's begins so: under such names the strategy's options travel."""
+
 New = tuple[int, str, Way | None]
 """A key the lead gave to a new object, its kind, and where the other ranks find theirs."""
 
@@ -44,6 +47,8 @@ class Twins:
         self.opener = Opener()
         self.packer = Packer(directory, again=False)
         self._holds: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
         self._unsure = False
         """another rank was the lead: what this one remembers may be behind"""
 
@@ -56,6 +61,8 @@ class Twins:
         cargo, buffer = self.opener.open(parcel)
         arrival = Arrival(self.table, self.namespace, cargo, buffer, self._place, self.opener.renew)
         touched = arrival.commit()
+        options = {name: arrival.names.pop(name) for name in list(arrival.names) if name.startswith(OPTION)}
+        self.options = {name.removeprefix(OPTION): value for name, value in options.items()}
         self.namespace.update(arrival.names)
         remember(self.table, self.namespace, touched)
         return touched, arrival.names
