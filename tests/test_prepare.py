@@ -87,8 +87,6 @@ def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Works
     model.half()
     workshop.prepare({"model": model})
     assert workshop.strategy.closed == 2, "buckets of the old dtype are of no use"  # type: ignore[attr-defined]
-    workshop.forget([other])
-    assert len(workshop.prepared) == 1
     workshop.forget()
     assert workshop.prepared == []
     assert workshop.ready == set()

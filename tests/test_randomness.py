@@ -169,6 +169,29 @@ def test_loader_workers_augment_differently_on_each_rank_and_as_alone_on_rank_0(
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_a_runtime_goes_on_with_the_streams_of_the_one_before() -> None:
+    states = notebook()
+    loader = make_loader("shuffle")
+    expected = epochs(loader)
+
+    def cell(runtime: Runtime) -> list[list[int]]:
+        first = epochs(loader, 1)
+        runtime.end(True)
+        other = Runtime(runtime.info, DDP(DDP.Options(bucket_mb=1)), runtime.emit, runtime.randomness)
+        other.install()
+        try:
+            other.begin(RunSpec(pool=PoolSpec(devices=("cpu", "cpu")), strategy="ddp"), {})
+            return first + epochs(loader, 1)
+        finally:
+            other.end(True)
+            other.uninstall()
+
+    for rank in range(2):
+        order = run_as(rank, 2, states, cell)[0]
+        assert order[:2] == expected[rank:4:2]
+        assert order[3:5] == expected[5 + rank : 9 : 2]
+
+
 def test_derive_depends_on_state_and_rank() -> None:
     state = torch.get_rng_state()
     assert derive(state, 1) == derive(state.clone(), 1)

@@ -6,7 +6,7 @@ What is set up already is kept; a component that grew (a new layer, a new optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,12 +68,10 @@ class Workshop:
             self._set_up(component)
         self._last = objects, _layout(objects)
 
-    def forget(self, objects: Iterable[object] | None = None) -> None:
-        """Close what was set up: everything, or the components that hold one of these objects."""
-        wanted = None if objects is None else {id(item) for item in objects}
+    def forget(self) -> None:
+        """Close everything that was set up."""
         for kept in self.kept[:]:
-            if wanted is None or wanted & kept.objects:
-                self._close(kept)
+            self._close(kept)
 
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""

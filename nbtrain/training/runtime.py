@@ -2,7 +2,7 @@
 
 Functions of torch replaced by `install`, and why:
 
-    torch.autograd.backward              accumulation; a backward cut short is forgotten; interruption between steps
+    torch.autograd.backward              accumulation; a backward cut short is forgotten
     clip_grad_norm_, clip_grad_value_    a strategy may know better; accumulation
     DataLoader.__iter__, _index_sampler  batches are dealt out; counting
     _BaseDataLoaderIter.__init__         the order of batches is drawn from a stream that all ranks share
@@ -42,13 +42,21 @@ _installed: Runtime | None = None
 class Runtime:
     """One per rank and strategy. `install`, then per cell: `begin`, the cell, `end`."""
 
-    def __init__(self, info: RankInfo, strategy: Strategy, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        info: RankInfo,
+        strategy: Strategy,
+        emit: Callable[[Event], None],
+        randomness: Randomness | None = None,
+    ) -> None:
+        """`randomness`: of the runtime before this one. A rank's streams outlive a change of strategy: the notebook
+        sends its own only when they have changed."""
         self.info = info
         self.strategy = strategy
         self.emit = emit
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
-        self.randomness = Randomness(info.rank, info.world_size, self.device.type == "cuda")
+        self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         self.workshop = Workshop(strategy, self.device, info.world_size)
         self.loaders = Loaders(self.randomness, self.steps, self.device, info.rank)
         self.accumulation: Accumulation | None = None
@@ -79,7 +87,7 @@ class Runtime:
     def uninstall(self) -> None:
         """Put torch back as it was."""
         global _installed
-        self.forget()
+        self.workshop.forget()
         self._patches.undo()
         if _installed is self:
             _installed = None
@@ -111,10 +119,6 @@ class Runtime:
         if not ok:
             self._reset()
         return self.loaders.end()
-
-    def forget(self, *objects: object) -> None:
-        """Close what is prepared: everything, or the components that hold one of these objects."""
-        self.workshop.forget(objects or None)
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
