@@ -81,14 +81,19 @@ def find_strategy(name: str) -> Entry | None:
     return STRATEGIES.get(name) or _announced.get(name) or strategies().get(name)
 
 
-def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:
-    """The strategy itself: the registry's, or a class or object that the notebook has under that name."""
+def load_strategy(name: str, namespace: Mapping[str, Any]) -> Any:
+    """What has this name: a class of the registry's, or a class or object of the notebook's."""
     entry = find_strategy(name)
-    found: Any = entry.load() if entry is not None else namespace[name]
-    if not isinstance(found, type):
-        return found
-    make: Any = found
-    return make(make.Options(**options))
+    return entry.load() if entry is not None else namespace[name]
+
+
+def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:
+    """The strategy itself, with these options. An object of the notebook's is used as it is, unless they are others
+    than its own."""
+    found = load_strategy(name, namespace)
+    make: Any = found if isinstance(found, type) else type(found)
+    wanted = make.Options(**options)
+    return found if found is not make and found.options == wanted else make(wanted)
 
 
 def strategy(name: str) -> Entry:
