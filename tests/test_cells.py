@@ -301,6 +301,52 @@ class Mine(Strategy):
     notebook("assert steps == [6, 6]")
 
 
+def test_loaders_are_shared_out_after_any_change_of_strategy(notebook: Notebook) -> None:
+    notebook("loader = DataLoader(torch.arange(40), batch_size=2, shuffle=True); seen = []")
+    collect = "mine = [i for batch in loader for i in batch.tolist()]\nseen.append(sorted(sum(gather(mine), [])))"
+    for options in ("", "-s ddp --bucket-mb 10", "-s none", "-s ddp", "-s ddp --bucket-mb 5"):
+        notebook(f"%%distributed {options} --devices 2\n{collect}")
+        copies = 2 if "none" in options else 1
+        notebook(f"assert seen[-1] == sorted([*range(40)] * {copies}), seen[-1]")
+
+
+@pytest.mark.parametrize("where", ["--devices 1", "--engine inprocess"])
+def test_ddp_on_one_device_is_one_process(notebook: Notebook, where: str) -> None:
+    notebook(TRAIN)
+    clipped = LOOP.replace("opt.step()", "nn.utils.clip_grad_norm_(model.parameters(), 1.0); opt.step()")
+    notebook(f"%%distributed -s ddp {where}" + clipped)
+    notebook(f"%%distributed -s ddp --accumulate 3 {where}" + clipped)
+    notebook("assert opt.state[model[0].weight]['step'] == 6 + 2")
+
+
+def test_flags_and_edits_of_a_strategy_of_the_notebook_count(notebook: Notebook) -> None:
+    notebook(TRAIN)
+    define = """
+from dataclasses import dataclass
+from nbtrain import Strategy
+class Mine(Strategy):
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        k: int = 1
+        j: int = 1
+    def set_up(self, component):
+        print('WORD', self.options.k, self.options.j)
+        return super().set_up(component)
+"""
+    notebook(define.replace("WORD", "old") + "mine = Mine(Mine.Options(k=2, j=3))")
+    cell = " --devices 2\nmodel"
+    assert "old 2 3" in notebook("%%distributed -s mine" + cell).stdout
+    assert "old" not in notebook("%%distributed -s mine" + cell).stdout, "set up already"
+    assert "old 5 3" in notebook("%%distributed -s mine --k 5" + cell).stdout
+    assert "old 5 3" in notebook("%%distributed -s mine --k 5 --engine inprocess\nmodel").stdout
+    assert "old 1 1" in notebook("%%distributed -s Mine" + cell).stdout
+    notebook(define.replace("WORD", "new"))
+    assert "new 1 1" in notebook("%%distributed -s Mine" + cell).stdout
+    assert "old 2 3" in notebook("%%distributed -s mine" + cell).stdout, "an object keeps its class, as in Python"
+    notebook("mine = Mine(Mine.Options(k=2, j=3))")
+    assert "new 2 3" in notebook("%%distributed -s mine" + cell).stdout
+
+
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_other_ways_to_start_ranks(start: str, kernel: Kernel) -> None:
     kernel.run("import torch; torch.set_num_threads(1)")

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
 from nbtrain.errors import UsageError
@@ -63,4 +64,6 @@ class DDP(Strategy):
                 raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
 
     def set_up(self, component: Component) -> Prepared:
+        if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
+            return Prepared(component)
         return Replicated(component, self.options.bucket_mb)
