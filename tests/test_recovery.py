@@ -1,0 +1,78 @@
+"""After something went wrong in the middle, notebook and ranks agree again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kernels import Kernel
+from tests.notebook import Notebook
+
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture
+def nb(shared_kernel: Kernel) -> Iterator[Notebook]:
+    notebook = Notebook(shared_kernel)
+    notebook("%load_ext nbtrain")
+    yield notebook
+    notebook("%distributed stop")
+
+
+def test_a_homecoming_that_fails_takes_back_what_the_ranks_did(nb: Notebook) -> None:
+    nb("class Bad:\n    def __setstate__(self, state): raise ValueError('not here')\n"
+       "    def __getstate__(self): return {'a': 1}\nkept = [1]")  # fmt: skip
+    assert "not here" in str(nb.fails("%%distributed -d 2\nkept.append(2)\nbad = Bad()"))
+    assert nb("print(kept)").stdout == "[1]\n"
+    assert nb("%%distributed -d 2\nprint(kept)").stdout.splitlines()[-1] == "[1]"
+
+
+def test_a_screen_that_fails_does_not_leave_the_cell_to_the_next_one(nb: Notebook, tmp_path: Path) -> None:
+    nb(f"import os; os.chdir({str(tmp_path)!r}); open('nbtrain-output', 'w').close(); seen = []")
+    assert nb.fails("%%distributed -d 2 --output files\nprint('x')\nimport time; time.sleep(1)\nseen.append('old')")
+    nb("%%distributed -d 2\nseen.append('new')")
+    assert nb("print(seen)").stdout == "['new']\n"
+    nb("os.chdir('/')")
+
+
+def test_starting_twice_does_not_wait_for_ever(nb: Notebook) -> None:
+    nb("%distributed start --devices 2")
+    nb("%distributed start --devices 2")
+    assert "2 ranks" in nb("%distributed status").stdout
+
+
+def test_nothing_is_started_in_the_kernel(nb: Notebook) -> None:
+    assert "no ranks to start" in nb.refused("%distributed start --engine inprocess --devices 1")
+    nb("%distributed --engine local")
+
+
+def test_a_killed_nursery_is_replaced(nb: Notebook) -> None:
+    nb("x = [0]")
+    nb("%%distributed -d 2\nx.append(1)")
+    (nursery,) = [p for p in psutil.Process(nb.kernel.pid).children() if "nursery" in " ".join(p.cmdline())]
+    os.kill(nursery.pid, signal.SIGKILL)
+    nb.kernel.wait_for(lambda: nursery.status() == psutil.STATUS_ZOMBIE, 5)
+    said = nb("%%distributed -d 2\nx.append(2)").stdout
+    assert "new ones are started" in said
+    assert nb("print(x)").stdout == "[0, 1, 2]\n"
+
+
+def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
+    nb("from dataclasses import dataclass\nfrom nbtrain import Strategy\nimport torch\n"
+       "class Block(torch.nn.Module): pass\n"
+       "class Mine(Strategy):\n"
+       "    @dataclass(frozen=True, kw_only=True)\n"
+       "    class Options:\n        wrap: type = object\n"
+       "    def set_up(self, component):\n"
+       "        component.modules['m'].seen = self.options.wrap.__name__\n"
+       "        return super().set_up(component)\n"
+       "m = Block(); m.w = torch.nn.Parameter(torch.ones(2))")  # fmt: skip
+    nb("%%distributed -d 2 -s Mine --wrap Block\nname = m.seen")
+    assert nb("print(name)").stdout == "Block\n"
+    nb("%%distributed -d 2 -s Mine --wrap Block\nname += '!'")
+    assert nb("print(name)").stdout == "Block!\n"
