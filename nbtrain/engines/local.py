@@ -95,8 +95,9 @@ class LocalPool:
         processes, ranks = self._processes, range(self.spec.world_size)
         try:
             if not kill:
-                self._channel.send(Close(), ranks)
-                self._wait()
+                with contextlib.suppress(PoolError):  # they take no message: they are killed
+                    self._channel.send(Close(), ranks)
+                    self._wait()
             if not processes.settled:
                 processes.kill(ranks)
                 self._wait()

@@ -15,6 +15,7 @@ from typing import Any
 
 from nbtrain.events import Event
 from nbtrain.messages import Message
+from nbtrain.shield import shielded
 
 HEAD = struct.Struct("<Q")
 CHUNK = 1 << 18
@@ -39,16 +40,15 @@ class Frames:
     def feed(self, data: bytes) -> list[Any]:
         buffer = self._buffer
         buffer += data
-        found, at = [], 0
+        whole, at = [], 0
         while len(buffer) - at >= HEAD.size:
             end = at + HEAD.size + HEAD.unpack_from(buffer, at)[0]
             if end > len(buffer):
                 break
-            with memoryview(buffer) as view:
-                found.append(pickle.loads(view[at + HEAD.size : end]))
+            whole.append(buffer[at + HEAD.size : end])
             at = end
-        del buffer[:at]
-        return found
+        del buffer[:at]  # before anything is opened: what cannot be is not met again with the next bytes
+        return [pickle.loads(data) for data in whole]
 
 
 class Link:
@@ -72,7 +72,7 @@ class Link:
 
     def send(self, event: Event) -> None:
         data = frame(event)
-        with self._lock:
+        with shielded(), self._lock:  # half a frame would make nonsense of all that follows
             self._socket.sendall(data)
 
     def close(self) -> None:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections.abc import Iterable
 
-from nbtrain.events import Event
+from nbtrain.errors import PoolError
+from nbtrain.events import Event, RankState
 from nbtrain.messages import Message
 from nbtrain.shield import shielded
 from nbtrain.worker.link import CHUNK, Frames, address, frame
 
+PATIENCE = 5.0
+"""Seconds in which a rank that is there must take some of what it is sent: Stop waits as long."""
+
 
 class Channel:
-    """Messages for a rank that is not there yet wait here until it has said something."""
+    """Messages for a rank that is not there yet wait here until it is ready to read."""
 
     def __init__(self, directory: str, world_size: int) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -45,7 +50,7 @@ class Channel:
                 if rank in self._waiting:
                     self._waiting[rank].append(data)
                 elif rank in self._ranks:
-                    self._write(self._ranks[rank], data)
+                    self._write(rank, data)
 
     def receive(self, seconds: float) -> list[Event]:
         """Every event there is; waits for the first one, or for a watched descriptor."""
@@ -59,13 +64,19 @@ class Channel:
         for connection in (self._listener, *self._frames):
             connection.close()
 
-    def _write(self, connection: socket.socket, data: bytes) -> None:
+    def _write(self, rank: int, data: bytes) -> None:
         """Reads meanwhile: a rank that waits for us to hear it does not hear us."""
-        rest = memoryview(data)
+        rest, until = memoryview(data), time.monotonic() + PATIENCE
         while rest:
             try:
-                rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+                rest = rest[self._ranks[rank].send(rest, socket.MSG_DONTWAIT) :]
+                until = time.monotonic() + PATIENCE
             except BlockingIOError:
+                if time.monotonic() > until:
+                    raise PoolError(
+                        f"rank {rank} takes no message: it has not read for {PATIENCE:g} s, so it is stopped or stuck. "
+                        "Run the cell again to start new ranks."
+                    ) from None
                 self._read(0.01)
             except OSError:  # it is gone, which its death will tell
                 return
@@ -89,9 +100,17 @@ class Channel:
         if not data:
             self._selector.unregister(connection)
             return
-        for event in self._frames[connection].feed(data):
+        try:
+            events: list[Event] = self._frames[connection].feed(data)
+        except Exception as error:  # of whatever class: it may come from an object of the user's
+            raise PoolError(
+                f"what a rank said cannot be read ({type(error).__name__}: {error}). "
+                "Run the cell again to start new ranks."
+            ) from error
+        for event in events:
             self._heard.append(event)
-            if event.rank in self._waiting:
+            starting = isinstance(event, RankState) and event.state == "starting"
+            if event.rank in self._waiting and not starting:  # one that starts may not read for long
                 self._ranks[event.rank] = connection
                 for waiting in self._waiting.pop(event.rank):
-                    self._write(connection, waiting)
+                    self._write(event.rank, waiting)
