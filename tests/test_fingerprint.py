@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbtrain.exchange.fingerprint import array_checksum, checksum, lanes, memory_checksum
+from nbtrain.exchange.fingerprint import BLOCK, LANES, LARGE, SMALL, array_checksum, checksum, lanes, memory_checksum
 
 SIZES = [1, 100, 70_000, 1_000_003, (1 << 24) + 5]
 
@@ -28,6 +28,50 @@ def test_two_values_exchanged_are_seen(size: int) -> None:
     number = checksum(data)
     data[[0, size // 2]] = data[[size // 2, 0]]
     assert checksum(data) != number
+
+
+@pytest.mark.parametrize("apart", [1, 16, LANES, 2 * LANES, BLOCK * LANES, 32749])
+@pytest.mark.parametrize("count", [4093, 8200, 20_000, 300_000, (1 << 21) + 5])
+def test_a_value_that_moves_or_trades_places_is_seen_wherever_it_goes(count: int, apart: int) -> None:
+    if apart >= count:
+        pytest.skip("there is no such place")
+    for start in {0, 7, (count - apart) // 2, count - apart - 1}:
+        data = torch.zeros(count, dtype=torch.int64)
+        data[start] = 1
+        array = data.numpy().copy()
+        array.flags.writeable = False  # torch does not read it
+        moved = data.clone()
+        moved[start], moved[start + apart] = 0, 1
+        one, other = checksum(data), checksum(moved)
+        assert one == array_checksum(array) == array_checksum(data.numpy())
+        assert other == array_checksum(moved.numpy())
+        assert one != other
+        if data.nbytes > SMALL:
+            assert lanes(data.view(torch.uint8).numpy()) == one
+            assert lanes(moved.view(torch.uint8).numpy()) == other
+        ordered = torch.arange(count)
+        traded = ordered.clone()
+        traded[[start, start + apart]] = traded[[start + apart, start]]
+        assert checksum(ordered) != checksum(traded)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_same_on_a_device(size: int) -> None:
+    data = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    assert checksum(data.cuda()) == checksum(data)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_it_does_not_depend_on_how_many_threads_add(threads: int) -> None:
+    data = torch.randint(-(2**62), 2**62, (LARGE // 8 + 5,))
+    number = lanes(data.view(torch.uint8).numpy())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert checksum(data) == array_checksum(data.numpy()) == number
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,8 +2,9 @@
 
 Versions are not enough: `.data` writes, fused optimizers, BatchNorm statistics and numpy aliases
 leave a tensor's `_version` alone. So the bytes are looked at. Small blocks take a CRC of their raw
-memory (half a microsecond and 5 GB/s); large ones a sum over lanes, which is five times faster on
-one core and, unlike a plain sum, sees permutations.
+memory (half a microsecond and 5 GB/s); large ones are laid out as a matrix of 64-bit words whose
+columns (lanes) and rows are summed. A word that moves changes its lane or its row, so an exchange of
+two values is seen wherever they are. Both sums read a block while it lies in the processor's cache.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 SMALL = 1 << 16
 LANES = 4093  # a prime, so that rows of ordinary matrices do not fall on the same lane
-WIDE = 32749  # the same for large blocks: torch adds long rows twice as fast
-LARGE = 1 << 24
+BLOCK = 32
+"""Rows summed both ways before the next are read: a megabyte."""
+LARGE = 1 << 25
+"""Bytes for which torch's threads are woken; where the cores are busy, their meeting costs milliseconds."""
 
 
 def raw(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
@@ -48,13 +51,6 @@ def checksum(tensor: torch.Tensor) -> int:
     return _lanes(flat.reshape(-1).view(torch.uint8), size)
 
 
-def _rows(size: int) -> tuple[int, int, int]:
-    """Rows, lanes, and how many bytes those are."""
-    count = WIDE if size >= LARGE else LANES
-    rows = size // 8 // count
-    return rows, count, rows * count * 8
-
-
 def _parts(tensor: Any) -> list[Any]:
     """The dense tensors that a sparse or quantized one is made of."""
     if tensor.is_quantized:
@@ -69,15 +65,53 @@ def _parts(tensor: Any) -> list[Any]:
     return [tensor.to_dense()]
 
 
+def _whole(size: int) -> int:
+    """How many of these bytes are whole rows."""
+    return size // (8 * LANES) * 8 * LANES
+
+
 def _lanes(data: torch.Tensor, size: int) -> int:
     import torch
 
-    rows, count, whole = _rows(size)
+    whole = _whole(size)
     words = data[:whole]
     if words.data_ptr() % 8:
         words = words.clone()
-    sums = words.view(torch.int64).view(rows, count).sum(0).cpu().numpy()
-    return zlib.crc32(data[whole:].cpu().numpy(), zlib.crc32(sums))
+    rest = data[whole:].cpu().numpy()
+    return _number(*_sums(words.view(torch.int64).view(-1, LANES)), rest)
+
+
+def _number(lanes: np.ndarray, rows: np.ndarray, rest: np.ndarray) -> int:
+    return zlib.crc32(rest, zlib.crc32(rows, zlib.crc32(lanes)))
+
+
+def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Of each lane and of each row."""
+    import torch
+
+    if words.device.type != "cpu":
+        return words.sum(0).cpu().numpy(), words.sum(1).cpu().numpy()
+    if words.nbytes < LARGE or torch.get_num_threads() == 1:
+        return _sums_alone(words.numpy())
+    count = 2 * BLOCK * torch.get_num_threads()
+    lanes, rows = torch.zeros(LANES, dtype=torch.int64), torch.empty(len(words), dtype=torch.int64)
+    for start in range(0, len(words), count):
+        block = words[start : start + count]
+        torch.sum(block, 1, out=rows[start : start + count])
+        lanes += block.sum(0)
+    return lanes.numpy(), rows.numpy()
+
+
+def _sums_alone(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same by one thread."""
+    import numpy as np
+
+    lanes, rows = np.zeros(LANES, np.int64), np.empty(len(words), np.int64)
+    for start in range(0, len(words), BLOCK):
+        block = words[start : start + BLOCK]
+        np.add.reduce(block, axis=1, out=rows[start : start + BLOCK])  # first: it reads memory in order
+        lanes += np.add.reduce(block, axis=0)
+    return lanes, rows
 
 
 def array_checksum(array: np.ndarray) -> int:
@@ -90,27 +124,21 @@ def array_checksum(array: np.ndarray) -> int:
     if flat.nbytes <= SMALL:
         return zlib.crc32(raw(flat.ctypes.data, flat.nbytes))
     data = flat.reshape(-1).view(np.uint8)
-    rows, count, whole = _rows(flat.nbytes)
-    words = data[:whole]
-    if flat.ctypes.data % 8:
-        words = words.copy()
-    words = words.view(np.int64)
+    whole = _whole(flat.nbytes)
+    aligned = data[:whole] if flat.ctypes.data % 8 == 0 else data[:whole].copy()
+    words = aligned.view(np.int64).reshape(-1, LANES)
     torch: Any = sys.modules.get("torch")
-    if torch is not None and words.flags.writeable:
-        sums = torch.from_numpy(words).view(rows, count).sum(0).numpy()
-    else:
-        sums = words.reshape(rows, count).sum(0)
-    return zlib.crc32(data[whole:], zlib.crc32(sums))
+    # torch warns of memory that it must not write to
+    threads = torch is not None and words.flags.writeable
+    return _number(*(_sums(torch.from_numpy(words)) if threads else _sums_alone(words)), data[whole:])
 
 
 def lanes(data: np.ndarray) -> int:
     """For bytes that lie in the processor's cache: one thread is quicker there than two that have to meet."""
     import numpy as np
 
-    rows = data.nbytes // 8 // LANES
-    whole = rows * LANES * 8
-    sums = np.add.reduce(data[:whole].view(np.int64).reshape(rows, LANES), axis=0)
-    return zlib.crc32(data[whole:], zlib.crc32(sums))
+    whole = _whole(data.nbytes)
+    return _number(*_sums_alone(data[:whole].view(np.int64).reshape(-1, LANES)), data[whole:])
 
 
 def memory_checksum(data: memoryview) -> int:
