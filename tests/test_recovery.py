@@ -76,3 +76,15 @@ def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
     assert nb("print(name)").stdout == "Block\n"
     nb("%%distributed -d 2 -s Mine --wrap Block\nname += '!'")
     assert nb("print(name)").stdout == "Block!\n"
+
+
+def test_directory_environment_and_settings_are_the_notebooks(nb: Notebook) -> None:
+    """What a cell changed of them on the ranks is put back before the next one."""
+    nb("import os, torch; os.environ['OF_THE_NOTEBOOK'] = 'x'; os.chdir('/tmp')")
+    nb("%%distributed -d 2\nos.chdir('/usr'); os.environ['OF_A_RANK'] = '1'; del os.environ['OF_THE_NOTEBOOK']\n"
+       "torch.set_default_dtype(torch.float64)")  # fmt: skip
+    said = nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_A_RANK' in os.environ, os.environ['OF_THE_NOTEBOOK'])\n"
+              "print(torch.get_default_dtype())").stdout  # fmt: skip
+    assert said.splitlines()[1:] == ["/tmp False x", "torch.float32"]
+    nb("os.chdir('/'); del os.environ['OF_THE_NOTEBOOK']")
+    assert nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_THE_NOTEBOOK' in os.environ)").stdout.endswith("/ False\n")

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from nbtrain.messages import Surroundings
+from nbtrain.worker.surroundings import torch_flags
 
 
 class Mirror:
@@ -40,18 +41,4 @@ class Mirror:
         if raw is None or raw != self._raw:
             environ, self._raw = dict(os.environ), dict(raw or ())
         colors = self._shell.colors
-        return Surroundings(directory=directory, path=path, environ=environ, colors=colors, torch_flags=_torch_flags())
-
-
-def _torch_flags() -> dict[str, Any] | None:
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "backends"):
-        return None
-    return {
-        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "benchmark": torch.backends.cudnn.benchmark,
-        "cudnn": torch.backends.cudnn.deterministic,
-    }
+        return Surroundings(directory=directory, path=path, environ=environ, colors=colors, torch_flags=torch_flags())

@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -21,7 +20,7 @@ from nbtrain.errors import CannotTravel, NbtrainError
 from nbtrain.events import Adopted, Event, Failed, Finished, RankState
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
-from nbtrain.messages import Adopt, Close, Forget, Run, Surroundings
+from nbtrain.messages import Adopt, Close, Forget, Run
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
@@ -29,6 +28,7 @@ from nbtrain.worker.output import Outputs
 from nbtrain.worker.shell import RankShell
 from nbtrain.worker.streams import adopt as adopt_streams
 from nbtrain.worker.streams import collect as collect_streams
+from nbtrain.worker.surroundings import Taken
 from nbtrain.worker.twins import KERNEL, Twins
 
 A_MONTH = datetime.timedelta(days=30)
@@ -45,6 +45,8 @@ class RankConfig:
     backend: str
     generation: int
     """a store's file is never used twice: it would hand out dead addresses"""
+    environ: Mapping[str, str]
+    """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 
 
 def dies_with_its_parent() -> None:
@@ -82,7 +84,11 @@ class Rank:
     def serve(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._state("starting")
-        self._take_place()
+        try:
+            self._take_place()
+        except BaseException as error:  # an exit code alone would tell nobody why
+            self._fail(error, self._lines_of(error), 0)
+            raise
         self._state("ready")
         while True:
             message = self.link.receive()
@@ -103,7 +109,9 @@ class Rank:
 
         info = self.info
         torch.set_num_threads(info.threads)
-        self._environ = {
+        self._environ = {"MPLBACKEND": os.environ["MPLBACKEND"]}
+        self._surroundings(Surroundings(environ=self.config.environ))
+        self._environ |= {
             "RANK": str(info.rank),
             "WORLD_SIZE": str(info.world_size),
             "LOCAL_RANK": str(info.local_rank),
@@ -111,9 +119,9 @@ class Rank:
             "OMP_NUM_THREADS": str(info.threads),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
-            "MPLBACKEND": os.environ["MPLBACKEND"],
         }
         os.environ.update(self._environ)
+        self.taken = Taken(self.shell, self._environ)
         # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
         multiprocessing.current_process()._config["tempdir"] = self.config.directory  # type: ignore[attr-defined]
         if info.device.startswith("cuda"):
@@ -198,7 +206,8 @@ class Rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
-        self._surroundings(run.surroundings)
+        if (complaint := self.taken.take(run.surroundings)) is not None:
+            self.outputs.outlet.write("stderr", complaint + "\n")
         self.shell.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
@@ -244,23 +253,6 @@ class Rank:
         self._found = None
         self._send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
 
-    def _surroundings(self, new: Surroundings) -> None:
-        if new.directory is not None:
-            try:
-                os.chdir(new.directory)
-            except OSError as error:
-                self.outputs.outlet.write("stderr", f"rank {self.info.rank} cannot enter {new.directory}: {error}\n")
-        if new.path is not None:
-            sys.path[:] = new.path
-        if new.environ is not None:
-            for name in set(os.environ) - set(new.environ) - set(self._environ):
-                del os.environ[name]
-            os.environ.update({**new.environ, **self._environ})
-        if new.colors is not None and new.colors != self.shell.colors:
-            self.shell.colors = new.colors
-        if new.torch_flags is not None:
-            apply_torch_flags(new.torch_flags)
-
     # -- what it says --------------------------------------------------------------------
 
     def _state(self, state: str, notes: tuple[str, ...] = ()) -> None:
@@ -298,19 +290,6 @@ class Rank:
             return [f"{type(error).__name__}: {error}"]
         made = self.shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
         return list(made)
-
-
-def apply_torch_flags(flags: Mapping[str, Any]) -> None:
-    """The kernel's settings of torch that change what numbers come out."""
-    import torch
-
-    torch.set_default_dtype(getattr(torch, flags["dtype"]))
-    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if now != (flags["deterministic"], flags["warn_only"]):  # setting it imports the compiler, which takes a second
-        torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
-    torch.set_float32_matmul_precision(flags["matmul"])
-    torch.backends.cudnn.benchmark = flags["benchmark"]
-    torch.backends.cudnn.deterministic = flags["cudnn"]
 
 
 def _loopback() -> str:

@@ -1,0 +1,98 @@
+"""The kernel's directory, path, environment and settings of torch, on a rank.
+
+They are the notebook's: what a cell changed of them on a rank is put back before the next cell.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from nbtrain.messages import Surroundings
+
+
+def torch_flags() -> dict[str, Any] | None:
+    """The settings of torch that change what numbers come out; None where torch is not loaded."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "backends"):
+        return None
+    return {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+    }
+
+
+class Taken:
+    """What this rank has been told so far."""
+
+    def __init__(self, shell: Any, own: Mapping[str, str]) -> None:
+        """`own`: variables that are the rank's and not the notebook's."""
+        self._shell = shell
+        self._own = own
+        self._directory: str | None = None
+        self._path: tuple[str, ...] | None = None
+        self._environ: Mapping[str, str] | None = None
+        self._flags: Mapping[str, Any] | None = None
+        self._raw: Any = None
+
+    def take(self, new: Surroundings) -> str | None:
+        """Before a cell; what could not be done, in a sentence."""
+        self._directory = new.directory or self._directory
+        self._path = new.path or self._path
+        self._flags = new.torch_flags or self._flags
+        if self._path is not None and tuple(sys.path) != self._path:
+            sys.path[:] = self._path
+        self._environment(new.environ)
+        if new.colors is not None and new.colors != self._shell.colors:
+            self._shell.colors = new.colors
+        if self._flags is not None:
+            _set_torch(self._flags)
+        return self._enter()
+
+    def _enter(self) -> str | None:
+        if self._directory is None:
+            return None
+        try:
+            if _directory() != self._directory:
+                os.chdir(self._directory)
+        except OSError as error:
+            return f"a rank cannot enter {self._directory}: {error.strerror}"
+        return None
+
+    def _environment(self, new: Mapping[str, str] | None) -> None:
+        raw = getattr(os.environ, "_data", None)
+        if new is None and (self._environ is None or raw == self._raw):
+            return
+        self._environ = new if new is not None else self._environ or {}
+        for name in set(os.environ) - set(self._environ) - set(self._own):
+            del os.environ[name]
+        os.environ.update({**self._environ, **self._own})
+        self._raw = dict(raw or ())
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return None
+
+
+def _set_torch(flags: Mapping[str, Any]) -> None:
+    now = torch_flags()
+    if now == flags:
+        return
+    import torch
+
+    torch.set_default_dtype(getattr(torch, flags["dtype"]))
+    if now is None or (now["deterministic"], now["warn_only"]) != (flags["deterministic"], flags["warn_only"]):
+        # Setting it imports the compiler, which takes a second.
+        torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
+    torch.set_float32_matmul_precision(flags["matmul"])
+    torch.backends.cudnn.benchmark = flags["benchmark"]
+    torch.backends.cudnn.deterministic = flags["cudnn"]
