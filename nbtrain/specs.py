@@ -38,6 +38,8 @@ class PoolSpec:
     """`cpu` or `cuda`"""
     devices: tuple[str, ...] = ("cpu",)
     """one entry per rank, as torch calls them"""
+    uuids: tuple[str, ...] = ()
+    """the cards that these names mean now, one per rank; empty on CPU"""
     oversubscribe: bool = False
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -10,6 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+import nbtrain.engines._local.warm as warm
+from nbtrain.engines.base import Death
+from nbtrain.engines.local import LocalPool
+from nbtrain.errors import PoolError
+from nbtrain.events import Event, Failed, RankState
+from nbtrain.specs import PoolSpec
 from tests.hygiene import GRACE, describe, gone_within
 from tests.kernels import Kernel
 from tests.notebook import LOOP, TRAIN, Notebook
@@ -172,3 +181,116 @@ def test_big_memory_is_given_back(notebook: Notebook) -> None:
     notebook("del model")
     notebook("gc.collect()")
     assert process.memory_info().rss < rss + 32e6
+
+
+# -- pools by themselves -----------------------------------------------------------------
+
+
+@pytest.fixture
+def nursery() -> Iterator[None]:
+    yield
+    warm.close()
+
+
+def heard(pool: LocalPool, kind: type, seconds: float = 30) -> list[Event | Death]:
+    """What a pool says until something of this kind is among it."""
+    found: list[Event | Death] = []
+    until = time.monotonic() + seconds
+    while not any(isinstance(one, kind) for one in found):
+        assert time.monotonic() < until, found
+        found += pool.poll(0.1)
+    return found
+
+
+def ready(pool: LocalPool) -> None:
+    missing = {info.rank for info in pool.ranks}
+    while missing:
+        for event in heard(pool, RankState):
+            assert not isinstance(event, Death | Failed), event
+            if isinstance(event, RankState) and event.state == "ready":
+                missing.remove(event.rank)
+
+
+def test_a_killed_nursery_is_replaced(nursery: None) -> None:
+    pool = LocalPool(PoolSpec())
+    try:
+        ready(pool)
+        os.kill(warm.warm().process.pid, signal.SIGKILL)
+        with pytest.raises(PoolError, match="Run the cell again"):
+            heard(pool, Death)
+    finally:
+        pool.close()
+    again = LocalPool(PoolSpec())
+    try:
+        ready(again)
+    finally:
+        again.close()
+
+
+def test_ranks_that_were_given_up_while_torch_was_imported_do_not_stay(nursery: None) -> None:
+    """Stop, twice: the nursery forks later what nobody wants any more, and the next pool is asked for meanwhile."""
+    kept = warm.warm()
+    os.kill(kept.process.pid, signal.SIGSTOP)  # it imports for as long as this test likes
+    first = LocalPool(PoolSpec(devices=("cpu", "cpu")))
+    first.close(kill=True)
+    second = LocalPool(PoolSpec())
+    try:
+        os.kill(kept.process.pid, signal.SIGCONT)
+        ready(second)
+        mine = second.pids()
+        assert list(mine) == [0]
+        (info,) = second.ranks
+        assert info.world_size == 1
+        nursed = psutil.Process(kept.process.pid)
+        assert gone_within(GRACE, lambda: [c.pid for c in nursed.children() if c.pid not in mine.values()]) == []
+        assert not [event for event in second.poll(0.1) if isinstance(event, Death)]
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("start", ["warm", "spawn"])
+def test_a_rank_that_cannot_start_says_why(nursery: None, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set after the nursery was started, as a notebook's first cell may."""
+    if start == "warm":
+        warm.warm()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")
+    pool = LocalPool(PoolSpec(start=start, devices=("cpu", "cpu")))
+    try:
+        found = heard(pool, Death)
+    finally:
+        pool.close(kill=True)
+    failed = [event for event in found if isinstance(event, Failed)]
+    assert "nope" in failed[0].text
+    assert any(isinstance(one, Death) and "exit code 1; it said:" in str(one) and "nope" in str(one) for one in found)
+
+
+def test_an_interpreter_that_does_not_come_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('this torch is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = LocalPool(PoolSpec(start="spawn"))
+    try:
+        deaths = [one for one in heard(pool, Death) if isinstance(one, Death)]
+    finally:
+        pool.close(kill=True)
+    assert "this torch is broken" in str(deaths[0])
+
+
+def test_ranks_take_their_place_in_the_environment_of_the_moment(kernel: Kernel) -> None:
+    """Cards and network are settled before the first cell: what was set or dropped after %load_ext counts."""
+    kernel.run("import os; os.environ['NCCL_SOCKET_IFNAME'] = 'old0'")
+    notebook = Notebook(kernel, first="")
+    notebook("os.environ['GLOO_SOCKET_IFNAME'] = 'nope0'; del os.environ['NCCL_SOCKET_IFNAME']")
+    assert "nope0" in notebook.fails("%%distributed --devices 2\npass").traceback
+    notebook("os.environ['GLOO_SOCKET_IFNAME'] = 'lo'")
+    notebook("%%distributed --devices 2\nimport os\nused = os.environ['NCCL_SOCKET_IFNAME']")
+    assert notebook("print(used)").stdout != "old0\n"
+    notebook("%distributed stop")
+
+
+def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, descriptors = ours(), psutil.Process().num_fds()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        LocalPool(PoolSpec(start="spawn"))
+    assert ours() == before
+    assert psutil.Process().num_fds() == descriptors

@@ -19,6 +19,8 @@ class Death:
     pid: int
     signal: int | None
     code: int | None
+    said: str = ""
+    """why it could not start, in its own words"""
 
     def __str__(self) -> str:
         import signal
@@ -27,7 +29,8 @@ class Death:
             name = signal.Signals(self.signal).name
             hint = " (the kernel's out-of-memory killer sends this)" if self.signal == signal.SIGKILL else ""
             return f"rank {self.rank} (process {self.pid}) was ended by {name}{hint}"
-        return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}"
+        said = f"; it said:\n{self.said}" if self.said else ""
+        return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
 
 
 class Pool(Protocol):

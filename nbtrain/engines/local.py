@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import nbtrain.devices as devices
 import nbtrain.probes as probes
@@ -19,7 +20,7 @@ from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Event
+from nbtrain.events import Event, Failed, RankState
 from nbtrain.messages import Close, Message
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.worker.main import RankConfig
@@ -45,16 +46,28 @@ class LocalPool:
             RankInfo(rank=rank, world_size=spec.world_size, local_rank=rank, device=device, threads=threads)
             for rank, device in enumerate(spec.devices)
         )
-        self.directory = directory.make()
-        self._channel = Channel(self.directory, spec.world_size)
-        self._processes: Processes = _processes(spec.start, body)
-        if (fd := self._processes.fileno()) is not None:
-            self._channel.watch(fd)
         self._closed = False
-        self._processes.launch(
-            RankConfig(info=info, directory=self.directory, backend=spec.backend, generation=_generations)
-            for info in self.ranks
-        )
+        self._ready: set[int] = set()
+        self._said: dict[int, str] = {}
+        """rank → why it cannot start, or nothing; a rank that is not here has not spoken yet"""
+        environ = dict(os.environ)
+        with contextlib.ExitStack() as undo:
+            self.directory = directory.make()
+            undo.callback(directory.remove, self.directory)
+            self._channel = Channel(self.directory, spec.world_size)
+            undo.callback(self._channel.close)
+            self._processes: Processes = _processes(spec.start, body)
+            undo.callback(self._processes.release)
+            if (fd := self._processes.fileno()) is not None:
+                self._channel.watch(fd)
+            self._processes.launch(
+                RankConfig(
+                    info=info, directory=self.directory, backend=spec.backend, generation=_generations,
+                    environ=environ,
+                )
+                for info in self.ranks
+            )  # fmt: skip
+            undo.pop_all()
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
         self._channel.send(message, ranks)
@@ -66,7 +79,15 @@ class LocalPool:
         deaths = self._processes.news()
         if deaths:
             heard += self._channel.receive(0.05)  # what they said before they died
-        return heard + deaths
+        for event in heard:
+            self._note(event)
+        return heard + [replace(death, said=self._said.get(death.rank, death.said)) for death in deaths]
+
+    def _note(self, event: Event | Death) -> None:
+        if isinstance(event, RankState) and event.state == "ready":
+            self._ready.add(event.rank)
+        why = f"{event.name}: {event.text}" if isinstance(event, Failed) and event.rank not in self._ready else ""
+        self._said[event.rank] = why
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         pids = self.pids()

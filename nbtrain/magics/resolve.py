@@ -99,6 +99,7 @@ class Resolver:
             start=request.value("start"),
             kind=found.kind,
             devices=tuple(names),
+            uuids=tuple(found.uuids[: len(names)]),
             oversubscribe=request.value("oversubscribe"),
         )
 

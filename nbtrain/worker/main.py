@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -109,9 +110,12 @@ class Rank:
 
         info = self.info
         torch.set_num_threads(info.threads)
-        self._environ = {"MPLBACKEND": os.environ["MPLBACKEND"]}
-        self._surroundings(Surroundings(environ=self.config.environ))
-        self._environ |= {
+        own = {"MPLBACKEND": os.environ["MPLBACKEND"]}
+        for name in set(os.environ) - set(self.config.environ):
+            del os.environ[name]
+        os.environ.update(self.config.environ)
+        self._environ = {
+            **own,
             "RANK": str(info.rank),
             "WORLD_SIZE": str(info.world_size),
             "LOCAL_RANK": str(info.local_rank),

@@ -8,8 +8,10 @@ shares its pages. It lives in a session of its own: an interrupt that Jupyter se
 group does not reach it. When the kernel ends, however it ends, the socket closes: the nursery ends every
 rank with all that the rank has started, removes the directory, and goes.
 
-On the socket, one pickle a message: to the nursery `("fork", [RankConfig, ...])` and `("kill", [pid, ...])`,
-from it `("ready", pid)`, `("forked", {rank: pid})` and `("died", rank, pid, status)`.
+On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`
+and `("end", generation)`, from it `("ready", pid)`, `("forked", generation, {rank: pid})` and
+`("died", generation, rank, pid, status)`. The generation says which pool is meant: one may have been given up by
+the time that the nursery, still importing, gets to it.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class Nursery:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.parent = os.getppid()
-        self.children: dict[int, int] = {}
-        """pid → rank"""
+        self.children: dict[int, tuple[int, int]] = {}
+        """pid → generation, rank"""
         self.directories: set[str] = set()
         self.shell: Any = None
 
@@ -114,7 +116,12 @@ class Nursery:
     def _obey(self) -> None:
         order, *rest = receive(self.sock)
         if order == "fork":
-            send(self.sock, ("forked", {config.info.rank: self._fork(config) for config in rest[0]}))
+            generation, configs = rest
+            send(self.sock, ("forked", generation, {config.info.rank: self._fork(config) for config in configs}))
+        elif order == "end":
+            for pid, (generation, _) in self.children.items():
+                if generation == rest[0]:
+                    end_group(pid)
         elif order == "kill":
             for pid in rest[0]:
                 if pid in self.children:
@@ -124,7 +131,7 @@ class Nursery:
         self.directories.add(config.directory)
         pid = os.fork()
         if pid:
-            self.children[pid] = config.info.rank
+            self.children[pid] = config.generation, config.info.rank
             return pid
         code = 1
         try:
@@ -149,9 +156,9 @@ class Nursery:
         for pid in list(self.children):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                rank = self.children.pop(pid)
+                generation, rank = self.children.pop(pid)
                 end_group(pid)  # whatever it had started
-                send(self.sock, ("died", rank, pid, status))
+                send(self.sock, ("died", generation, rank, pid, status))
 
     def _end(self) -> None:
         from nbtrain.engines._local import directory

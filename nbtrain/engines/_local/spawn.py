@@ -14,6 +14,9 @@ from nbtrain.engines._local.warm import environment
 from nbtrain.engines.base import Death
 from nbtrain.worker.main import RankConfig
 
+LONGEST = 2000
+"""Bytes of the ranks' own words that are quoted."""
+
 
 class Spawn:
     """Ranks as children of the kernel. A pipe that only the kernel holds open tells them when it is gone."""
@@ -54,8 +57,18 @@ class Spawn:
                 del self._processes[rank]
                 end_group(process.pid)
                 signal = -code if code < 0 else None
-                deaths.append(Death(rank=rank, pid=process.pid, signal=signal, code=None if signal else code))
+                deaths.append(
+                    Death(
+                        rank=rank, pid=process.pid, signal=signal, code=None if signal else code,
+                        said=self._said() if code else "",
+                    )
+                )  # fmt: skip
         return deaths
+
+    def _said(self) -> str:
+        """What they wrote before they were ranks that can speak for themselves."""
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), LONGEST, max(0, size - LONGEST)).decode("utf-8", "replace").strip()
 
     def pids(self) -> dict[int, int]:
         return {rank: process.pid for rank, process in self._processes.items()}

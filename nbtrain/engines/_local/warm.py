@@ -17,6 +17,7 @@ import nbtrain.probes as probes
 from nbtrain.engines._local import nursery
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
+from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
     from nbtrain.worker.main import RankConfig
@@ -72,13 +73,16 @@ class Warm:
         theirs.close()
         self.sock = ours
         self.ready = False
+        self._lost = False
+        self._generation = 0
+        """of the pool whose ranks these are; answers that are for another are late"""
         self._pending = False
         """ranks were asked for and are not there yet"""
         self._pids: dict[int, int] = {}
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return not self._lost and self.process.poll() is None
 
     @property
     def settled(self) -> bool:
@@ -89,8 +93,9 @@ class Warm:
 
     def launch(self, configs: Iterable[RankConfig]) -> None:
         """Ask for ranks; `news` tells when they are there."""
-        self._pids, self._pending = {}, True
-        self._say(("fork", list(configs)))
+        configs = list(configs)
+        self._pids, self._pending, self._generation = {}, True, configs[0].generation
+        self._say(("fork", self._generation, configs))
 
     def news(self) -> list[Death]:
         """Which ranks have died. Does not wait."""
@@ -99,11 +104,13 @@ class Warm:
             message = self._hear()
             if message[0] == "ready":
                 self.ready = True
+            elif message[1] != self._generation:
+                continue  # it was given up, and the nursery told to end it
             elif message[0] == "forked":
-                self._pids.update(message[1])
+                self._pids.update(message[2])
                 self._pending = False
             elif message[0] == "died":
-                _, rank, pid, status = message
+                _, _, rank, pid, status = message
                 if self._pids.get(rank) == pid:
                     del self._pids[rank]
                     deaths.append(death(rank, pid, status))
@@ -116,7 +123,15 @@ class Warm:
         self._say(("kill", [self._pids[rank] for rank in ranks if rank in self._pids]))
 
     def release(self) -> None:
-        """The nursery goes on without the pool."""
+        """The nursery goes on without the pool; ranks that it is still to fork end at once."""
+        given_up, self._generation = self._generation, 0
+        try:
+            if not self.settled:
+                self._say(("end", given_up))
+        except PoolError:
+            pass  # it is gone, and every rank with it
+        finally:
+            self._pids, self._pending = {}, False
 
     def close(self) -> None:
         self.sock.close()
@@ -129,17 +144,20 @@ class Warm:
 
     def _say(self, message: Any) -> None:
         try:
-            nursery.send(self.sock, message)
+            with shielded():  # half a message would make nonsense of all that follows
+                nursery.send(self.sock, message)
         except OSError:
             self._gone()
 
     def _hear(self) -> Any:
         try:
-            return nursery.receive(self.sock)
+            with shielded():
+                return nursery.receive(self.sock)
         except (EOFError, OSError):
             self._gone()
 
     def _gone(self) -> None:
+        self._lost = True  # the next `warm()` starts another
         self.process.wait()
         self._errors.seek(0)
         said = self._errors.read().decode("utf-8", "replace").strip()
