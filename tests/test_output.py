@@ -69,6 +69,34 @@ if rank == 0:
     assert result.stderr == "complaint\n"
 
 
+def test_loader_workers_are_heard(notebook: Notebook) -> None:
+    """They are forks of a rank. What they hold on to, as logging does, speaks too; what they display is left out."""
+    notebook("""
+import logging, sys
+class Talking(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i):
+        print('item', i)
+        print('no end of line', end='')
+        display(i)
+        logging.getLogger('mine').warning('warned %d', i)
+        return i""")
+    result = notebook(QUIET + """
+handler = logging.StreamHandler(sys.stderr)
+logging.getLogger('mine').addHandler(handler); logging.getLogger('mine').propagate = False
+print('said by the rank')
+for x in DataLoader(Talking(), num_workers=2, batch_size=2):
+    pass
+logging.getLogger('mine').removeHandler(handler); del handler
+barrier()
+print('said at the end')""")
+    assert result.stdout.count("item ") == 4, result.stdout  # rank 0's half of the eight
+    assert result.stderr.count("warned ") == 4, result.stderr
+    assert result.stdout.count("no end of line") == 4
+    assert result.stdout.count("said by the rank") == result.stdout.count("said at the end") == 1
+    assert all("said otherwise" in data["text/plain"] for data in result.displays)
+
+
 def test_megabytes_do_not_block(notebook: Notebook) -> None:
     result = notebook(QUIET + """
 import os

@@ -60,6 +60,13 @@ class Link:
         self._frames = Frames()
         self._read: list[Message] = []
         self._lock = threading.Lock()
+        self._owner = os.getpid()
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        """A loader's worker is not the rank: two that write to one socket would tear each other's frames."""
+        self._lock = threading.Lock()
+        self._socket.close()
 
     def receive(self) -> Message:
         """The next message; EOFError when the notebook is gone."""
@@ -71,6 +78,8 @@ class Link:
         return self._read.pop(0)
 
     def send(self, event: Event) -> None:
+        if os.getpid() != self._owner:
+            return
         data = frame(event)
         with shielded(), self._lock:  # half a frame would make nonsense of all that follows
             self._socket.sendall(data)

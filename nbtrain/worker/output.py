@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from nbtrain.events import Display, Event, Output, RankState
 
@@ -36,6 +36,7 @@ class Outlet:
         self._size = 0
         self._first: RankState | None = None
         self._lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._in_child)
         self.waiting = threading.Event()
         """set while text waits to be sent"""
 
@@ -48,6 +49,11 @@ class Outlet:
             self.flush()
         elif not self.waiting.is_set():
             self.waiting.set()
+
+    def _in_child(self) -> None:
+        """Another thread may have held the lock, and what waits to be sent is the parent's to send."""
+        self._lock = threading.RLock()
+        self._parts, self._size = [], 0
 
     def begin(self, first: RankState) -> None:
         """A cell begins: `first` goes before all that it shows, or with its end if that comes at once."""
@@ -93,13 +99,24 @@ class Outlet:
 
 
 class Stream(io.TextIOBase):
-    """`sys.stdout` and `sys.stderr` of a rank."""
+    """`sys.stdout` and `sys.stderr` of a rank.
+
+    In a process that the rank forks, such as a loader's worker, nobody sends what is collected here: its text goes to
+    the file descriptor, which the rank reads. Whoever held on to the stream, as logging does, writes there too.
+    """
 
     def __init__(self, name: str, outlet: Outlet, fd: int) -> None:
         super().__init__()
         self._name = name
         self._outlet = outlet
         self._fd = fd
+        self._plain: TextIO | None = None
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        self._plain = open(  # noqa: SIM115 lives as long as the process
+            self._fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )
 
     @property
     def name(self) -> str:
@@ -112,7 +129,9 @@ class Stream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() takes text, not {type(text).__name__}")
-        if text:
+        if self._plain is not None:
+            self._plain.write(text)
+        elif text:
             self._outlet.write(self._name, text)
         return len(text)
 
@@ -127,6 +146,8 @@ class Stream(io.TextIOBase):
 
     def flush(self) -> None:
         """Text is sent by the clock; a flush need not cost a message."""
+        if self._plain is not None:
+            self._plain.flush()
 
     @property
     def buffer(self) -> Any:
