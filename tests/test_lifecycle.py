@@ -13,11 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+import nbtrain.devices as devices
 import nbtrain.engines._local.warm as warm
 from nbtrain.engines.base import Death
 from nbtrain.engines.local import LocalPool
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, RankState
+from nbtrain.magics.parse import parse
+from nbtrain.magics.resolve import Resolver
+from nbtrain.probes import Gpu
 from nbtrain.specs import PoolSpec
 from tests.hygiene import GRACE, describe, gone_within
 from tests.kernels import Kernel
@@ -125,6 +129,21 @@ def test_start_stop_restart_and_status(notebook: Notebook) -> None:
     assert not notebook.running()
     notebook("%%distributed" + LOOP)  # nothing was lost
     notebook("assert opt.state[model[0].weight]['step'] == 9")
+
+
+def test_stop_while_ranks_print_keeps_them(notebook: Notebook) -> None:
+    """An interrupt that comes in the middle of a message must not cost the ranks."""
+    notebook("%%distributed --devices 2 --monitor off\npass")
+    before = notebook.pids()
+    for _ in range(4):
+        cell = notebook.kernel.start(
+            "%%distributed --devices 2 --monitor off\nprint('begun')\nwhile True: print('x' * 9_999)"
+        )
+        notebook.kernel.wait_for(lambda cell=cell: cell.stdout.count("x") > 200_000)
+        notebook.kernel.interrupt()
+        assert (error := notebook.kernel.wait(cell).error) is not None
+        assert error.ename == "KeyboardInterrupt"
+    assert notebook.pids() == before
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
@@ -285,6 +304,25 @@ def test_ranks_take_their_place_in_the_environment_of_the_moment(kernel: Kernel)
     notebook("%%distributed --devices 2\nimport os\nused = os.environ['NCCL_SOCKET_IFNAME']")
     assert notebook("print(used)").stdout != "old0\n"
     notebook("%distributed stop")
+
+
+def test_other_cards_are_another_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:0 is another card after CUDA_VISIBLE_DEVICES was changed between two cells."""
+    cards = tuple(Gpu(index=index, uuid=f"GPU-{index}", name="H100") for index in range(3))
+
+    def here() -> devices.Machine:
+        return devices.Machine(cores=2, gpus=cards, visible=os.environ["CUDA_VISIBLE_DEVICES"], leases=tmp_path)
+
+    monkeypatch.setattr(devices, "here", here)
+    resolver, asked = Resolver(), parse("--devices 1", {})
+    found = []
+    for visible in ("0,1", "2,1", "2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found.append(resolver.pool(asked))
+    assert [(pool.devices, pool.uuids) for pool in found] == [
+        (("cuda:0",), ("GPU-0",)), (("cuda:0",), ("GPU-2",)), (("cuda:0",), ("GPU-2",)),
+    ]  # fmt: skip
+    assert found[0] != found[1] == found[2]
 
 
 def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
