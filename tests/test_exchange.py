@@ -291,6 +291,71 @@ def test_what_the_notebook_drops_is_freed_on_both_sides(sides: Sides) -> None:
     assert not any(sides.traffic.packer._readers.values())
 
 
+def test_what_a_cell_rebinds_does_not_pile_up(sides: Sides) -> None:
+    sides.run("import torch\nw = torch.ones(3); x = w; loss = None; pair = (w, [1])")
+    counts = []
+    for _ in range(5):
+        sides.distributed("x = torch.ones(2); loss = [x.sum()]; pair = (w, [len(pair[1])])")
+        counts.append((len(sides.traffic.table.nodes), len(sides.twins[0].table.nodes)))
+    here, there = zip(*counts, strict=True)
+    assert len(set(here)) == 1
+    assert len(set(there[1:])) == 1
+    kept = sides("pair")[1]
+    sides.out()
+    assert sides.there("pair[0] is w and pair[1] == [1]")
+    assert sides.traffic.table.find(kept) is not None  # inside a tuple, which has no key of its own
+    assert len(sides.twins[0].table.nodes) == here[0]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "instance"])
+@pytest.mark.parametrize("where", ["here", "there", "a name there", "deleted there"])
+def test_what_is_replaced_is_freed_on_both_sides(sides: Sides, where: str, kind: str) -> None:
+    new = {"tensor": "torch.ones(200)", "list": "L()", "instance": "A()"}[kind]
+    sides.run(f"import torch\nclass L(list): pass\nclass A: pass\nbox = {{'t': {new}}}; a = {new}; other = [1]")
+    sides.out()
+    name = "a" if "name" in where or "deleted" in where else "box['t']"
+    mine, twin = weakref.ref(sides(name)), weakref.ref(sides.there(name))
+    edit = f"del {name}" if where == "deleted there" else f"{name} = {new}"
+    if where == "here":
+        sides.run(edit)
+        sides.out(["box"])
+    else:
+        sides.distributed(edit)
+    gc.collect()
+    assert mine() is None
+    sides.out(["other"])
+    gc.collect()
+    assert twin() is None
+    assert sides.unsent() == sides.unsent_there() == []
+
+
+def test_what_is_let_go_of_can_come_back(sides: Sides) -> None:
+    """Where one side still has what the other let go of, both have it again as soon as it is used."""
+    sides.run("box = {'t': [1]}; old = None")
+    sides.out(["box"])
+    sides.run("keep = box['t']; box['t'] = 0")
+    sides.twins[0].namespace["_hidden"] = sides.there("box['t']")
+    sides.distributed("box['t'] = _hidden", ["box"])
+    assert sides("box['t']") == [1]
+    sides.distributed("keep.append(2)", ["box", "keep"])
+    assert sides("keep == [1, 2] and box['t'] == [1]")
+
+
+def test_small_tensors_are_compared_together_though_one_is_let_go_of(sides: Sides) -> None:
+    sides.run("import torch\nts = [torch.full((50,), float(i)) for i in range(20)]; loss = torch.ones(5)")
+    for names in ["ts"], ["loss"]:
+        for _ in range(3):
+            sides.out(names)
+    assert len(sides.traffic.table.bulk._chunks) == 2
+    loss = weakref.ref(sides("loss"))
+    sides.run("loss = None")
+    sides.out(["loss"])
+    gc.collect()
+    assert loss() is None
+    (left,) = sides.traffic.table.bulk._chunks.values()
+    assert len(left.flats) == 20
+
+
 def test_a_view_of_memory_that_the_rank_has_shows_what_the_notebook_has(sides: Sides) -> None:
     sides.run("import torch\nx = torch.arange(6.); a = x[:3]")
     sides.out(["a"])

@@ -8,6 +8,7 @@ that differs is every tensor of the chunk looked at by itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,13 @@ class Bulk:
         self._buffer: torch.Tensor | None = None
         self._doubted: list[tuple[_Chunk, list[Node]]] = []
 
-    def clear(self) -> None:
-        self._chunks.clear()
+    def forget(self, forms: Iterable[Any]) -> None:
+        """No longer hold these tensors. Other chunks stay: to compare all anew takes longer than all else."""
+        flats = {id(form.flat) for form in forms if isinstance(form, Form)}
         self._doubted.clear()
+        for key, chunk in list(self._chunks.items()) if flats else ():
+            if not flats.isdisjoint(map(id, chunk.flats)):
+                del self._chunks[key]
 
     def changed(self, nodes: list[Node]) -> list[Node]:
         """Those that may differ from what was seen of them; of the others it is certain that they do not."""

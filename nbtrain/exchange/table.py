@@ -66,26 +66,27 @@ class Table:
         return node if node is not None and node.obj is obj else None
 
     def drop(self, keys: Iterable[int]) -> None:
-        dropped = False
+        forms = []
         for key in keys:
             node = self.nodes.pop(key, None)
             if node is not None:
-                dropped = True
                 self._forget(node)
+                if node.memo is not None:
+                    forms.append(node.memo)
                 # Another node may still say that it was met behind this one.
                 node.obj = node.seen = node.memo = node.via = node.fixed = None
                 node.children = []
-        if dropped:  # every cell calls this, and comparing anew takes longer than all the rest
-            self.bulk.clear()  # it holds tensors
+        if forms:
+            self.bulk.forget(forms)
 
     def _forget(self, node: Node) -> None:
         identity = node.kind.identity(node.obj)
         if self.by_id.get(identity) is node:  # the object may have come under a second key
             del self.by_id[identity]
 
-    def unreachable(self, roots: Iterable[Any]) -> list[int]:
-        """Keys that none of these objects leads to."""
-        todo = [node for node in map(self.find, roots) if node is not None]
+    def unreachable(self, roots: Iterable[int]) -> list[int]:
+        """Keys of the nodes that none of these leads to."""
+        todo = [self.nodes[key] for key in roots if key in self.nodes]
         reached = {node.key for node in todo}
         while todo:
             node = todo.pop()

@@ -57,6 +57,8 @@ class Walk:
         """keys whose objects could not be edited and were made anew"""
         self.remake: set[int] = set()
         """keys that some receiver lacks: they are made once more"""
+        self.loosened = False
+        """some object holds another no longer"""
         self.children: list[Node] = []
         """nodes met while one object is looked at"""
         self._holder: Node | str = ""
@@ -177,6 +179,7 @@ class Walk:
         before = node.seen, node.children
         try:
             made = node.kind.shell(node, self)
+            self.loosened = self.loosened or _lost(node.fixed, self.children)
             node.fixed = self.children
         finally:
             self._holder, self.children = outer, held
@@ -231,6 +234,7 @@ class Walk:
         if node.fixed:
             self._enqueue(node, node.fixed)
         node.children = self.children
+        self.loosened = self.loosened or _lost(held, self.children)
         self._looked.append((node, before, held))
         if self.quiet:
             return
@@ -284,9 +288,10 @@ class Walk:
 
 
 @calm()
-def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> None:
-    """Take how these nodes are now as what both sides have."""
+def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
+    """Take how these nodes are now as what both sides have; says whether one of them holds another no longer."""
     walk = Walk(table, namespace, quiet=True)
+    loosened = False
     for node in nodes:
         if node.fixed is None:
             walk._holder, walk.children = node, []
@@ -294,4 +299,10 @@ def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> 
             node.fixed = walk.children
         walk._holder, walk.children = node, []
         if node.kind.look(node, walk) is not None:
+            loosened = loosened or _lost(node.children, walk.children)
             node.children = walk.children
+    return loosened
+
+
+def _lost(before: list[Node] | None, now: list[Node]) -> bool:
+    return bool(before) and not {node.key for node in before or ()} <= {node.key for node in now}

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nbtrain.exchange.kinds import ATOMS, numeric
+from nbtrain.exchange.kinds import ATOMS, Make, numeric
+from nbtrain.exchange.kinds.base import keys_in
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, remember
@@ -49,6 +50,8 @@ class Traffic:
         self._numbers = numbers
         self._names: dict[str, Any] = {}
         """what was last sent or brought home under each name"""
+        self._roots: dict[str, set[int]] = {}
+        """the keys in it, and in the options of the last cell"""
         self._lacking: set[int] = set()
         self._streams: States | None = None
         self._told: set[str] = set()
@@ -89,6 +92,8 @@ class Traffic:
             walk.undo()
             raise
         self._lacking &= walk.remake
+        if self._bind(cargo.names, once=OPTION) or walk.loosened:
+            self._sweep()  # told with this cell: what comes home must not name what is forgotten here
         drop, self._dropped = tuple(self._dropped), []
         unbind, self._unbound = tuple(self._unbound), []
         self._names.update({name: self.namespace[name] for name in cargo.names if not name.startswith(OPTION)})
@@ -145,11 +150,16 @@ class Traffic:
         arrival = Arrival(self.table, self.namespace, cargo, buffer, _place)
         touched = arrival.commit()
         self.namespace.update(arrival.names)
+        loosened = any(type(record) is Make and record.anew for record in cargo.records)
         for name in home.deleted:
             self.namespace.pop(name, None)
             self._names.pop(name, None)
+            loosened |= bool(self._roots.pop(name, None))
         self._names.update(arrival.names)
-        remember(self.table, self.namespace, touched)
+        loosened |= self._bind(cargo.names)
+        loosened |= remember(self.table, self.namespace, touched)
+        if loosened:
+            self._sweep()
         if streams is not None and streams != self._streams:  # where the cell drew nothing, they stand already
             restore(streams)
             self._streams = capture()
@@ -199,11 +209,27 @@ class Traffic:
             return
         for name in gone:
             del self._names[name]
+            self._roots.pop(name, None)
         self._unbound += gone
-        keys = self.table.unreachable(self._names.values())
+        self._sweep()
+
+    def _bind(self, encoded: Mapping[str, Any], once: str | None = None) -> bool:
+        """What names lead to now. Says whether one of them leads to an object no more, or did for one cell only."""
+        ended = [name for name in self._roots if once is not None and name.startswith(once)]
+        before = [self._roots.pop(name) for name in ended]
+        loosened = any(before)
+        for name, value in encoded.items():
+            keys = set(keys_in(value))
+            loosened |= not self._roots.get(name, set()) <= keys
+            self._roots[name] = keys
+        return loosened
+
+    def _sweep(self) -> None:
+        """The ranks are told with the next cell."""
+        keys = self.table.unreachable(key for roots in self._roots.values() for key in roots)
+        self._dropped += keys
         self.table.drop(keys)
         self._lacking.difference_update(keys)
-        self._dropped += keys
 
     def names(self) -> tuple[str, ...]:
         """Names whose objects the ranks hold."""

@@ -9,6 +9,7 @@ import pathlib
 import re
 import types
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,15 @@ class Packed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Packed, (self.kind, self.parts)
+
+
+def keys_in(value: Any) -> Iterator[int]:
+    """Of the nodes that an encoded value refers to."""
+    if type(value) is Ref:
+        yield value.key
+    elif type(value) is Packed:
+        for part in value.parts:
+            yield from keys_in(part)
 
 
 @dataclass(slots=True)
