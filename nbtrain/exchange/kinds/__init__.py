@@ -8,6 +8,7 @@
     arrays.py      NumPy arrays
     tensors.py     tensors and the memory they show
     numeric.py     which of them are dense memory
+    random.py      random generators
     learning.py    modules, optimizers, schedulers, loaders
 
 `kind_of` decides; None means that an object travels as it is, by value or by name.
@@ -21,7 +22,7 @@ import typing
 import weakref
 from typing import Any
 
-from nbtrain.exchange.kinds import classes, code, containers, learning, numeric, objects
+from nbtrain.exchange.kinds import classes, code, containers, learning, numeric, objects, random
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
 
 _BY_TYPE: dict[type, Kind] = {
@@ -38,6 +39,7 @@ _BY_NAME: dict[str, Kind] = {
         objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
+        random.TORCH, random.BITS, random.NUMPY,
     )
 }  # fmt: skip
 
@@ -60,7 +62,7 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     if cls in (types.BuiltinFunctionType, types.MethodWrapperType):
         bound = getattr(obj, "__self__", None)
         return None if bound is None or isinstance(bound, (types.ModuleType, type)) else code.BUILTIN_METHOD
-    kind = numeric.kind_of(obj) or learning.kind_of(obj)
+    kind = numeric.kind_of(obj) or learning.kind_of(obj) or random.kind_of(obj)
     if kind is not None:
         return kind
     if isinstance(obj, tuple):
