@@ -3,10 +3,10 @@
     names.py         which names a cell reads
     residence.py     who holds what: the table of twins, the walk that finds what changed, the putting in place
     kinds/           how each kind of object is looked at, made and edited in place
-    rebuild.py       functions and classes that a notebook defined, made again on the other side
     fingerprint.py   numbers that tell whether content changed
     parcel.py        bytes: one pickle and shared memory beside it
     pickle_check.py  what cannot travel, named
 
-Nothing here imports IPython or torch: a namespace is handed in, and torch is looked up when the notebook has it.
+Nothing here imports IPython: a namespace is handed in. Importing these modules imports neither torch nor NumPy:
+functions that handle their objects do, when the notebook has them.
 """
