@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TorchGenerator(Kind):
-    """A `torch.Generator`. Its device's type travels; where that is lives nowhere here, so does the generator."""
+    """A `torch.Generator`. Twins on different sorts of devices keep a state each: they cannot share one."""
 
     name = "torch generator"
     lasting = True
