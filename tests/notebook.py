@@ -1,8 +1,8 @@
 """What most cells of the end-to-end tests begin with, and how they are run.
 
-    notebook = Notebook(kernel)
-    notebook("model = net()")              # a cell that must not raise; what it shows is returned
-    notebook.fails("%%distributed\\n1/0")   # one that must; its error is returned
+notebook = Notebook(kernel)
+notebook("model = net()")              # a cell that must not raise; what it shows is returned
+notebook.fails("%%distributed\\n1/0")   # one that must; its error is returned
 """
 
 from __future__ import annotations

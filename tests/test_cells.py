@@ -123,7 +123,9 @@ def scaled(x): return -x""")
 
 
 def test_a_helper_sees_the_model_that_is_trained(notebook: Notebook) -> None:
-    notebook(TRAIN + """
+    notebook(
+        TRAIN
+        + """
 def accuracy():
     with torch.no_grad():
         return (model(X).argmax(1) == Y).float().mean().item()
@@ -131,7 +133,8 @@ def fit(epochs):
     for _ in range(epochs):
         for x, y in loader:
             F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
-first = accuracy()""")
+first = accuracy()"""
+    )
     notebook("%%distributed --devices 2\nfit(8)\nthere = accuracy()")
     notebook("assert there == accuracy() > max(first, 0.8), (first, there, accuracy())")
 
@@ -223,10 +226,13 @@ def test_the_strategy_is_chosen_by_the_number_of_devices(notebook: Notebook) -> 
 
 
 def test_accumulation_equals_larger_batches(notebook: Notebook) -> None:
-    notebook(TRAIN + """
+    notebook(
+        TRAIN
+        + """
 import copy
 other = copy.deepcopy(model); opt1 = adamw(other)
-torch.manual_seed(5)""")
+torch.manual_seed(5)"""
+    )
     notebook("%%distributed --devices 2 --accumulate 3" + LOOP)
     notebook("""
 torch.manual_seed(5)
@@ -257,22 +263,28 @@ def test_a_model_made_in_the_cell_has_to_be_set_up(notebook: Notebook) -> None:
 
 
 def test_loader_workers_on_the_ranks(notebook: Notebook) -> None:
-    notebook(TRAIN + """
+    notebook(
+        TRAIN
+        + """
 class Own(torch.utils.data.Dataset):
     def __len__(self): return 32
     def __getitem__(self, i): return X[i], Y[i]
-loader = DataLoader(Own(), batch_size=4, shuffle=True, num_workers=2)""")
+loader = DataLoader(Own(), batch_size=4, shuffle=True, num_workers=2)"""
+    )
     notebook("%%distributed --devices 2" + LOOP + "steps = gather(len(loader))")
     notebook("%%distributed --devices 2" + LOOP)
     notebook("assert steps == [4, 4] and opt.state[model[0].weight]['step'] == 8")
 
 
 def test_in_the_kernel_a_breakpoint_stops_in_the_cell(notebook: Notebook) -> None:
-    notebook(TRAIN + """
+    notebook(
+        TRAIN
+        + """
 import pdb
 stops = []
 pdb.set_trace = lambda *a, **k: stops.append(model)
-losses = []""")
+losses = []"""
+    )
     keep = "    losses.append(loss.item())\n"
     shown = notebook("%%distributed --engine inprocess\npdb.set_trace()" + LOOP + keep + "len(losses)")
     assert "in the kernel" in shown.stdout
@@ -287,14 +299,17 @@ losses = []""")
 
 
 def test_a_strategy_written_in_a_cell(notebook: Notebook) -> None:
-    notebook(TRAIN + """
+    notebook(
+        TRAIN
+        + """
 from nbtrain import Strategy
 class Mine(Strategy):
     '''Every rank sees everything, and says what it was given.'''
     def share(self, rank, world_size): return 0, 1
     def set_up(self, component):
         print('set up', sorted(component.modules))
-        return super().set_up(component)""")
+        return super().set_up(component)"""
+    )
     shown = notebook("%%distributed -s Mine --devices 2\nsteps = gather(len(loader))" + LOOP)
     assert "Mine · 2 ranks" in shown.stdout
     assert "set up ['model']" in shown.stdout

@@ -36,14 +36,17 @@ QUIET = "%%distributed --devices 2 --monitor off\n"
 
 
 def test_text_and_displays_come_in_the_order_in_which_they_were_made(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 import sys
 print('one')
 display('two')
 print('three', file=sys.stderr)
 print('four')
 display({'text/plain': 'five'}, raw=True)
-'six'""")
+'six'"""
+    )
     kinds = [out["type"] for out in result.outputs]
     assert kinds == ["stream", "display_data", "stream", "stream", "display_data", "display_data"], result.outputs
     assert result.text.split() == ["one", "'two'", "three", "four", "five", "'six'"]
@@ -51,7 +54,9 @@ display({'text/plain': 'five'}, raw=True)
 
 
 def test_c_libraries_and_subprocesses_are_heard(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 import ctypes, os, subprocess
 libc = ctypes.CDLL(None)
 if rank == 0:
@@ -61,7 +66,8 @@ if rank == 0:
     found = !echo captured
     assert found == ['captured'], found
     !echo from the bang
-    libc.puts(b'unflushed')""")
+    libc.puts(b'unflushed')"""
+    )
     lines = result.stdout.splitlines()
     for text in ("from C", "from system", "from run", "from the bang", "unflushed"):
         assert text in lines
@@ -81,7 +87,9 @@ class Talking(torch.utils.data.Dataset):
         display(i)
         logging.getLogger('mine').warning('warned %d', i)
         return i""")
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 handler = logging.StreamHandler(sys.stderr)
 logging.getLogger('mine').addHandler(handler); logging.getLogger('mine').propagate = False
 print('said by the rank')
@@ -89,7 +97,8 @@ for x in DataLoader(Talking(), num_workers=2, batch_size=2):
     pass
 logging.getLogger('mine').removeHandler(handler); del handler
 barrier()
-print('said at the end')""")
+print('said at the end')"""
+    )
     assert result.stdout.count("item ") == 4, result.stdout  # rank 0's half of the eight
     assert result.stderr.count("warned ") == 4, result.stderr
     assert result.stdout.count("no end of line") == 4
@@ -98,22 +107,28 @@ print('said at the end')""")
 
 
 def test_megabytes_do_not_block(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 import os
 if rank == 0:
     for i in range(500):
         print('x' * 9_999)
     os.write(1, b'y' * 1_000_000)
-barrier()""")
+barrier()"""
+    )
     assert result.stdout.count("x") == 500 * 9_999
     assert result.stdout.count("y") == 1_000_000
 
 
 def test_a_progress_bar_stays_one_line(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 from tqdm import tqdm
 for _ in tqdm(range(20), desc='epoch'):
-    pass""")
+    pass"""
+    )
     assert "\repoch: 100%" in result.stderr
     assert result.stderr.count("\n") == 1
     assert "otherwise" not in result.text
@@ -121,12 +136,15 @@ for _ in tqdm(range(20), desc='epoch'):
 
 def test_figures(notebook: Notebook) -> None:
     notebook("import matplotlib.pyplot as plt")
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 print('above')
 plt.plot([1, 2, 3]); plt.title(f'rank {rank}')
 plt.show()
 print('between')
-figure, axes = plt.subplots(); axes.plot([3, 1]);""")
+figure, axes = plt.subplots(); axes.plot([3, 1]);"""
+    )
     assert [("image/png" in data) for data in result.displays] == [True, True]
     assert result.text.index("above") < result.text.index("<Figure") < result.text.index("between")
     (shown,) = notebook("assert axes.figure is figure and figure.axes[0] is axes\nfigure").displays
@@ -141,32 +159,41 @@ def test_the_last_expression(notebook: Notebook) -> None:
 
 
 def test_rich_displays_and_their_updates(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 from IPython.display import HTML, display, update_display
 display(HTML('<b>bold</b>'))
 display('first', display_id='status')
 handle = display('mine', display_id=True)
 update_display('last', display_id='status')
-handle.update('yours')""")
+handle.update('yours')"""
+    )
     assert [data.get("text/html") for data in result.displays] == ["<b>bold</b>", None, None]
     assert [data["text/plain"] for data in result.displays[1:]] == ["'last'", "'yours'"]
 
 
 def test_clear_output(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 from IPython.display import clear_output
 print('wrong')
 clear_output()
-print('right')""")
+print('right')"""
+    )
     assert result.stdout == "right\n"
 
 
 def test_warnings_and_logging(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 import logging, warnings
 if rank == 0:
     warnings.warn('mind the gap')
-    logging.getLogger('mine').warning('said so')""")
+    logging.getLogger('mine').warning('said so')"""
+    )
     assert "UserWarning: mind the gap" in result.stderr
     assert "warnings.warn('mind the gap')" in result.stderr
     assert "said so" in result.stderr
@@ -174,7 +201,9 @@ if rank == 0:
 
 
 def test_await_and_magics(notebook: Notebook) -> None:
-    result = notebook(QUIET + """
+    result = notebook(
+        QUIET
+        + """
 import asyncio
 await asyncio.sleep(0)
 async def answer(): return 41 + 1
@@ -183,7 +212,8 @@ print(await answer())
 if rank == 0:
     %env NBTRAIN_SAYS=hello
     !echo $NBTRAIN_SAYS
-    !echo $y {y + 1}""")
+    !echo $y {y + 1}"""
+    )
     assert "42\n" in result.stdout
     assert "Wall time" in result.stdout
     assert result.stdout.split()[-3:] == ["hello", "45", "46"]
@@ -230,12 +260,15 @@ def test_output_all_and_files(notebook: Notebook) -> None:
 
 
 def test_text_is_seen_while_the_cell_runs(notebook: Notebook) -> None:
-    result = notebook.kernel.start(QUIET + """
+    result = notebook.kernel.start(
+        QUIET
+        + """
 import os, time
 print('started')
 while not os.path.exists('go on'):
     time.sleep(0.01)
-barrier()""")
+barrier()"""
+    )
     notebook.kernel.wait_for(lambda: "started" in result.stdout, 20)
     assert not result.done
     (notebook.kernel.home / "go on").touch()

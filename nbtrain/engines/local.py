@@ -40,7 +40,7 @@ class LocalPool:
         _generations += 1
         self.spec = spec
         if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
-            raise UsageError(f"--start fork is not possible here: {why}")
+            raise UsageError(why)
         threads = devices.threads_per_rank(spec.world_size, probes.cores_allowed())
         self.ranks = tuple(
             RankInfo(rank=rank, world_size=spec.world_size, local_rank=rank, device=device, threads=threads)
