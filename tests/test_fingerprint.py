@@ -30,11 +30,16 @@ def test_two_values_exchanged_are_seen(size: int) -> None:
     assert checksum(data) != number
 
 
-@pytest.mark.parametrize("apart", [1, 16, LANES, 2 * LANES, BLOCK * LANES, 32749])
-@pytest.mark.parametrize("count", [4093, 8200, 20_000, 300_000, (1 << 21) + 5])
+@pytest.mark.parametrize(
+    ("count", "apart"),
+    [
+        (count, apart)
+        for count in (4093, 8200, 20_000, 300_000, (1 << 21) + 5)
+        for apart in (1, 16, LANES, 2 * LANES, BLOCK * LANES, 32749)
+        if apart < count
+    ],
+)
 def test_a_value_that_moves_or_trades_places_is_seen_wherever_it_goes(count: int, apart: int) -> None:
-    if apart >= count:
-        pytest.skip("there is no such place")
     for start in {0, 7, (count - apart) // 2, count - apart - 1}:
         data = torch.zeros(count, dtype=torch.int64)
         data[start] = 1
@@ -55,7 +60,7 @@ def test_a_value_that_moves_or_trades_places_is_seen_wherever_it_goes(count: int
         assert checksum(ordered) != checksum(traded)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_same_on_a_device(size: int) -> None:
     data = torch.randint(0, 255, (size,), dtype=torch.uint8)
