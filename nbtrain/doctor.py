@@ -41,14 +41,9 @@ PACKAGES: Mapping[str, str] = {
 """What nbtrain cannot do without, and from which version."""
 
 PLACES: Mapping[str, str] = {
-    "Colab": "nbtrain's server extension is not loaded here: ■ stops a run, the dashboard's own button waits for the "
-    "cell; do not upgrade ipython or ipykernel, the session depends on their versions",
-    "Kaggle": "nbtrain's server extension is not loaded here: ■ stops a run; widgets installed by pip may not show, "
-    "then write --monitor html",
-    "Databricks": "nbtrain's server extension is not loaded here: ■ stops a run; if the widget does not show, write "
-    "--monitor html",
-    "VS Code": "there is no Jupyter page and so no server extension: ■ stops a run, the dashboard's own button waits "
-    "for the cell",
+    "Colab": "do not upgrade ipython or ipykernel, the session depends on their versions; nbtrain was not run here",
+    "Kaggle": "nbtrain was not run here; if the table of ranks does not show, write --monitor text",
+    "Databricks": "nbtrain was not run here; if the table of ranks does not show, write --monitor text",
     "Python": "no notebook is running in this process: what is said about the kernel is about this process",
 }
 
@@ -133,7 +128,7 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
             yield Finding(
                 "warn",
                 "versions",
-                f"ipykernel {found} loses what threads print and show: a run's output and dashboard may stand still",
+                f"ipykernel {found} loses what threads print and show: a run's output may stand still",
                 'pip install "ipykernel>=6.17,!=7.0.*" and restart the kernel',
             )
         elif least is not None and _numbers(found) < _numbers(least):

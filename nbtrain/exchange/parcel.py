@@ -103,12 +103,6 @@ class Packer:
             self._readers.get(number, set()).discard(reader)
         self._shrink()
 
-    def forget(self, reader: int | None = None) -> None:
-        """A reader (or all of them) is gone, and its maps with it."""
-        for readers in self._readers.values():
-            readers.clear() if reader is None else readers.discard(reader)
-        self._shrink()
-
     def close(self) -> None:
         for segment in self._segments.values():
             segment.close()
