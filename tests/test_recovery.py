@@ -40,6 +40,20 @@ def test_a_screen_that_fails_does_not_leave_the_cell_to_the_next_one(nb: Noteboo
     nb("os.chdir('/')")
 
 
+def test_ranks_that_were_cut_short_at_different_places_do_not_go_on(nb: Notebook) -> None:
+    """A collective that one rank had begun and the other had not would pair up with the next cell's, for ever."""
+    nb("m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)")
+    ranks = nb.pids()
+    nb.fails("%%distributed -d 2\nimport torch.distributed as dist\n"
+             "if rank == 0: work = dist.all_reduce(torch.ones(1), async_op=True)\nraise ValueError(rank)")  # fmt: skip
+    nb("%%distributed -d 2\nm(torch.ones(1, 2)).sum().backward(); o.step()", timeout=20)
+    assert not {*ranks} & {*nb.pids()}
+    before = nb.pids()
+    nb.fails("%%distributed -d 2\n1 / 0")
+    nb("%%distributed -d 2\npass")
+    assert nb.pids() == before, "all of them failed alike: they go on"
+
+
 def test_starting_twice_does_not_wait_for_ever(nb: Notebook) -> None:
     nb("%distributed start --devices 2")
     nb("%distributed start --devices 2")

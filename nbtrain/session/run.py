@@ -229,12 +229,21 @@ class CellRun:
                 self.failed, freed, self.spec.pool.world_size,
                 lambda rank, packed: traffic.open_alone(rank, packed, "exception"),
             )  # fmt: skip
-        if stuck:
+        if stuck or not self._in_step():
             held.lose()
         else:
             held.forget()
         self._over = True
         raise error
+
+    def _in_step(self) -> bool:
+        """Whether the ranks have taken part in the same collectives. If not, the next one would pair up with one that
+        was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
+        if self.spec.pool.world_size == 1 or not self.everybody:  # collectives are refused on some ranks only
+            return True
+        ends = {(failed.name, failed.text, failed.steps) for failed in self.failed.values()}
+        alike = len(self.failed) == self.spec.pool.world_size and len(ends) == 1
+        return alike and not any(failed.interrupted for failed in self.failed.values())
 
     def _come_home(self, traffic: Traffic) -> None:
         done = self.finished[self.lead]
