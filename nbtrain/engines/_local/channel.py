@@ -1,7 +1,7 @@
 """The kernel's end of the channel: one Unix socket to each rank.
 
-Plain sockets and no message queue between: each thread that a message passes through has to be woken, and
-with more ranks than cores that is most of what an empty cell costs.
+Plain sockets and no message queue between: each thread that a message passes through has to be woken, which
+an empty cell notices.
 """
 
 from __future__ import annotations
