@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections.abc import Set
 from types import CodeType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 
 class CodeNames(NamedTuple):
-    reads: frozenset[str]
-    writes: frozenset[str]
+    reads: Set[str]
+    writes: Set[str]
 
 
 READ, WRITE, WRITE_OWN, EXTEND, JUMP = range(1, 6)

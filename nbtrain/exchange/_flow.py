@@ -7,10 +7,11 @@ needed, or `it = iter(loader)` would capture an old `it`, which cannot even be p
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from nbtrain.exchange import _magic_text
-from nbtrain.exchange._code import code_names
+from nbtrain.exchange._code import CodeNames, code_names
+from nbtrain.exchange._statement import compiled, may_leave, plain
 
 Settled = frozenset[str]
 """names the cell has surely bound or deleted: what the notebook has under them no longer matters"""
@@ -18,8 +19,8 @@ Settled = frozenset[str]
 UNSEEN = frozenset({"exec", "globals", "locals", "vars"})
 """built-ins that can bind names nobody can see in the source"""
 
+_SIMPLE = {ast.Expr, ast.Assign, ast.AugAssign}
 _LEAVING = (ast.Raise, ast.Break, ast.Continue)
-_LAZY = tuple(getattr(ast, name) for name in ("Lambda", "TypeAlias") if hasattr(ast, name))
 _TRY: tuple[type, ...] = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 
 
@@ -52,6 +53,8 @@ class Flow:
         return after
 
     def _statement(self, node: ast.stmt, settled: Settled) -> Settled | None:
+        if type(node) in _SIMPLE:
+            return self._use(node, settled)
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             after: Settled | None = self._loop(node, settled)
         elif isinstance(node, ast.If):
@@ -71,9 +74,9 @@ class Flow:
             if isinstance(node, ast.Delete):
                 self.deleted |= {target.id for target in node.targets if isinstance(target, ast.Name)}
             return None if isinstance(node, ast.Raise) else after
-        leaves = ast.Raise if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) else _LEAVING
-        if any(isinstance(child, leaves) for child in ast.walk(node)):
-            self._sure = False
+        if self._sure:
+            loop = isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+            self._sure = not may_leave(node, _LEAVING[:1] if loop else _LEAVING)
         return after
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, settled: Settled) -> Settled:
@@ -147,41 +150,26 @@ class Flow:
 
     def _bind(self, target: ast.expr, settled: Settled) -> Settled:
         """`for a[i], b in …` reads a and i and binds b: as an assignment does."""
-        assignment = ast.Assign(targets=[target], value=ast.Constant(None))
-        return self._use(ast.fix_missing_locations(ast.copy_location(assignment, target)), settled)
+        assignment = ast.Assign(targets=[target], value=ast.copy_location(ast.Constant(None), target))
+        return self._use(ast.copy_location(assignment, target), settled)
 
     def _use(self, node: ast.stmt | ast.expr, settled: Settled) -> Settled:
         """A statement or expression without blocks of its own that are ordered: what it reads, writes and settles."""
-        statement = node if isinstance(node, ast.stmt) else ast.copy_location(ast.Expr(node), node)
-        module = ast.Module([statement], [])
-        found = code_names(compile(module, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True), module=True)
-        stored: set[str] = set()
-        loaded: dict[str, int] = {}
-        for name in _surely_evaluated(node):
-            if isinstance(name.ctx, ast.Store):
-                stored.add(name.id)
-            else:
-                loaded.setdefault(name.id, name.lineno + self._offset)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            stored.add(node.name)
-            if node.name not in _evaluated_now(node):
-                # a function that calls itself, a method that names its class: the new one, not the notebook's
-                found = found._replace(reads=found.reads - {node.name})
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            stored |= found.writes
-        elif isinstance(node, ast.Delete):
-            stored |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        names = plain(node) or compiled(node, _compiled(node))
+        found = names.found
         if self._sure:
-            for name_, line in loaded.items():
+            for name, line in names.loaded.items():
                 # what the statement itself stores by := may come first
-                if name_ in found.reads and name_ not in self.writes and name_ not in settled:
-                    self.certain.setdefault(name_, line)
-        self.reads |= found.reads - settled
-        self.writes |= found.writes
-        self.opaque = self.opaque or bool(found.reads & UNSEEN)
+                if name in found.reads and name not in self.writes and name not in settled:
+                    self.certain.setdefault(name, line + self._offset)
+        if found.reads:
+            self.reads |= found.reads - settled
+        if found.writes:
+            self.writes |= found.writes
+        self.opaque = self.opaque or not UNSEEN.isdisjoint(found.reads)
         if "get_ipython" in found.reads:
             settled |= self._magics(node, settled)
-        return settled | stored
+        return settled | names.stored if names.stored else settled
 
     def _magics(self, node: ast.AST, settled: Settled) -> Settled:
         calls = [child for child in ast.walk(node) if isinstance(child, ast.Call)]
@@ -215,6 +203,12 @@ class Flow:
         return settled | magic.binds
 
 
+def _compiled(node: ast.stmt | ast.expr) -> CodeNames:
+    statement = node if isinstance(node, ast.stmt) else ast.copy_location(ast.Expr(node), node)
+    module = ast.Module([statement], [])
+    return code_names(compile(module, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True), module=True)
+
+
 def _common(ways: Iterable[Settled | None]) -> Settled | None:
     """What is settled whichever way was taken; None when no way falls through."""
     open_ways = [way for way in ways if way is not None]
@@ -226,54 +220,3 @@ def _swallows(node: ast.expr) -> bool:
     function = node.func if isinstance(node, ast.Call) else node
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     return name in {"suppress", "raises", "assertRaises"}
-
-
-def _evaluated_now(node: ast.AST) -> set[str]:
-    """The names looked up while a definition is made, rather than when what it defines is called."""
-    names: set[str] = set()
-    ahead: list[ast.AST | None] = [node]
-    while ahead:
-        part = ahead.pop()
-        if isinstance(part, ast.Name):
-            names.add(part.id)
-        elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            ahead += [*part.decorator_list, *part.args.defaults, *part.args.kw_defaults]
-        elif isinstance(part, ast.Lambda):
-            ahead += [*part.args.defaults, *part.args.kw_defaults]
-        elif part is not None:
-            ahead += ast.iter_child_nodes(part)
-    return names
-
-
-def _surely_evaluated(root: ast.AST) -> Iterator[ast.Name]:
-    """The names a statement looks up or binds whatever its values are: no bodies, no right side of `and`."""
-    ahead: list[ast.AST | None] = [root]  # no recursion: a sum of a thousand terms is a thousand levels deep
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, ast.Name):
-            yield node
-        elif node is not None:
-            ahead += reversed(_parts(node))
-
-
-def _parts(node: ast.AST) -> list[ast.AST | None]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
-    if isinstance(node, ast.ClassDef):
-        return [*node.decorator_list, *node.bases, *node.keywords]
-    if isinstance(node, _LAZY):
-        return [*node.args.defaults, *node.args.kw_defaults] if isinstance(node, ast.Lambda) else []
-    if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-        return [node.generators[0].iter]
-    if isinstance(node, ast.BoolOp):
-        return [node.values[0]]
-    if isinstance(node, (ast.IfExp, ast.Assert)):
-        return [node.test]
-    if isinstance(node, ast.Compare):
-        return [node.left, node.comparators[0]]
-    if isinstance(node, ast.AnnAssign):
-        return [node.value, node.target] if node.value is not None else []
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        read = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
-        return [read, node.target, node.value]
-    return list(ast.iter_child_nodes(node))

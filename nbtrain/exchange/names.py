@@ -20,9 +20,11 @@ from typing import Any
 
 from nbtrain.exchange._flow import UNSEEN, Flow
 from nbtrain.exchange._objects import Objects
+from nbtrain.exchange.calm import calm
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(r"__\w*__|_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|_exit_code|In|Out|get_ipython")
+_OF_THE_SHELL = {"In", "Out", "get_ipython"}
 _SHELL_GIVES = {"exit", "quit", "open"}
 
 
@@ -57,10 +59,11 @@ class Captured:
 
 def private(name: str) -> bool:
     """Dunder names and IPython's own (`_`, `_i3`, `Out`): they differ between notebook and rank, and never cross."""
-    return _PRIVATE.fullmatch(name) is not None
+    return (name[:1] == "_" or name in _OF_THE_SHELL) and _PRIVATE.fullmatch(name) is not None
 
 
 @lru_cache(maxsize=256)
+@calm()
 def analyse(source: str) -> CellNames:
     """`source`: the cell after IPython's transformation, so that magics are calls. SyntaxError as from `compile`."""
     flow = Flow()
@@ -74,6 +77,7 @@ def analyse(source: str) -> CellNames:
     )
 
 
+@calm()
 def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = ()) -> Captured:
     """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`."""
     objects = Objects(namespace)
