@@ -213,18 +213,34 @@ class Runtime:
 
         return clip
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.running:
-            return
-        if self.info.world_size > 1 and not self.strategy.hands_off:
+            return None
+        several = self.info.world_size > 1 and not self.strategy.hands_off
+        if several:
             self.workshop.guard(optimizer)
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
         self.steps.stepping = True
+        return _with_common_loss(args, kwargs) if several else None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.running:
             self.steps.stepped(optimizer)
+
+
+def _with_common_loss(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments of `step`, whose closure now returns the mean of the ranks' losses. LBFGS decides by the loss when
+    it has searched enough: by losses of their own the ranks would part, and wait for each other for ever."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    def common() -> Any:
+        loss = closure()
+        return collectives.reduce(loss) if isinstance(loss, (torch.Tensor, float)) else loss
+
+    return ((args[0], common, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": common})
 
 
 def _scaled(tensors: Any, grads: Any, share: float) -> Any:
