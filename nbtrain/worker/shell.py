@@ -22,6 +22,7 @@ from traitlets.config import Config
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.messages import Source
 from nbtrain.worker.output import Outlet
+from nbtrain.worker.packages import Packages
 
 INLINE = "module://matplotlib_inline.backend_inline"
 
@@ -59,6 +60,7 @@ class RankShell(InteractiveShell):
     display_pub_class = _Publisher
     displayhook_class = _Hook
     outlet: Outlet
+    packages: Packages
     _events: asyncio.AbstractEventLoop | None = None
     muted = False
     traceback_lines: list[str]
@@ -74,6 +76,13 @@ class RankShell(InteractiveShell):
 
     def atexit_operations(self) -> None:
         """Nothing to save."""
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """`%matplotlib inline` ends here as well; no window of a rank is seen by anybody."""
+        if gui not in (None, "inline", "agg"):
+            raise UsageError(
+                f"a rank has no screen for {gui} windows: write %matplotlib inline, figures show in the cell"
+            )
 
     def system_piped(self, cmd: str) -> None:
         from IPython.utils.process import system
@@ -176,6 +185,7 @@ def make_shell(module: Any = None) -> RankShell:
         os.environ.setdefault("IPYTHONDIR", os.path.join(where, f"nbtrain-ipython-{os.getuid()}"))
     main = sys.modules.get("__main__")
     shell = RankShell.instance(config=config, user_module=module)
+    shell.packages = Packages()
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
 
