@@ -9,6 +9,7 @@ from typing import Any
 import nbtrain.registry as registry
 from nbtrain.errors import UsageError
 from nbtrain.session import inkernel
+from nbtrain.session.aging import Aging
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured
 from nbtrain.session.ranks import Ranks
@@ -25,6 +26,7 @@ class Session:
         self.shell = shell
         self.ranks = Ranks(shell)
         self.ranks.on_idle = on_idle
+        self.aging = Aging(shell)
         shell.events.register("post_run_cell", self._between_cells)
         atexit.register(self.stop)  # who forks ranks from a nursery has others to clean up; who spawns them has not
 
@@ -35,6 +37,8 @@ class Session:
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)
             return
+        for line in self.aging.lines(forks=run.pool.start == "fork"):
+            print(line)
         self._have(run.pool)
         CellRun(self.shell, self.ranks, run, cell, names).run()
 
@@ -53,6 +57,11 @@ class Session:
         if self.ranks.pool is not None:
             spec = self.ranks.pool.spec
             self.stop()
+            from nbtrain.engines._local import warm
+
+            if self.aging.packages.moved:  # who forks the ranks has imported some too
+                warm.close()
+                self.aging.packages.moved = False
             self.start(spec)
 
     def status(self) -> str:
@@ -66,9 +75,9 @@ class Session:
         self.shell.events.unregister("post_run_cell", self._between_cells)
         atexit.unregister(self.stop)
         self.stop()
-        from nbtrain.engines._local.warm import close
+        from nbtrain.engines._local import warm
 
-        close()
+        warm.close()
 
     def _have(self, pool: PoolSpec) -> None:
         note = self.ranks.have(pool)
@@ -76,5 +85,6 @@ class Session:
             print(note)
 
     def _between_cells(self, *_: Any) -> None:
+        self.aging.look()
         if self.ranks.traffic is not None:
             self.ranks.traffic.let_go()

@@ -210,8 +210,13 @@ class Rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
-        if (complaint := self.taken.take(run.surroundings)) is not None:
-            self.outputs.outlet.write("stderr", complaint + "\n")
+        complaints = self.taken.take(run.surroundings)
+        again, gone = self.taken.refresh()
+        for line in (*complaints, *gone):
+            self.outputs.outlet.write("stderr", line + "\n")
+        if again:  # what was prepared may call what is no more
+            self._close_runtime()
+            self._found = None
         self.shell.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
@@ -221,7 +226,9 @@ class Rank:
             adopt_streams(runtime.randomness, run.streams)
         if touched:
             self._state("preparing")
-        notes = runtime.begin(spec, self._objects(names, bool(touched)))
+        notes = list(runtime.begin(spec, self._objects(names, bool(touched))))
+        if again:
+            notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         lead = self.info.rank == run.ranks[0]
         self.twins.start(touched, lead)
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))

@@ -5,12 +5,14 @@ They are the notebook's: what a cell changed of them on a rank is put back befor
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from nbtrain.messages import Surroundings
+from nbtrain.worker.modules import Modules
 
 
 def torch_flags() -> dict[str, Any] | None:
@@ -40,9 +42,10 @@ class Taken:
         self._environ: Mapping[str, str] | None = None
         self._flags: Mapping[str, Any] | None = None
         self._raw: Any = None
+        self._modules = Modules()
 
-    def take(self, new: Surroundings) -> str | None:
-        """Before a cell; what could not be done, in a sentence."""
+    def take(self, new: Surroundings) -> list[str]:
+        """Before a cell; what could not be done, in sentences."""
         self._directory = new.directory or self._directory
         self._path = new.path or self._path
         self._flags = new.torch_flags or self._flags
@@ -53,17 +56,24 @@ class Taken:
             self._shell.colors = new.colors
         if self._flags is not None:
             _set_torch(self._flags)
-        return self._enter()
+        importlib.invalidate_caches()  # files may have been made since Python last looked
+        stale = self._shell.packages.look(self._modules.as_read)
+        return [*self._enter(), *(change.sentence("the ranks still run", "%distributed restart") for change in stale)]
 
-    def _enter(self) -> str | None:
+    def refresh(self) -> tuple[list[str], list[str]]:
+        """Local modules, as they are on the disk now: which were loaded again, and a sentence for each that is gone."""
+        again, gone = self._modules.refresh(self._shell.user_ns)
+        return again, [f"module {name!r} is gone from the disk; the ranks go on with what they loaded" for name in gone]
+
+    def _enter(self) -> list[str]:
         if self._directory is None:
-            return None
+            return []
         try:
             if _directory() != self._directory:
                 os.chdir(self._directory)
         except OSError as error:
-            return f"a rank cannot enter {self._directory}: {error.strerror}"
-        return None
+            return [f"a rank cannot enter {self._directory}: {error.strerror}"]
+        return []
 
     def _environment(self, new: Mapping[str, str] | None) -> None:
         raw = getattr(os.environ, "_data", None)
