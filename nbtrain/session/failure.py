@@ -12,16 +12,21 @@ from nbtrain.events import Failed
 
 
 def exception(
-    failed: Mapping[int, Failed], freed: Iterable[int], world_size: int, open_packed: Callable[[int, bytes], Any]
+    failed: Mapping[int, Failed],
+    freed: Iterable[int],
+    world_size: int,
+    open_packed: Callable[[int, bytes], Any],
+    hint: Callable[[Failed], str] = lambda failed: "",
 ) -> BaseException:
-    """The first failure that was not an interruption by us, raised as what it was."""
+    """The first failure that was not an interruption by us, raised as what it was. `hint`: what else is to be said."""
     first = min(failed.values(), key=lambda f: (f.interrupted, f.time))
     same = sorted(f.rank for f in failed.values() if (f.name, f.text) == (first.name, first.text))
     others = sorted(f.rank for f in failed.values() if f.rank not in same and not f.interrupted)
     error = _original(first, open_packed)
     where = _where(same, others, sorted(freed), failed, world_size)
-    lines = [*first.lines, where] if where else list(first.lines)
-    error.__cause__ = RankError("\n".join((*first.lines, *([where] if where else []))))
+    help_ = hint(first)
+    lines = [*first.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
+    error.__cause__ = RankError("\n".join(lines))
     with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
         error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     return error

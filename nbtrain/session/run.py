@@ -11,6 +11,7 @@ from nbtrain.exchange.names import Captured
 from nbtrain.messages import Run, Source
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
+from nbtrain.session.hints import hint
 from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.traffic import Outgoing, Traffic
@@ -228,6 +229,7 @@ class CellRun:
             error = failure.exception(
                 self.failed, freed, self.spec.pool.world_size,
                 lambda rank, packed: traffic.open_alone(rank, packed, "exception"),
+                lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic.left),
             )  # fmt: skip
         if stuck or not self._in_step():
             held.lose()

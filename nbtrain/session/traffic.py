@@ -54,6 +54,8 @@ class Traffic:
         """the keys in it, and in the options of the last cell"""
         self._lacking: set[int] = set()
         self._streams: States | None = None
+        self.left: dict[str, str] = {}
+        """of the names that the last cell might assign before it reads them, those that could not be sent → why"""
         self._told: set[str] = set()
         self._dropped: list[int] = []
         self._unbound: list[str] = []
@@ -109,6 +111,7 @@ class Traffic:
     def _travelling(self, soft: Iterable[str]) -> list[str]:
         """Of the names that the cell assigns before it may read them, those that can travel."""
         able = []
+        self.left = {}
         for name in soft:
             value = self.namespace[name]
             if type(value) not in ATOMS and self.table.find(value) is None:
@@ -117,6 +120,7 @@ class Traffic:
                 walk.finish()
                 walk.undo()
                 if walk.culprits:
+                    self.left[name] = str(refusal(walk.culprits))
                     continue
             able.append(name)
         return able
