@@ -2,6 +2,7 @@
 
     base.py        what a kind is; atoms, references
     containers.py  lists, dicts, sets, tuples
+    derived.py     those with attributes of their own: ordered dicts, classes below them
     code.py        functions of the notebook, and what wraps them
     classes.py     its classes
     objects.py     instances; whatever only its own pickle can move
@@ -16,27 +17,30 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import types
 import typing
 import weakref
 from typing import Any
 
-from nbtrain.exchange.kinds import classes, code, containers, learning, numeric, objects, random
+from nbtrain.exchange.kinds import classes, code, containers, derived, learning, numeric, objects, random
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
 
 _BY_TYPE: dict[type, Kind] = {
     **containers.KINDS,
+    collections.OrderedDict: derived.ORDERED,
     **code.KINDS,
     **objects.FILES,
+    types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK,
     Handle: objects.KEPT,
 }
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *_BY_TYPE.values(), containers.NAMED, classes.CLASS, code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL,
-        objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
+        *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, classes.CLASS, code.BUILTIN_METHOD,
+        objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
         random.TORCH, random.BITS, random.NUMPY,
@@ -71,7 +75,7 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
         return None if code.importable(cls) else objects.MEMBER
     if isinstance(obj, typing.TypeVar):
         return objects.OPAQUE
-    kind = objects.plain_instance(obj)
+    kind = derived.kind_of(obj) or objects.plain_instance(obj)
     if kind is objects.INSTANCE and objects.sentinel(obj):
         return objects.SENTINEL
     return kind or objects.OPAQUE

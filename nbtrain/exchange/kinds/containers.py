@@ -153,7 +153,7 @@ class Set(Sequence):
 
 
 class Mapping(Kind):
-    """Dicts of every standard kind; their order is kept."""
+    """Dicts of every standard kind, but for ordered ones; their order is kept."""
 
     name = "dict"
 
@@ -190,13 +190,6 @@ class Mapping(Kind):
 
     def address(self, address: str, holder: Any, child: Any) -> str:
         return item_address(address, holder, child)
-
-
-class Ordered(Mapping):
-    name = "OrderedDict"
-
-    def make(self, args: Any, arrival: Arrival) -> Any:
-        return collections.OrderedDict()
 
 
 class Counter(Mapping):
@@ -299,7 +292,7 @@ class Slice(Kind):
 
 KINDS: dict[type, Kind] = {
     list: Sequence(), collections.deque: Deque(), set: Set(), dict: Mapping(), bytearray: Bytes(),
-    collections.OrderedDict: Ordered(), collections.Counter: Counter(), collections.defaultdict: Default(),
+    collections.Counter: Counter(), collections.defaultdict: Default(),
     weakref.WeakKeyDictionary: WeakKeys(), weakref.WeakValueDictionary: WeakValues(),
     tuple: Tuple(), frozenset: FrozenSet(), slice: Slice(),
 }  # fmt: skip
