@@ -105,6 +105,8 @@ class Finished(Event):
     """from the lead rank: where the notebook's random streams are to stand"""
     agreement: Any = None
     """checksums of what should be equal on every rank"""
+    values: Any = None
+    """checksums of what the notebook can have only once"""
     released: tuple[int, ...] = ()
     """shared memory that nothing on this rank shows any more"""
     notes: tuple[str, ...] = ()
@@ -118,6 +120,23 @@ class Adopted(Event):
     """The rank looked for its own objects under the keys that the lead gave to new ones."""
 
     lacking: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulled(Event):
+    """A copy of something that lives on the ranks."""
+
+    asked: int
+    parcel: Any = None
+    reason: str = ""
+    """why there is none"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repacked(Event):
+    """What comes home, once more."""
+
+    home: Any
 
 
 class Sink(Protocol):

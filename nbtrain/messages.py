@@ -64,8 +64,29 @@ class Adopt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pull:
+    """Send a copy of what you have under this key. Answered with `Pulled`."""
+
+    key: int
+    asked: int
+    """which question this is: an answer to an earlier one may still be under way"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """To the lead: what you made under this key cannot be made in the notebook; send what comes home once more, with a
+    handle in its place. Answered with `Repacked`."""
+
+    key: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forget:
     """Drop every twin and everything prepared: the next cell starts from the notebook."""
+
+    spare: tuple[int, ...] = ()
+    """keys of what the notebook has handles for"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,4 +94,4 @@ class Close:
     """End the process."""
 
 
-Message = Run | Adopt | Forget | Close
+Message = Run | Adopt | Pull | Leave | Forget | Close

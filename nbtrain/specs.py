@@ -66,5 +66,7 @@ class RunSpec:
     """False: every rank sees all batches (`--no-sampler`)"""
     ranks: tuple[int, ...] | None = None
     """None: all of them"""
+    keep: tuple[str, ...] = ()
+    """names whose objects stay on the ranks"""
     output: str = "rank0"
     monitor: str = "auto"

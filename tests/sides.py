@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import gc
 import textwrap
 from collections.abc import Iterable
@@ -9,7 +10,8 @@ from typing import Any
 
 from nbtrain.exchange.residence import Table, Walk
 from nbtrain.session.traffic import Outgoing, Traffic
-from nbtrain.worker.twins import KERNEL, Home, Twins
+from nbtrain.worker.homeward import KERNEL, Home
+from nbtrain.worker.twins import Twins
 
 
 def namespace() -> dict[str, Any]:
@@ -55,7 +57,7 @@ class Sides:
 
     def home(self) -> Home:
         assert self._cell is not None
-        home = self.twins[0].changes(self._cell[1])
+        home = self.twins[0].homeward(self._cell[1], (), math.inf).pack(self.twins[0].packer)
         for twin in self.twins:
             self.traffic.packer.released(twin.rank, twin.released())
         self.traffic.homecoming(0, home, None)

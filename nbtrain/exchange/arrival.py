@@ -17,6 +17,14 @@ from nbtrain.exchange.walk import Cargo
 Buffers = Callable[[int], memoryview]
 
 
+class Unmakeable(CannotTravel):
+    """One object that could be packed cannot be made here; nothing of the receiver's was touched."""
+
+    def __init__(self, text: str, key: int) -> None:
+        super().__init__(text)
+        self.key = key
+
+
 class _NotYet(LookupError):
     """Nothing is known under a key so far."""
 
@@ -124,7 +132,8 @@ class Arrival:
                     self._fill_early(record.key, next((p.state for p in self._puts if p.key == record.key), None))
             if len(waiting) == len(late):
                 path = path_to(late[0].key, self._cargo, self.table, self.namespace)
-                raise CannotTravel(f"{path} can only be made from objects that need it; make it inside the cell")
+                text = f"{path} can only be made from objects that need it; make it inside the cell"
+                raise Unmakeable(text, late[0].key)
             late = waiting
 
     def _make(self, record: Make) -> bool:
@@ -169,7 +178,9 @@ class Arrival:
             raise
         except Exception as error:
             path = path_to(key, self._cargo, self.table, self.namespace)
-            raise CannotTravel(
-                f"{path} was packed but cannot be made again: {type(error).__name__}: {error}; make it inside the "
-                "cell, or give its class __getstate__ and __setstate__ that fit together"
+            reason = f"{type(error).__name__}: {error}"
+            raise Unmakeable(
+                f"{path} was packed but cannot be made again: {reason}; make it inside the "
+                "cell, or give its class __getstate__ and __setstate__ that fit together",
+                key,
             ) from error

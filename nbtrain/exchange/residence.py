@@ -23,7 +23,9 @@ from __future__ import annotations
 from nbtrain.exchange.arrival import Arrival
 from nbtrain.exchange.kinds.base import Handle
 from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.walk import Cargo, Culprit, Walk, remember
+from nbtrain.exchange.walk import Cargo, Culprit, Stay, Walk, remember
 from nbtrain.exchange.ways import Way, Ways, find_all
 
-__all__ = ["Arrival", "Cargo", "Culprit", "Handle", "Node", "Table", "Walk", "Way", "Ways", "find_all", "remember"]
+__all__ = [
+    "Arrival", "Cargo", "Culprit", "Handle", "Node", "Stay", "Table", "Walk", "Way", "Ways", "find_all", "remember",
+]  # fmt: skip

@@ -24,6 +24,15 @@ class Culprit:
 
 
 @dataclass(slots=True)
+class Stay:
+    """Why a new object does not come home."""
+
+    reason: str
+    kept: bool
+    """it could"""
+
+
+@dataclass(slots=True)
 class Cargo:
     """What a walk found, ready to be packed."""
 
@@ -50,6 +59,10 @@ class Walk:
         """only remember how things are: nothing is sent, no key is given"""
         self.keep_home = keep_home
         """coming home: what cannot travel stays where it is, behind a handle"""
+        self.staying: dict[int, Stay] = {}
+        """coming home: id of a new object → why it is to stay behind a handle"""
+        self.new_bytes = 0
+        """in the buffers of new objects"""
         self.culprits: list[Culprit] = []
         self.stayed: list[Culprit] = []
         self.added: list[Node] = []
@@ -80,6 +93,8 @@ class Walk:
             kind = kinds.kind_of(value, self.namespace)
             if kind is None:
                 return value
+            if self.staying and id(value) in self.staying:
+                return self._stay(value, self._culprit(value, self.staying[id(value)].reason))
             if kind.compound:
                 try:
                     parts = kind.parts(value)
@@ -110,9 +125,22 @@ class Walk:
         """Bytes that go beside the pickle; returns where the other side finds them."""
         self.cargo.buffers.append(data)
         where = len(self.cargo.buffers) - 1
+        if type(self._holder) is Node and self._holder.key in self._new:
+            self.new_bytes += data.nbytes
         if place is not None:
             self.cargo.places[where] = place.key
         return where
+
+    def pass_by(self, value: Any) -> bool:
+        """Do not look at what this object leads to; says whether both sides know it."""
+        node = self.table.find(value)
+        todo = [] if node is None else [node]
+        while todo:
+            node = todo.pop()
+            if node.walk is not self._stamp:
+                node.walk = self._stamp
+                todo += [*node.children, *(node.fixed or ())]
+        return node is not None
 
     def is_new(self, node: Node) -> bool:
         """Whether the other side gets it, with its bytes, from this walk."""
@@ -259,13 +287,21 @@ class Walk:
                     self._queue.append(node)
 
     def _cannot(self, value: Any, reason: str, inside: bool = False) -> Any:
-        culprit = Culprit(value, reason, [*self._trail(self._holder), *([] if inside else [value])])
+        culprit = self._culprit(value, reason, inside)
         if not self.keep_home:
             self.culprits.append(culprit)
             return None
-        self.stayed.append(culprit)
         if inside:
+            self.stayed.append(culprit)
             return None
+        return self._stay(value, culprit)
+
+    def _culprit(self, value: Any, reason: str, inside: bool = False) -> Culprit:
+        return Culprit(value, reason, [*self._trail(self._holder), *([] if inside else [value])])
+
+    def _stay(self, value: Any, culprit: Culprit) -> Any:
+        """The other side gets a handle for it."""
+        self.stayed.append(culprit)
         handle = kinds.kind_named("handle")
         node = self.table.add(self.table.new_key(), value, handle)
         node.via = self._holder

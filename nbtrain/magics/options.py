@@ -87,6 +87,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
     Option(name="no_sampler", help="every rank sees all batches"),
+    Option(
+        name="keep",
+        metavar="NAMES",
+        read=values.names,
+        default=(),
+        help="a,b: what these names hold stays on the ranks. The notebook's own object is left as it is; for a new one "
+        "it gets a handle, whose .pull() brings a copy home",
+    ),
     Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
     _choice("monitor", "auto", "html", "text", "off", help="the table of ranks below the cell"),

@@ -118,6 +118,9 @@ class Resolver:
             raise UsageError(
                 f"there is no rank {', '.join(map(str, wrong))}: {_valid(pool.world_size)}; --devices asks for more"
             )
+        if request.value("keep") and (pool.start == "fork" or pool.engine == "inprocess"):
+            where = "--start fork" if pool.start == "fork" else "--engine inprocess"
+            raise UsageError(f"--keep needs ranks that live on after the cell; with {where} there are none")
         return RunSpec(
             pool=pool,
             strategy=chosen.name,
@@ -126,6 +129,7 @@ class Resolver:
             split_batches=request.value("split_batches"),
             sampler=not request.value("no_sampler"),
             ranks=ranks,
+            keep=request.value("keep"),
             output=request.value("output"),
             monitor=request.value("monitor"),
         )

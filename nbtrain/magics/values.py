@@ -83,6 +83,14 @@ def one_of(*choices: str) -> Reader:
     return read
 
 
+def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`a,b`; they may be names that the cell is yet to make."""
+    found = tuple(part.strip() for part in word.plain.strip("[]()").split(",") if part.strip())
+    if wrong := [name for name in found if not name.isidentifier()]:
+        raise UsageError(f"{flag} {word.text}: {flag} takes names, as in {flag} cache,best, and {wrong[0]!r} is none")
+    return found
+
+
 def count(flag: str, word: Word, notebook: Namespace) -> int:
     """1, 2, 3, ..."""
     try:

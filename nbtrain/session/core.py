@@ -11,7 +11,8 @@ from nbtrain.errors import UsageError
 from nbtrain.session import inkernel
 from nbtrain.session.aging import Aging
 from nbtrain.session.cell import Cell
-from nbtrain.session.names import captured
+from nbtrain.session.check import Report, check
+from nbtrain.session.names import captured, check_kept
 from nbtrain.session.ranks import Ranks
 from nbtrain.session.run import CellRun
 from nbtrain.session.status import report
@@ -34,6 +35,7 @@ class Session:
         """Run a cell; raises what it raised."""
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
         names = captured(cell.code, self.shell.user_ns, extra, cell)
+        check_kept(run.keep, names, self.shell.user_ns)
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)
             return
@@ -69,6 +71,11 @@ class Session:
         if self.ranks.deaths:
             self.ranks.lose()
         return report(self.ranks.pool, self.ranks.traffic)
+
+    def check(self, names: list[str]) -> Report:
+        """Whether these names, or all, can travel; nothing is sent."""
+        self.ranks.listen(0)
+        return check(self.shell.user_ns, self.ranks.traffic, self.ranks._numbers(), names)
 
     def close(self) -> None:
         """Leave nothing behind: ranks, the process they are forked from, files."""

@@ -8,7 +8,7 @@ import linecache
 from collections.abc import Iterable
 from typing import Any
 
-from nbtrain.errors import MissingName
+from nbtrain.errors import MissingName, UsageError
 from nbtrain.exchange.names import Captured, CellNames, analyse, reach
 from nbtrain.session.cell import Cell
 
@@ -61,3 +61,12 @@ def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: C
         text = linecache.getline(cell.filename, line).rstrip() or name
         shown = [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}. Nothing was sent."]
         raise MissingName(message, shown)
+
+
+def check_kept(keep: Iterable[str], found: Captured, namespace: dict[str, Any]) -> None:
+    """A typing mistake in --keep would bring home what was to stay."""
+    for name in keep if not found.opaque else ():
+        if name not in namespace and name not in found.writes:
+            close = difflib.get_close_matches(name, [*found.writes, *found.hard], 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"--keep {name}: the notebook has no {name!r}, and this cell makes none{hint}")

@@ -10,13 +10,17 @@ import nbtrain.probes as probes
 import nbtrain.registry as registry
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Adopted, Event, RankState
-from nbtrain.messages import Adopt, Forget, Message
+from nbtrain.events import Adopted, Event, RankState, Repacked
+from nbtrain.exchange.arrival import Unmakeable
+from nbtrain.exchange.residence import Node
+from nbtrain.messages import Adopt, Forget, Leave, Message
 from nbtrain.session import failure
+from nbtrain.session.handles import Fetch
 from nbtrain.session.idle import MINUTES, Idle
 from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
 from nbtrain.specs import PoolSpec
+from nbtrain.worker.homeward import Home
 
 BEAT = 0.1
 """Seconds between two looks at the clock while nothing happens."""
@@ -37,6 +41,7 @@ class Ranks:
         self.shell = shell
         self.pool: Pool | None = None
         self.traffic: Traffic | None = None
+        self.fetch: Fetch | None = None
         self.mirror = Mirror(self.shell)
         self.deaths: list[Death] = []
         """ranks that died and were not spoken of yet"""
@@ -63,13 +68,25 @@ class Ranks:
             note = f"nbtrain: {self._why_gone()}; new ones are started"
             self.lose()
         elif self.pool is not None and self.pool.spec != spec:
+            self._keep(_difference(self.pool.spec, spec))
             note = f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
             self.stop()
-        elif spec.start == "fork":
+        elif spec.start == "fork" and self.pool is not None:
+            self._keep("--start fork")
             self.stop()  # its ranks are copies of the kernel as it was then
         if self.pool is None:
             self.open(spec)
         return note
+
+    def _keep(self, reason: str) -> None:
+        """Nobody's work goes because of an option."""
+        kept = list(self.traffic.kept()) if self.traffic is not None else []
+        if kept:
+            raise UsageError(
+                f"{', '.join(kept)}: what is behind {'this name' if len(kept) == 1 else 'these names'} lives on the "
+                f"present ranks only, and {reason} asks for new ones. Bring it home with {kept[0]} = {kept[0]}.pull(), "
+                "or let it go with %distributed stop"
+            )
 
     def _why_gone(self) -> str:
         if self._idle is not None and self._idle.released:
@@ -115,8 +132,11 @@ class Ranks:
         assert self.pool is not None
         if self.traffic is not None:
             self.traffic.close()
+        if self.fetch is not None:
+            self.fetch.close()
         ranks = [info.rank for info in self.pool.ranks]
         self.traffic = Traffic(self.shell.user_ns, self.pool.directory, ranks, self._numbers())
+        self.fetch = Fetch(self.traffic, ranks, self.send, self._answers)
 
     def _numbers(self) -> dict[str, int]:
         """File names of cells → their numbers; IPython 7 has none."""
@@ -134,7 +154,9 @@ class Ranks:
 
     def _end(self, kill: bool) -> None:
         pool, traffic, idle = self.pool, self.traffic, self._idle
-        self.pool = self.traffic = self._idle = None
+        if self.fetch is not None:
+            self.fetch.close()
+        self.pool = self.traffic = self.fetch = self._idle = None
         self.deaths = []
         if idle is not None:
             idle.stop()
@@ -146,8 +168,11 @@ class Ranks:
     def forget(self) -> None:
         """After a failure the ranks' twins are no longer what the notebook has."""
         assert self.pool is not None
-        self.pool.send(Forget(), [info.rank for info in self.pool.ranks])
+        assert self.traffic is not None
+        kept = self.traffic.kept()
+        self.pool.send(Forget(spare=tuple(kept.values())), [info.rank for info in self.pool.ranks])
         self._new_traffic()
+        self._left_behind(self.traffic.inherit(kept), 0)
         self._adopting.clear()
 
     def rest(self) -> None:
@@ -158,7 +183,7 @@ class Ranks:
     def _give_back(self) -> None:
         """In the clock's thread: processes may be ended from there, sockets not touched."""
         pool, traffic = self.pool, self.traffic
-        if pool is None or traffic is None or traffic.holds_handles():
+        if pool is None or traffic is None or traffic.kept():
             return
         pool.kill()
         self.on_idle()
@@ -188,6 +213,42 @@ class Ranks:
                 if isinstance(event, RankState) and event.state == "ready":
                     self._ready.add(event.rank)
                 events.append(event)
+        return events
+
+    def home(self, lead: int, home: Home, streams: Any) -> Home:
+        """Take home what the lead packed. What the notebook cannot make stays there, behind a handle."""
+        assert self.traffic is not None
+        for _ in range(len(home.news)):
+            try:
+                self._left_behind(self.traffic.homecoming(lead, home, streams), lead)
+                return home
+            except Unmakeable as error:
+                if error.key not in {key for key, _, _ in home.news}:
+                    raise
+                cause = error.__cause__
+                why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+                self.send(Leave(key=error.key, reason=f"it cannot be made in the notebook: {why}"), [lead])
+                home = self._repacked()
+        self._left_behind(self.traffic.homecoming(lead, home, streams), lead)
+        return home
+
+    def _repacked(self) -> Home:
+        while True:
+            for event in self._answers():
+                if isinstance(event, Repacked):
+                    return event.home
+
+    def _left_behind(self, nodes: Iterable[Node], lead: int) -> None:
+        if self.fetch is not None:
+            self.fetch.attach(nodes, lead)
+
+    def _answers(self) -> list[Event]:
+        """What ranks say that were asked something between two cells."""
+        events = [*self.settle(), *self.listen(BEAT)]
+        if self.deaths or self.pool is None:
+            deaths = self.deaths
+            self.lose()
+            raise failure.died(deaths, {})
         return events
 
     def adopt(self, news: tuple[Any, ...], ranks: list[int]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,10 @@ STUCK = 1.0
 """Seconds after an interrupt in which a rank must have ended; it waits in a collective, so the pool is ended."""
 PATIENCE = 3.0
 """The same for Stop: user code may have something to finish."""
+
+
+SHOWN = 8
+"""Names in one line of a report."""
 
 
 class CellRun:
@@ -218,6 +224,7 @@ class CellRun:
         if held.deaths:
             deaths = held.deaths
             tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
+            self._mourn(traffic)
             held.lose()
             raise failure.died(deaths, tails)
         stuck = set(range(self.spec.pool.world_size)) - set(self.finished) - set(self.failed)
@@ -228,15 +235,21 @@ class CellRun:
             freed = {r for r, f in self.failed.items() if f.interrupted} | stuck
             error = failure.exception(
                 self.failed, freed, self.spec.pool.world_size,
-                lambda rank, packed: traffic.open_alone(rank, packed, "exception"),
+                lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
                 lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic.left),
             )  # fmt: skip
         if stuck or not self._in_step():
+            self._mourn(traffic)
             held.lose()
         else:
             held.forget()
         self._over = True
         raise error
+
+    @staticmethod
+    def _mourn(traffic: Traffic) -> None:
+        if kept := traffic.kept():
+            print(f"{_list(kept)}: lived on these ranks only, which are ended; to be made again")
 
     def _in_step(self) -> bool:
         """Whether the ranks have taken part in the same collectives. If not, the next one would pair up with one that
@@ -251,7 +264,7 @@ class CellRun:
         done = self.finished[self.lead]
         for rank, finished in self.finished.items():
             traffic.packer.released(rank, finished.released)
-        traffic.homecoming(self.lead, done.home, done.streams)
+        done = self.finished[self.lead] = replace(done, home=self.held.home(self.lead, done.home, done.streams))
         others = [rank for rank in self.ranks if rank != self.lead]
         if self.everybody:
             self.held.adopt(done.home.news, others)
@@ -264,11 +277,22 @@ class CellRun:
             print(note)
         for path, reason in done.home.stayed:
             print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+        if differing := self._differing():
+            traffic.differs(differing)
+            print(f"differ between ranks: {_list(differing)}; the notebook has rank {self.lead}'s")
         disagreements = self._disagreements()
         for line in disagreements:
             print(line)
         if disagreements:
             traffic.distrust()
+
+    def _differing(self) -> list[str]:
+        """Names that do not hold the same everywhere."""
+        values = [dict(done.values) for done in self.finished.values() if done.values is not None]
+        if len(values) < 2:
+            return []
+        names = dict.fromkeys(name for found in values for name in found)
+        return [name for name in names if len({found.get(name) for found in values}) > 1]
 
     def _disagreements(self) -> list[str]:
         """What should be equal on every rank and is not. The lead's came home; the others get it with the next cell."""
@@ -282,3 +306,10 @@ class CellRun:
             f"rank {', '.join(map(str, ranks))} differs from rank {self.lead} in {name}; rank {self.lead}'s came home"
             for name, ranks in differing.items()
         ]
+
+
+def _list(names: Iterable[str]) -> str:
+    """The first of them, and how many more."""
+    found = list(names)
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more

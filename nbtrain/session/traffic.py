@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import linecache
 import os
-import pickle
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nbtrain.exchange.kinds import ATOMS, Make, numeric
+from nbtrain.exchange.kinds import ATOMS, Make, kind_named, numeric
 from nbtrain.exchange.kinds.base import keys_in
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
-from nbtrain.exchange.residence import Arrival, Node, Table, Walk, remember
+from nbtrain.exchange.residence import Arrival, Handle, Node, Table, Walk, remember
 from nbtrain.messages import Source
+from nbtrain.worker.homeward import Home
 from nbtrain.worker.streams import States, capture, restore
-from nbtrain.worker.twins import OPTION, Home
+from nbtrain.worker.twins import OPTION
 
 MISSING = object()
+LEARNING = ("module", "optimizer", "scheduler", "loader", "compiled")
+"""Kinds that a strategy keeps equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Traffic:
             if everything_goes:  # the forks hold the very objects
                 cargo.records, cargo.buffers = [], []
             if walk.culprits:
-                raise refusal(walk.culprits)
+                raise refusal(walk.culprits, self.namespace, self._numbers)
             parcel = self.packer.pack(cargo, self.readers)
         except BaseException:  # a press on Stop too: what was not sent must not be taken for sent
             walk.undo()
@@ -147,8 +149,8 @@ class Traffic:
 
     # -- in ------------------------------------------------------------------------------
 
-    def homecoming(self, rank: int, home: Home, streams: States | None) -> None:
-        """Everything is opened before anything of the notebook's is touched."""
+    def homecoming(self, rank: int, home: Home, streams: States | None) -> list[Node]:
+        """Everything is opened before anything of the notebook's is touched. Returns what is new or changed."""
         numeric.learn_atoms()
         cargo, buffer = self._openers[rank].open(home.parcel)
         arrival = Arrival(self.table, self.namespace, cargo, buffer, _place)
@@ -167,6 +169,7 @@ class Traffic:
         if streams is not None and streams != self._streams:  # where the cell drew nothing, they stand already
             restore(streams)
             self._streams = capture()
+        return touched
 
     def others_are_behind(self, home: Home) -> None:
         """Not all ranks ran the cell: the others' twins are sent anew when they are needed, the streams at once."""
@@ -184,6 +187,17 @@ class Traffic:
             if key in self.table.nodes:
                 self.table.nodes[key].seen = None
 
+    def differs(self, names: Iterable[str]) -> None:
+        """Ranks hold different values below these names: the notebook's go to all of them before their next use."""
+        todo = [self.table.nodes[key] for name in names for key in self._roots.get(name, ()) if key in self.table.nodes]
+        seen = set()
+        while todo:
+            node = todo.pop()
+            if node.key not in seen and node.kind.name not in LEARNING and not node.kind.constant:
+                seen.add(node.key)
+                node.seen = None
+                todo += node.children
+
     def distrust(self) -> None:
         """The ranks disagree: the notebook's tensors and random streams go to all of them before their next use."""
         self._streams = None
@@ -191,14 +205,40 @@ class Traffic:
             if node.kind.name == "tensor":
                 node.seen = None
 
-    def holds_handles(self) -> bool:
-        """Something lives on the ranks only."""
-        return any(node.kind.name == "handle" for node in self.table.nodes.values())
+    def handles(self) -> list[Handle]:
+        """What stands here for objects that live on the ranks only."""
+        return [node.obj for node in self.table.nodes.values() if type(node.obj) is Handle]
 
-    def open_alone(self, rank: int, packed: bytes, name: str) -> Any:
+    def kept(self) -> dict[str, int]:
+        """Names that hold such a handle → its key."""
+        found = {}
+        for name in self._roots:
+            value = self.namespace.get(name)
+            node = self.table.find(value) if type(value) is Handle and value.kept else None
+            if node is not None:
+                found[name] = node.key
+        return found
+
+    def inherit(self, kept: Mapping[str, int]) -> list[Node]:
+        """What the ranks did not forget."""
+        nodes = []
+        for name, key in kept.items():
+            handle = self._names[name] = self.namespace[name]
+            node = self.table.nodes.get(key) or self.table.add(key, handle, kind_named("handle"))
+            node.fixed = []
+            self._roots[name] = {key}
+            nodes.append(node)
+        return nodes
+
+    def open_alone(self, rank: int, parcel: Parcel, name: str) -> Any:
         """An object that a rank packed by itself."""
-        cargo, buffer = self._openers[rank].open(pickle.loads(packed))
-        return Arrival(self.table, self.namespace, cargo, buffer, _place).names[name]
+        cargo, buffer = self._openers[rank].open(parcel)
+        here = name in self.namespace
+        try:
+            return Arrival(self.table, self.namespace, cargo, buffer, _place).names[name]
+        finally:
+            if not here:  # code that ran while it was opened may have needed the name; the notebook has no such name
+                self.namespace.pop(name, None)
 
     # -- letting go ----------------------------------------------------------------------
 

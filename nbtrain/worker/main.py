@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import datetime
+import math
 import multiprocessing
 import os
 import pickle
@@ -18,11 +19,12 @@ from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.errors import CannotTravel, NbtrainError
-from nbtrain.events import Adopted, Event, Failed, Finished, RankState
+from nbtrain.events import Adopted, Event, Failed, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
-from nbtrain.messages import Adopt, Close, Forget, Run
+from nbtrain.messages import Adopt, Close, Forget, Leave, Pull, Run
 from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.worker.homeward import KERNEL, LIMIT
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
 from nbtrain.worker.output import Outputs
@@ -30,7 +32,7 @@ from nbtrain.worker.shell import RankShell
 from nbtrain.worker.streams import adopt as adopt_streams
 from nbtrain.worker.streams import collect as collect_streams
 from nbtrain.worker.surroundings import Taken
-from nbtrain.worker.twins import KERNEL, Twins
+from nbtrain.worker.twins import Twins
 
 A_MONTH = datetime.timedelta(days=30)
 """Collectives wait this long for a slow peer: there is no time limit on user code."""
@@ -97,8 +99,13 @@ class Rank:
                 self._run(message)
             elif type(message) is Adopt:
                 self._adopt(message)
+            elif type(message) is Pull:
+                self._pull(message)
+            elif type(message) is Leave:
+                home = self.twins.leave(message.key, message.reason)
+                self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
             elif type(message) is Forget:
-                self.twins.forget(self._close_runtime)
+                self.twins.forget(self._close_runtime, message.spare)
                 self._found = None
             elif type(message) is Close:
                 return self._close()
@@ -179,13 +186,16 @@ class Rank:
             self._fail(failure, lines, steps.count)
             return
         try:
+            homeward = self.twins.homeward(names, run.spec.keep, LIMIT if run.spec.pool.start != "fork" else math.inf)
+            values = homeward.values() if len(run.ranks) > 1 else None
             finished = Finished(
                 rank=self.info.rank,
                 time=time.time(),
                 steps=steps.count,
-                home=self.twins.changes(names) if lead else None,
+                home=homeward.pack(self.twins.packer) if lead else None,
                 streams=collect_streams(self.runtime.randomness) if lead else None,
                 agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
+                values=values,
                 released=self.twins.released(),
                 notes=tuple(notes),
             )
@@ -226,6 +236,7 @@ class Rank:
             adopt_streams(runtime.randomness, run.streams)
         if touched:
             self._state("preparing")
+        runtime.workshop.retire(self.twins.holds)
         notes = list(runtime.begin(spec, self._objects(names, bool(touched))))
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
@@ -263,6 +274,14 @@ class Rank:
         lacking = self.twins.adopt(message.news)
         self._found = None
         self._send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
+
+    def _pull(self, message: Pull) -> None:
+        try:
+            parcel, reason = self.twins.pull(message.key)
+        except Exception as error:  # the object's own pickle method, or no memory left
+            parcel, reason = None, f"{type(error).__name__}: {error}"
+        rank = self.info.rank
+        self._send(Pulled(rank=rank, time=time.time(), asked=message.asked, parcel=parcel, reason=reason))
 
     # -- what it says --------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.exchange import kinds
@@ -12,28 +11,11 @@ from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.exchange.pickle_check import path_of
-from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Way, Ways, find_all, remember
-
-KERNEL = -1
-"""The reader of what goes home."""
+from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
+from nbtrain.worker.homeward import KERNEL, MISSING, Home, Homeward, New, pull, spared
 
 OPTION = "--"
 """No name of Python's begins so: under such names the strategy's options travel."""
-
-New = tuple[int, str, Way | None]
-"""A key the lead gave to a new object, its kind, and where the other ranks find theirs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """What comes home after a cell."""
-
-    parcel: Parcel
-    news: tuple[New, ...]
-    deleted: tuple[str, ...]
-    stayed: tuple[tuple[str, str], ...]
-    """path and reason of what cannot leave the ranks"""
 
 
 class Twins:
@@ -47,6 +29,7 @@ class Twins:
         self.opener = Opener()
         self.packer = Packer(directory, again=False)
         self._holds: dict[str, Any] = {}
+        self._homeward: Homeward | None = None
         self.options: dict[str, Any] = {}
         """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
         self._unsure = False
@@ -105,6 +88,10 @@ class Twins:
     def find(self, names: dict[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
         return find_all(self.table, names, wanted)
 
+    def holds(self, obj: object) -> bool:
+        """Whether the notebook or a name of this rank's leads to it."""
+        return self.table.find(obj) is not None or any(value is obj for value in self.namespace.values())
+
     def start(self, touched: Iterable[Node], lead: bool) -> None:
         """Just before the cell: remember how things are, so that afterwards what it changed is known."""
         if lead:
@@ -114,27 +101,25 @@ class Twins:
                 touched = list(self.table.nodes.values())
             remember(self.table, self.namespace, touched)
         self._unsure = not lead
+        self._homeward = None
         self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
 
-    def changes(self, names: Iterable[str]) -> Home:
-        """What the cell changed, assigned and deleted, packed for the notebook."""
-        numeric.learn_atoms()
-        walk = Walk(self.table, self.namespace, keep_home=True)
-        namespace, before = self.namespace, self._holds
-        missing = object()
-        bound = [n for n, v in namespace.items() if not private(n) and before.get(n, missing) is not v]
-        deleted = tuple(name for name in before if name not in namespace)
-        known = [name for name in names if name in namespace]
-        for name in dict.fromkeys([*known, *bound]):
-            walk.name(name, namespace[name])
-        cargo = walk.finish()
-        replaced = {key for key, value in cargo.names.items() if getattr(value, "key", None) in walk.made_anew}
-        cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced}
+    def homeward(self, names: Iterable[str], keep: tuple[str, ...], limit: float) -> Homeward:
+        """What the cell changed, assigned and deleted. `names`: those that the notebook sent for it."""
+        now, before = self.namespace, self._holds
+        bound = [n for n, v in now.items() if not private(n) and before.get(n, MISSING) is not v]
+        deleted = tuple(name for name in before if name not in now)
+        self._homeward = Homeward(self.table, now, list(names), bound, deleted, keep, limit)
         self._holds = {}
-        ways = Ways(self.table, namespace)
-        news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
-        stayed = tuple((path_of(culprit), culprit.reason) for culprit in walk.stayed)
-        return Home(self.packer.pack(cargo, (KERNEL,)), news, deleted, stayed)
+        return self._homeward
+
+    def leave(self, key: int, reason: str) -> Home:
+        """The notebook cannot make this one of what the last cell made."""
+        assert self._homeward is not None
+        return self._homeward.leave(key, reason, self.packer)
+
+    def pull(self, key: int) -> tuple[Parcel | None, str]:
+        return pull(self.table, self.namespace, key, self.packer)
 
     def released(self) -> tuple[int, ...]:
         """Segments of the notebook's that this rank does not use any more; it may write to the others again."""
@@ -142,13 +127,17 @@ class Twins:
             self.opener.keep_apart(moved(self.table.nodes.values()))
         return self.opener.released()
 
-    def forget(self, close: Callable[[], None]) -> None:
-        """Everything that came from the notebook goes; modules that were imported stay imported."""
+    def forget(self, close: Callable[[], None], spare: Iterable[int] = ()) -> None:
+        """Everything that came from the notebook goes, but what it has handles for; modules stay imported."""
         close()
         self.opener = Opener()  # the notebook counts its segments from one again
         self.packer.close()
         for name in [name for name in self.namespace if not private(name)]:
             del self.namespace[name]
+        kept = spared(self.table, spare)
         self.table = Table(self.table._next, self.table._step)
+        for key, obj in kept:
+            self.table.add(key, obj, kinds.kind_named("handle"))
         self._holds = {}
+        self._homeward = None
         gc.collect()

@@ -9,9 +9,11 @@ import pathlib
 import re
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from nbtrain.errors import CannotTravel
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -84,14 +86,48 @@ class Put:
 
 
 class Handle:
-    """An object that stays on the ranks because it cannot travel; here it stands for itself."""
+    """An object that stays on the ranks: it cannot travel, it is too large, or it was to be kept there.
 
-    def __init__(self, type_name: str, text: str) -> None:
+    In a cell that runs on the ranks the name means the object itself.
+    """
+
+    def __init__(self, type_name: str, text: str, kept: bool) -> None:
         self.type_name = type_name
         self.text = text
+        self.kept = kept
+        """it could travel, and so it is worth something: nobody lets go of it unasked"""
+        self.fetch: Callable[[bool], dict[int, Any]] | None = None
+        """brings copies, by rank, from the lead or from all; None: the ranks that had the object are gone"""
+
+    def pull(self) -> Any:
+        """A copy of what the first rank has. Objects of the notebook's that it holds are the notebook's own."""
+        (value,) = self._fetched(False).values()
+        return value
+
+    def per_rank(self) -> dict[int, Any]:
+        """A copy of what each rank has."""
+        return self._fetched(True)
+
+    def _fetched(self, everybody: bool) -> dict[int, Any]:
+        if self.fetch is None:
+            raise CannotTravel(GONE)
+        return self.fetch(everybody)
 
     def __repr__(self) -> str:
-        return f"<{self.type_name} on the ranks: {self.text}>"
+        if self.fetch is None:
+            return f"<{self.type_name} on ranks that are gone: {self.text}>"
+        return f"<{self.type_name} on the ranks: {self.text}{'; .pull() brings a copy home' if self.kept else ''}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copy, pickle and displays ask for
+            raise AttributeError(name)
+        raise AttributeError(
+            f"this {self.type_name} lives on the ranks, and here is a handle for it: use .{name} in a %%distributed "
+            "cell, or bring a copy home with .pull()"
+        )
+
+
+GONE = "the ranks that had what this handle stands for are gone; make it again"
 
 
 class Kind:

@@ -7,6 +7,7 @@ import enum
 import functools
 import io
 import pickle
+import reprlib
 import sys
 import weakref
 import zlib
@@ -18,7 +19,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.fingerprint import memory_checksum
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make
+from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, Handle, Kind, Make
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
@@ -187,15 +188,6 @@ class Member(Kind):
         return cls[what] if named else cls(what)
 
 
-class File(Kind):
-    """An open file: cloudpickle would take its whole text along, and call that the same file."""
-
-    name = "open file"
-
-    def shell(self, node: Node, walk: Walk) -> Any:
-        raise CannotTravel("an open file belongs to the process that opened it")
-
-
 class Weak(Kind):
     name = "weak reference"
     compound = True
@@ -295,8 +287,13 @@ class Opaque(Kind):
         return Make(node.key, self.name, (data, list(map(walk.buffer, buffers))), anew=True)
 
 
+LONG = 200
+_SHORT = reprlib.Repr()  # of a list of ten million numbers only the first few are asked
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
+
+
 class Kept(Kind):
-    """What stays on the ranks because it cannot travel: the notebook holds a handle for it."""
+    """What stays on the ranks: the notebook holds a handle for it."""
 
     name = "handle"
     whole = constant = True
@@ -304,14 +301,16 @@ class Kept(Kind):
     def shell(self, node: Node, walk: Walk) -> Any:
         if type(node.obj) is Handle:
             if node.fixed is None and not walk.quiet and not walk.keep_home:
-                raise CannotTravel("the ranks that had what this handle stands for are gone; make it again")
-            return node.obj.type_name, node.obj.text
+                raise CannotTravel(GONE)
+            return node.obj.type_name, node.obj.text, node.obj.kept
         cls = type(node.obj)
         try:
-            text = repr(node.obj)
+            text = _SHORT.repr(node.obj)
         except Exception as error:  # a user's __repr__ may raise anything
             text = f"its repr raised {type(error).__name__}"
-        return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins."), text[:200]
+        name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+        stay = walk.staying.get(id(node.obj))
+        return name, text if len(text) <= LONG else text[: LONG - 1] + "…", stay is not None and stay.kept
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         return Handle(*args)
@@ -327,6 +326,3 @@ KEPT = Kept()
 WEAK = Weak()
 SENTINEL = Sentinel()
 MEMBER = Member()
-FILES: dict[type, Kind] = dict.fromkeys(
-    (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO), File()
-)

@@ -1,0 +1,69 @@
+"""Handles: what lives on the ranks only, fetched when it is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.events import Event, Pulled
+from nbtrain.exchange.residence import Handle, Node
+from nbtrain.messages import Message, Pull
+from nbtrain.session.traffic import Traffic
+
+SLOW = 2.0
+"""Seconds after which fetching says that it goes on."""
+
+
+class Fetch:
+    """Asks the ranks of one pool for copies."""
+
+    def __init__(
+        self, traffic: Traffic, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
+        listen: Callable[[], list[Event]],
+    ) -> None:  # fmt: skip
+        """`listen` raises when a rank is gone."""
+        self.traffic = traffic
+        self.ranks = tuple(ranks)
+        self.send = send
+        self.listen = listen
+        self._asked = 0
+
+    def attach(self, nodes: Iterable[Node], lead: int) -> None:
+        """From now on these handles can be pulled; `lead` ran the cell that left the objects behind."""
+        for node in nodes:
+            if type(node.obj) is Handle and node.obj.fetch is None:
+                node.obj.fetch = self._way(node.key, lead)
+
+    def close(self) -> None:
+        for handle in self.traffic.handles():
+            handle.fetch = None
+
+    def _way(self, key: int, lead: int) -> Callable[[bool], dict[int, Any]]:
+        return lambda everybody: self._fetch(key, self.ranks if everybody else (lead,), everybody)
+
+    def _fetch(self, key: int, ranks: tuple[int, ...], some_may_lack: bool) -> dict[int, Any]:
+        self._asked += 1
+        asked, began, said = self._asked, time.monotonic(), False
+        self.send(Pull(key=key, asked=asked), ranks)
+        answers: dict[int, Pulled] = {}
+        while len(answers) < len(ranks):
+            for event in self.listen():
+                if isinstance(event, Pulled) and event.asked == asked:
+                    answers[event.rank] = event
+            if not said and time.monotonic() - began > SLOW:
+                said = True
+                print("bringing it home …")
+        found = {
+            rank: self.traffic.open_alone(rank, answer.parcel, "it")
+            for rank, answer in sorted(answers.items())
+            if answer.parcel is not None
+        }
+        if not found:
+            reason = answers[ranks[0]].reason
+            raise CannotTravel(
+                f"it cannot leave the ranks: {reason}. Take what you need of it in a %%distributed cell, "
+                "under a name of its own"
+            )
+        return found

@@ -1,0 +1,137 @@
+"""What a cell changed, packed for the notebook; and what stays on the ranks behind a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.exchange import kinds
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.parcel import Packer, Parcel
+from nbtrain.exchange.pickle_check import path_of
+from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
+from nbtrain.worker.sameness import number
+
+KERNEL = -1
+"""The reader of what goes home."""
+LIMIT = 1 << 30
+"""Bytes up to which what is new under a name comes home by itself."""
+ASKED = "--keep"
+MISSING = object()
+
+New = tuple[int, str, Way | None]
+"""A key the lead gave to a new object, its kind, and where the other ranks find theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What comes home after a cell."""
+
+    parcel: Parcel
+    news: tuple[New, ...]
+    deleted: tuple[str, ...]
+    stayed: tuple[tuple[str, str], ...]
+    """path and reason of what stays on the ranks"""
+
+
+@dataclass(slots=True)
+class Homeward:
+    """One cell's way home. It can be packed again, with less, until the next cell comes."""
+
+    table: Table
+    namespace: dict[str, Any]
+    known: list[str]
+    """names that the notebook sent for this cell"""
+    bound: list[str]
+    """names that it assigned"""
+    deleted: tuple[str, ...]
+    keep: tuple[str, ...]
+    limit: float
+    _staying: dict[int, Stay] = field(default_factory=dict)
+    _walk: Walk | None = None
+
+    def values(self) -> list[tuple[str, int]]:
+        """A number for what each name holds here."""
+        handle = kinds.kind_named("handle")
+        found = []
+        for name in dict.fromkeys((*self.known, *self.bound)):
+            if name in self.namespace and name not in self.keep:
+                node = self.table.find(self.namespace[name])
+                if node is None or node.kind is not handle:
+                    found.append((name, number(self.namespace[name])))
+        return found
+
+    def pack(self, packer: Packer) -> Home:
+        numeric.learn_atoms()
+        bound = self.bound
+        walk, weights = self._look()
+        heavy = {name: size for name, size in weights.items() if name in bound and size > self.limit}
+        for name, size in heavy.items():
+            reason = f"it is {_amount(size)}, and up to {_amount(self.limit)} come by themselves"
+            self._staying[id(self.namespace[name])] = Stay(f"{reason}; {name}.pull() brings it", True)
+        if heavy:
+            walk.undo()
+            walk, _ = self._look()
+        cargo = walk.finish()
+        replaced = {key for key, value in cargo.names.items() if getattr(value, "key", None) in walk.made_anew}
+        cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced}
+        ways = Ways(self.table, self.namespace)
+        news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
+        stayed = tuple((path_of(culprit), culprit.reason) for culprit in walk.stayed)
+        home = Home(packer.pack(cargo, (KERNEL,)), news, self.deleted, stayed)
+        cargo.buffers = []  # they would keep alive what the next line of the user's may let go
+        self._walk = walk
+        return home
+
+    def leave(self, key: int, reason: str, packer: Packer) -> Home:
+        """The same without this new object."""
+        assert self._walk is not None
+        self._staying[id(self.table.nodes[key].obj)] = Stay(reason, False)
+        self._walk.undo()
+        return self.pack(packer)
+
+    def _look(self) -> tuple[Walk, dict[str, int]]:
+        walk = Walk(self.table, self.namespace, keep_home=True)
+        walk.staying = self._staying
+        for name in self.keep:
+            value = self.namespace.get(name, MISSING)
+            if not walk.pass_by(value) and name in self.bound:
+                self._staying.setdefault(id(value), Stay(ASKED, True))
+        weights = {}
+        for name in dict.fromkeys([*self.known, *self.bound]):
+            if name in self.namespace:
+                before = walk.new_bytes
+                walk.name(name, self.namespace[name])
+                weights[name] = walk.new_bytes - before
+        return walk, weights
+
+
+def pull(table: Table, namespace: dict[str, Any], key: int, packer: Packer) -> tuple[Parcel | None, str]:
+    """A copy of what lives under a handle's key; or why there can be none."""
+    node = table.nodes.get(key)
+    if node is None:
+        return None, "it was never made there"
+    numeric.learn_atoms()
+    identity = node.kind.identity(node.obj)
+    walk = Walk(table, namespace)
+    del table.by_id[identity]  # for this walk it is an object like any other
+    try:
+        walk.name("it", node.obj)
+        cargo = walk.finish()
+        if walk.culprits:
+            return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
+        return packer.pack(cargo, (KERNEL,)), ""
+    finally:
+        walk.undo()
+        table.by_id[identity] = node
+
+
+def spared(table: Table, keys: Iterable[int]) -> list[tuple[int, Any]]:
+    """What the notebook has handles for."""
+    handle = kinds.kind_named("handle")
+    return [(key, table.nodes[key].obj) for key in keys if key in table.nodes and table.nodes[key].kind is handle]
+
+
+def _amount(size: float) -> str:
+    return f"{size / 2**30:,.1f} GB" if size >= 2**30 else f"{size / 2**20:,.0f} MB"

@@ -1,0 +1,206 @@
+"""What a cell made, changed or left behind, as the notebook finds it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Kernel
+from tests.notebook import LOOP, TRAIN, Notebook
+
+pytestmark = pytest.mark.kernel
+
+TWO = "%%distributed --devices 2"
+ONE = "%%distributed --devices 1"
+
+
+@pytest.fixture
+def book(shared_kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(shared_kernel)
+    yield made
+    made("%distributed stop")
+
+
+# -- handles -------------------------------------------------------------------------------
+
+
+def test_kept_names_stay_on_the_ranks_and_copies_can_be_pulled(book: Notebook) -> None:
+    said = book(f"{TWO} --keep cache\ncache = {{'rank': rank, 'at': torch.full((3,), rank)}}\nother = 1").stdout
+    assert "cache stays on the ranks" in said
+    book("assert other == 1 and 'dict on the ranks' in repr(cache), cache")
+    book("assert cache.pull()['rank'] == 0; assert cache.pull() is not cache.pull()")
+    book(
+        "assert {r: (v['rank'], v['at'].tolist()) for r, v in cache.per_rank().items()} == {0: (0, [0] * 3), 1: (1, [1] * 3)}"
+    )
+
+
+def test_in_the_next_cell_the_handle_is_the_object_itself(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]\nalias = cache")
+    book(f"{TWO}\ncache.append(10 + rank)\nsame = alias is cache")
+    book("assert same and alias is cache and cache.pull() == [0, 10] and cache.per_rank()[1] == [1, 11]")
+
+
+def test_what_was_pulled_is_an_ordinary_object_of_the_notebooks(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [1]")
+    book("cache = cache.pull(); cache.append(2)")
+    book(f"{TWO}\nseen = gather(sum(cache))\ncache.append(3)")
+    book("assert seen == [3, 3] and cache == [1, 2, 3]")
+
+
+def test_a_copy_holds_the_notebooks_own_objects(book: Notebook) -> None:
+    book("mine = [1, 2]")
+    book(f"{TWO} --keep cache\ncache = {{'mine': mine}}")
+    book("assert cache.pull()['mine'] is mine")
+
+
+def test_a_kept_model_stays_as_it_is_until_a_cell_brings_it_home(book: Notebook) -> None:
+    book(TRAIN)
+    book("before = [p.clone() for p in model.parameters()]")
+    book(f"{TWO} --keep model,opt{LOOP}")
+    book("assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())) and not opt.state")
+    book(f"{TWO}\nn = len(list(model.parameters()))")
+    book("assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))")
+    book(f"{TWO}\nn = len(opt.state)")
+    book("assert n == len(opt.state) == 4")
+
+
+def test_a_name_to_keep_that_nobody_has_is_a_mistake(book: Notebook) -> None:
+    said = book.refused(f"{TWO} --keep chache\ncache = [1]")
+    assert "no 'chache'" in said
+    assert "did you mean cache?" in said
+    assert "names" in book.refused(f"{TWO} --keep 1+1\ncache = [1]")
+
+
+def test_new_values_beyond_the_limit_stay_behind_a_handle(book: Notebook) -> None:
+    said = book(
+        f"{TWO}\nhuge = torch.zeros(280_000_000) if rank == 0 else torch.ones(2)\nsmall = huge[:3].clone()"
+    ).stdout
+    assert "huge stays on the ranks" in said and "huge.pull()" in said, said
+    book("assert small.tolist() == [0, 0, 0] and 'Tensor on the ranks' in repr(huge)")
+    book(f"{TWO}\ndel huge")
+    book("assert 'huge' not in globals()")
+
+
+def test_what_cannot_travel_stays_behind_and_says_why(book: Notebook) -> None:
+    book(f"{TWO}\nimport threading\nlock = threading.Lock()\nbox = {{'lock': lock, 'n': 1}}")
+    book("assert box['n'] == 1 and box['lock'] is lock and 'lock on the ranks' in repr(lock)")
+    assert "cannot leave the ranks" in book.fails("lock.pull()").evalue
+    assert "%%distributed" in book.fails("lock.acquire()").evalue
+
+
+def test_what_cannot_be_made_in_the_notebook_does_not_cost_the_rest(book: Notebook) -> None:
+    book(TRAIN)
+    book("before = [p.clone() for p in model.parameters()]")
+    said = book(f"""{TWO}
+class Odd:
+    def __init__(self): self.n = 1
+    def __setstate__(self, state): raise ValueError('not here')
+odd = Odd(); odds = [odd, Odd()]
+{LOOP}""").stdout
+    assert "ValueError: not here" in said
+    book("assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))")
+    book("assert odds[0] is odd and 'Odd on the ranks' in repr(odd)")
+    book(f"{TWO}\nstill = odds[0] is odd and odd.n + odds[1].n")
+    book("assert still == 2")
+
+
+def test_handles_outlive_a_cell_that_failed(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book.fails(f"{TWO}\n1/0")
+    book("assert cache.per_rank() == {0: [0], 1: [1]}")
+
+
+def test_no_option_ends_ranks_that_hold_something_kept(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    said = book.refused(f"{ONE}\npass")
+    assert "cache.pull()" in said
+    assert "%distributed stop" in said
+    book("assert cache.pull() == [0]; cache = None")
+    book(f"{ONE}\npass")
+
+
+def test_a_handle_whose_ranks_are_gone_says_so(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("%distributed stop")
+    book("assert 'gone' in repr(cache)")
+    assert "are gone" in book.fails("cache.pull()").evalue
+    assert "are gone" in book.fails(f"{TWO}\nlen(cache)").evalue
+
+
+def test_keep_needs_ranks_that_live_on(book: Notebook) -> None:
+    assert "--start fork" in book.refused("%%distributed --start fork --devices 2 --keep a\na = [1]")
+    assert "inprocess" in book.refused("%%distributed --engine inprocess --keep a\na = [1]")
+
+
+# -- what differs between ranks ---------------------------------------------------------------
+
+
+def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> None:
+    book("log_ = []; same = []")
+    said = book(
+        f"{TWO}\nlog_.append(rank); same.append(1)\nx = torch.tensor(rank); y = {{'a': [1, {{rank}}]}}; z = 7"
+    ).stdout
+    line = next(line for line in said.splitlines() if line.startswith("differ between ranks"))
+    assert line == "differ between ranks: log_, x, y; the notebook has rank 0's"
+    said = book(f"{TWO}\nseen = gather((list(log_), same, x.item()))").stdout
+    assert "differ" not in said
+    book("assert seen == [([0], [1], 0)] * 2, seen")
+
+
+def test_what_is_equal_everywhere_is_not_named(book: Notebook) -> None:
+    said = book(
+        f"{TWO}\na = [1.5, 'x', None]; b = torch.arange(9.); f = lambda: a; c = {{1, 2}}; d = {{'k': b}}"
+    ).stdout
+    assert "differ" not in said
+
+
+# -- in place ------------------------------------------------------------------------------
+
+
+def test_a_model_that_the_cell_rebuilt_is_still_the_notebooks_model(book: Notebook) -> None:
+    book("""
+class Grown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer('seen', torch.zeros(2))
+        self.notes = ['made here']
+model = Grown(); first, weight, notes = model.first, model.first.weight, model.notes""")
+    book(f"""{TWO}
+model.second = nn.Linear(4, 2)
+model.seen = torch.arange(5.)
+model.register_buffer('extra', torch.ones(1))
+model.notes.append('changed there'); model.epoch = 3; model.table = {{'lr': [0.1]}}
+model.first.weight.data.mul_(2); model.first.weight.requires_grad_(False)
+model.eval()""")
+    book("""
+assert model.first is first and first.weight is weight and not weight.requires_grad
+assert model.notes is notes == ['made here', 'changed there'] and model.epoch == 3 and model.table == {'lr': [0.1]}
+assert model.second.weight.shape == (2, 4) and isinstance(model.second, nn.Linear) and not model.second.training
+assert model.seen.tolist() == [0, 1, 2, 3, 4] and 'extra' in dict(model.named_buffers())""")
+    book(f"{TWO}\ndel model.second, model.epoch\nmodel.first = nn.Identity()")
+    book("assert not hasattr(model, 'second') and not hasattr(model, 'epoch') and type(model.first) is nn.Identity")
+
+
+def test_containers_and_instances_are_changed_in_place_at_any_depth(book: Notebook) -> None:
+    book("""
+import collections, numpy as np
+class Run: pass
+run = Run(); run.log = {'loss': [1.0], 'tags': {'a'}, 'last': collections.deque([1, 2], maxlen=2)}
+run.grid = np.zeros((2, 2)); row = run.grid[0]; losses = run.log['loss']; run.me = run
+kept = [run, run.log, losses, run.log['tags'], run.log['last'], run.grid]""")
+    book(f"""{TWO}
+run.log['loss'].append(2.0); run.log['tags'].add('b'); run.log['last'].append(3); run.log['new'] = [losses]
+row[1] = 5; run.me.name = 'r'; run.grid[1] += 1""")
+    book("""
+assert kept[0] is run and kept[1] is run.log and kept[2] is losses is run.log['loss'] is run.log['new'][0]
+assert kept[3] is run.log['tags'] == {'a', 'b'} and kept[4] is run.log['last'] and list(run.log['last']) == [2, 3]
+assert kept[5] is run.grid and run.grid.tolist() == [[0, 5], [1, 1]] and np.shares_memory(row, run.grid)
+assert run.me is run and run.name == 'r' and losses == [1.0, 2.0]""")
+
+
+def test_a_name_that_the_cell_neither_assigned_nor_changed_is_the_users(book: Notebook) -> None:
+    book("a = [1]; b = a; c = (a, 'x'); untouched = object(); loss = 'mine'")
+    book(f"{TWO}\ndef inner():\n    loss = len(a)\n    return loss\nn = inner()\na = a + [2]")
+    book("assert a == [1, 2] and b == [1] and c[0] is b and loss == 'mine' and n == 1")
