@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Strategy", "__version__", "errors", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = ["Strategy", "__version__", "check", "errors", "load_ipython_extension", "unload_ipython_extension"]
 
 ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup")
 """Not in `__all__`: `from nbtrain import *` has to work in the notebook, where these do not exist."""
@@ -67,6 +67,13 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     stop = _watches.pop(id(shell), None)
     if stop is not None:
         stop()
+
+
+def check(*names: str) -> Any:
+    """`%distributed check` for programs: true when these names of the notebook, or all, can travel to the ranks."""
+    from nbtrain.magics.extension import session_here
+
+    return session_here().check(list(names))
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,10 @@ class Recorder:
     def status(self) -> str:
         return "all is well"
 
+    def check(self, names: list[str]) -> object:
+        self.calls.append(("check", names))
+        return names
+
     def close(self) -> None:
         self.calls.append("close")
 

@@ -5,7 +5,7 @@
     kinds/           how each kind of object is looked at, made and edited in place
     fingerprint.py   numbers that tell whether content changed
     parcel.py        bytes: one pickle and shared memory beside it
-    pickle_check.py  what cannot travel, named
+    pickle_check.py  what cannot travel, named: its path (reach.py), its line (origin.py), the remedy (remedies.py)
 
 Nothing here imports IPython: a namespace is handed in. Importing these modules imports neither torch nor NumPy:
 functions that handle their objects do, when the notebook has them.

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
@@ -47,6 +48,8 @@ def complete(left: str, state: State, names: Mapping[str, str]) -> tuple[str, li
         found: Iterable[str] = choices
     elif magic[1] == "%" and not is_rank:
         verb = words[0].text if words and words[0].text in VERBS else None
+        if verb is not None and VERBS[verb].names:
+            return _names(fragment, [word.text for word in words], state)
         found = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
     elif is_rank and not fragment.startswith("-") and not any(word.is_flag for word in words):
         found = [*_ranks(fragment, state), *(_flags(words, own, fragment) if words and not fragment else [])]
@@ -104,6 +107,19 @@ def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:
         except Exception:  # half a line, or a strategy that cannot be loaded: running the cell will say why
             continue
     return found
+
+
+def _names(fragment: str, given: list[str], state: State) -> tuple[str, list[str]]:
+    """Names of the notebook, but for modules: those are never sent."""
+    taken = {*given, *fragment.split(",")[:-1]}
+    start = fragment[: fragment.rfind(",") + 1]
+    hidden = getattr(state.shell, "user_ns_hidden", {})
+    fits = [
+        name
+        for name, value in state.notebook.items()
+        if not name.startswith("_") and name not in taken and name not in hidden and not isinstance(value, ModuleType)
+    ]
+    return fragment, [start + name for name in fits if (start + name).startswith(fragment)]
 
 
 def _ranks(fragment: str, state: State) -> list[str]:

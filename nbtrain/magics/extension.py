@@ -37,6 +37,17 @@ def unload(shell: InteractiveShell) -> None:
         extension.close()
 
 
+def session_here() -> Session:
+    """The session of the notebook that calls."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    extension = _LOADED.get(shell) if shell is not None else None
+    if extension is None:
+        raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
+    return extension.state.opened()
+
+
 def _open_session(shell: InteractiveShell, on_idle: Callable[[], None]) -> Session:
     from nbtrain.session import Session
 

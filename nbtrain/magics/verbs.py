@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Verb:
     usage: str
     options: bool = False
     """it takes the options that decide which processes there are"""
+    names: bool = False
+    """it takes names of the notebook"""
 
 
 def run_verb(state: State, request: Request) -> str | None:
@@ -33,7 +36,7 @@ def run_verb(state: State, request: Request) -> str | None:
     verb = VERBS.get(name)
     if verb is None:
         raise UsageError(f"there is no verb {name!r}{similar(name, VERBS)}; there are {', '.join(VERBS)}")
-    if more:
+    if more and not verb.names:
         raise UsageError(f"{name} stands alone: what is {' '.join(more)!r} there for?")
     wrong = [option for option in request.given if not (verb.options and BY_NAME[option].pool)]
     if wrong or request.own:
@@ -72,6 +75,16 @@ def _restart(state: State, request: Request) -> str | None:
         return NO_RANKS
     state.session.restart()
     return None
+
+
+def _check(state: State, request: Request) -> str:
+    words = " ".join(word.plain for word in request.words[1:]).replace(",", " ").split()
+    for word in words:
+        if not word.isidentifier():
+            name = re.match(r"\w*", word)
+            hint = f"; write {name[0]}" if name and name[0] in state.notebook else ""
+            raise UsageError(f"check takes names of the notebook: what is {word!r}?{hint}")
+    return repr(state.opened().check(words))
 
 
 def _strategies(state: State, request: Request) -> str:
@@ -115,6 +128,12 @@ VERBS: Mapping[str, Verb] = {
     ),
     "stop": Verb(usage="stop", do=_stop, help="ends the ranks and frees their devices; the notebook keeps everything"),
     "restart": Verb(usage="restart", do=_restart, help="new ranks in place of the ones that run"),
+    "check": Verb(
+        usage="check [NAMES]",
+        do=_check,
+        names=True,
+        help="whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
+    ),
     "strategies": Verb(
         usage="strategies", do=_strategies, help="what each strategy shards, its options, and what it lacks here"
     ),

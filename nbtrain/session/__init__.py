@@ -3,6 +3,7 @@
 core.py          a cell from its text to its end
 cell.py          what a cell is
 names.py         what it reads; names that do not exist
+check.py         the pickle check that is asked for (opening.py: what packs and may not unpack)
 traffic.py       the notebook's side of the exchange
 relay.py         what ranks write, into the notebook
 surroundings.py  directory, path and environment of the kernel, for the ranks

@@ -6,6 +6,7 @@
     code.py        functions of the notebook, and what wraps them
     classes.py     its classes
     objects.py     instances; whatever only its own pickle can move
+    refused.py     what belongs to one process; its streams and its shell
     arrays.py      NumPy arrays
     tensors.py     tensors and the memory they show
     numeric.py     which of them are dense memory
@@ -24,14 +25,13 @@ import typing
 import weakref
 from typing import Any
 
-from nbtrain.exchange.kinds import classes, code, containers, derived, learning, numeric, objects, random
+from nbtrain.exchange.kinds import classes, code, containers, derived, learning, numeric, objects, random, refused
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
 
 _BY_TYPE: dict[type, Kind] = {
     **containers.KINDS,
     collections.OrderedDict: derived.ORDERED,
     **code.KINDS,
-    **objects.FILES,
     types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK,
     Handle: objects.KEPT,
@@ -44,6 +44,7 @@ _BY_NAME: dict[str, Kind] = {
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
         random.TORCH, random.BITS, random.NUMPY,
+        refused.REFUSED, refused.BY_NAME, refused.LOG_HANDLER,
     )
 }  # fmt: skip
 
@@ -59,6 +60,9 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
         ours = obj.__globals__ is namespace
         return code.KINDS[cls] if ours or not code.importable(obj) else None
     kind = _BY_TYPE.get(cls)
+    if kind is not None:
+        return kind
+    kind = refused.kind_of(obj)
     if kind is not None:
         return kind
     if isinstance(obj, type):

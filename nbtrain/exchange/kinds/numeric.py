@@ -15,7 +15,7 @@ def kind_of(obj: Any) -> Kind | None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "nn"):
         if cls is torch.Tensor or cls is torch.nn.Parameter:
-            return TENSOR if obj.layout is torch.strided and not obj.is_quantized else None
+            return TENSOR if obj.layout is torch.strided and not (obj.is_quantized or obj.is_nested) else None
         if cls is torch.UntypedStorage:
             return STORAGE
     numpy: Any = sys.modules.get("numpy")

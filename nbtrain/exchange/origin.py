@@ -1,0 +1,248 @@
+"""Where in the notebook an object was made: the cell and line that assign the innermost name on the way to it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbtrain.exchange.reach import Segment
+
+_CELL = re.compile(r"<ipython-input-(\d+)-|[\\/]ipykernel_\d+[\\/]")
+_WIDTH = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a cell."""
+
+    number: int | None
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        where = f"Cell In[{self.number}]" if self.number is not None else "a cell"
+        return f"{where}, line {self.line}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """`what` is bound: (kind, where, name)."""
+
+    what: tuple[str, Any, Any]
+    line: int
+    value: ast.AST | None
+
+
+class Cells:
+    """The sources that `linecache` has of this notebook's cells, the newest first. Read only when something failed."""
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        """`numbers`: file names of cells → execution numbers; older IPythons have the number in the name."""
+        found: list[tuple[int, int, list[str], int | None]] = []
+        for position, (name, entry) in enumerate(list(linecache.cache.items())):
+            match = _CELL.search(name)
+            if (match is None and name not in numbers) or len(entry) < 3:
+                continue
+            in_name = int(match[1]) if match is not None and match[1] else None
+            number = numbers.get(name, in_name)
+            found.append((number if number is not None else -1, position, _as_typed(list(entry[2])), number))
+        found.sort(key=lambda one: one[:2], reverse=True)
+        self._cells = [(number, lines) for _, _, lines, number in found]
+        self._bindings: dict[int, list[_Binding]] = {}
+
+    def place(self, name: str, segments: Sequence[Segment]) -> Place | None:
+        """Of the object that `segments` lead to from the variable `name`."""
+        for index in range(len(segments) - 1, -1, -1):
+            before = segments[index - 1].key if index else name
+            wanted = list(_wanted(segments[index], before))
+            if wanted and (place := self._find(wanted, segments[index + 1 :])) is not None:
+                return place
+        return self._find([("name", None, name)], segments)
+
+    def _find(self, wanted: list[tuple[str, Any, Any]], rest: Sequence[Segment]) -> Place | None:
+        for index, (number, lines) in enumerate(self._cells):
+            if index not in self._bindings:
+                self._bindings[index] = list(_bindings(lines))
+            for binding in reversed(self._bindings[index]):
+                if binding.what in wanted:
+                    line = _refined(binding, rest)
+                    text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+                    return Place(number, line, text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…")
+        return None
+
+
+def _wanted(segment: Segment, before: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The ways in which a cell may have written this step."""
+    owner, kind, key = segment.owner, segment.kind, segment.key
+    if kind == "attr":
+        if isinstance(owner, type):
+            yield "body", owner.__name__, key
+        else:
+            for cls in type(owner).__mro__:
+                if cls.__module__ == "__main__":
+                    yield "attr", cls.__name__, key
+        yield "attr", None, key
+    elif kind == "item":
+        yield "item", before, key
+    elif kind == "closure":
+        outer = owner.__qualname__.split(".<locals>.")[:-1]
+        if outer:
+            yield "local", outer[-1].rpartition(".")[2], key
+    elif kind == "default":
+        yield "default", owner.__name__, key
+    elif kind in ("class", "base"):
+        yield "name", None, key
+
+
+def _refined(binding: _Binding, rest: Sequence[Segment]) -> int:
+    """Literals and calls over several lines: the line of the very element."""
+    line, value = binding.line, binding.value
+    for segment in rest:
+        inner: ast.AST | None = None
+        if segment.kind == "item" and isinstance(value, ast.Dict):
+            pairs = zip(value.keys, value.values, strict=True)
+            inner = next((v for k, v in pairs if isinstance(k, ast.Constant) and k.value == segment.key), None)
+        elif segment.kind == "item" and isinstance(value, (ast.List, ast.Tuple)) and isinstance(segment.key, int):
+            inner = value.elts[segment.key] if segment.key < len(value.elts) else None
+        elif segment.kind in ("attr", "item") and isinstance(value, ast.Call):
+            inner = next((one.value for one in value.keywords if one.arg == segment.key), None)
+        if inner is None:
+            break
+        line, value = getattr(inner, "lineno", line), inner
+    return line
+
+
+def _as_typed(lines: list[str]) -> list[str]:
+    """IPython makes one call of a cell with a magic on top; its text is the third argument."""
+    if not lines or not lines[0].startswith("get_ipython().run_cell_magic("):
+        return lines
+    with contextlib.suppress(SyntaxError, ValueError):
+        call: Any = ast.parse("".join(lines), mode="eval").body
+        name, line, body = (ast.literal_eval(one) for one in call.args)
+        return [f"%%{name} {line}\n", *body.splitlines(keepends=True)]
+    return lines
+
+
+def _bindings(lines: list[str]) -> Iterator[_Binding]:
+    tree = _parsed(lines)
+    if tree is not None:
+        yield from _of_block(tree.body, None, None, frozenset())
+
+
+def _parsed(lines: list[str]) -> ast.Module | None:
+    text = [line.rstrip("\n") for line in lines]
+    at = 0
+    while at < len(text) and (not text[at].strip() or text[at].lstrip().startswith("%%")):
+        text[at] = ""  # the line of a magic; what stands below is Python as a rule
+        at += 1
+    try:
+        return ast.parse("\n".join(text))
+    except (SyntaxError, ValueError):
+        pass
+    for at, line in enumerate(text):
+        if line.lstrip().startswith(("%", "!", "?")) or line.rstrip().endswith("?"):
+            text[at] = line[: len(line) - len(line.lstrip())] + "pass"
+    try:
+        return ast.parse("\n".join(text))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _of_block(
+    body: list[ast.stmt], cls: str | None, function: str | None, shared: frozenset[str]
+) -> Iterator[_Binding]:
+    for statement in body:
+        yield from _of_statement(statement, cls, function, shared)
+
+
+def _of_statement(node: ast.stmt, cls: str | None, function: str | None, shared: frozenset[str]) -> Iterator[_Binding]:
+    def named(name: str, line: int, value: ast.AST | None) -> _Binding:
+        if function is not None and name not in shared:
+            return _Binding(("local", function, name), line, value)
+        if cls is not None and function is None:
+            return _Binding(("body", cls, name), line, value)
+        return _Binding(("name", None, name), line, value)
+
+    def target(one: ast.AST, value: ast.AST | None) -> Iterator[_Binding]:
+        line = getattr(one, "lineno", node.lineno)
+        if isinstance(one, ast.Name):
+            yield named(one.id, line, value)
+        elif isinstance(one, ast.Attribute):
+            own = cls if isinstance(one.value, ast.Name) and function else None
+            yield _Binding(("attr", own, one.attr), line, value)
+        elif isinstance(one, ast.Subscript):
+            held = one.value.attr if isinstance(one.value, ast.Attribute) else getattr(one.value, "id", None)
+            if isinstance(one.value, ast.Subscript) and isinstance(one.value.slice, ast.Constant):
+                held = one.value.slice.value
+            if isinstance(one.slice, ast.Constant):
+                yield _Binding(("item", held, one.slice.value), line, value)
+        elif isinstance(one, (ast.Tuple, ast.List)):
+            values: list[Any] = [None] * len(one.elts)
+            if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(values):
+                values = list(value.elts)
+            for inner, own in zip(one.elts, values, strict=True):
+                yield from target(inner, own)
+        elif isinstance(one, ast.Starred):
+            yield from target(one.value, None)
+
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield named(node.name, node.lineno, None)
+        yield from _arguments(node.name, node.args, node.lineno)
+        inner = frozenset(n for part in ast.walk(node) if isinstance(part, ast.Global) for n in part.names)
+        yield from _of_block(node.body, cls, node.name, inner)
+        return
+    if isinstance(node, ast.ClassDef):
+        yield named(node.name, node.lineno, None)
+        yield from _of_block(node.body, node.name, None, frozenset())
+        return
+    if isinstance(node, ast.Assign):
+        for one in node.targets:
+            yield from target(one, node.value)
+            if isinstance(one, ast.Name) and isinstance(node.value, ast.Lambda):
+                yield from _arguments("<lambda>", node.value.args, node.lineno)
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+        yield from target(node.target, node.value)
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        yield from target(node.target, None)
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        for item in node.items:
+            if item.optional_vars is not None:
+                yield from target(item.optional_vars, item.context_expr)
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        for alias in node.names:
+            yield named(alias.asname or alias.name.partition(".")[0], node.lineno, None)
+    elif isinstance(node, ast.Expr):
+        yield from _of_call(node.value)
+    for part in ast.walk(node) if not isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try)) else ():
+        if isinstance(part, ast.NamedExpr) and isinstance(part.target, ast.Name):
+            yield named(part.target.id, part.lineno, part.value)
+    for field in ("body", "orelse", "finalbody"):
+        yield from _of_block(getattr(node, field, []), cls, function, shared)
+    for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+        yield from _of_block(handler.body, cls, function, shared)
+
+
+def _of_call(call: ast.expr) -> Iterator[_Binding]:
+    if not isinstance(call, ast.Call):
+        return
+    words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+    if getattr(call.func, "id", "") == "setattr" and len(call.args) == 3 and words:
+        yield _Binding(("attr", None, words[0]), call.lineno, call.args[2])
+
+
+def _arguments(function: str, args: ast.arguments, line: int) -> Iterator[_Binding]:
+    plain = [*args.posonlyargs, *args.args]
+    for one in (*plain, *args.kwonlyargs):
+        yield _Binding(("local", function, one.arg), one.lineno, None)
+    defaults: list[tuple[ast.arg, ast.expr | None]] = [
+        *zip(plain[len(plain) - len(args.defaults) :], args.defaults, strict=True),
+        *zip(args.kwonlyargs, args.kw_defaults, strict=True),
+    ]
+    for one, value in defaults:
+        if value is not None:
+            yield _Binding(("default", function, one.arg), value.lineno, value)

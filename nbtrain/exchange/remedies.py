@@ -1,0 +1,149 @@
+"""Kinds of objects that cannot go to another process: why, and what to write instead. One table, read top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    types: tuple[str, ...]
+    """`module.Class`, the class itself or one it is derived from"""
+    reason: str
+    instead: str
+
+
+IN_THE_CELL = "make it inside the cell"
+GENERAL = "make it inside the cell, or give its class a __getstate__ that leaves out what cannot travel"
+
+TABLE = (
+    Remedy(
+        ("_thread.lock", "_thread.RLock", "threading._RLock", "threading.Condition", "threading.Event",
+         "threading.Semaphore", "threading.Barrier"),
+        "a lock belongs to the process that made it",
+        "make it inside the cell, or leave it out in __getstate__",
+    ),
+    Remedy(
+        ("threading.Thread", "concurrent.futures._base.Executor", "concurrent.futures._base.Future",
+         "multiprocessing.pool.Pool"),
+        "threads, and what waits for them, stay in the process that started them",
+        "start it inside the cell",
+    ),
+    Remedy(
+        ("multiprocessing.synchronize.SemLock", "multiprocessing.synchronize.Condition",
+         "multiprocessing.synchronize.Event", "multiprocessing.sharedctypes.SynchronizedBase",
+         "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue",
+         "multiprocessing.connection._ConnectionBase", "multiprocessing.process.BaseProcess"),
+        "it is shared with the children of the process that made it only",
+        "make it inside the cell",
+    ),
+    Remedy(("_thread._local",), "each thread has its own", IN_THE_CELL),
+    Remedy(
+        ("queue.Queue", "_queue.SimpleQueue"),
+        "a queue joins threads of one process",
+        "send list(queue.queue), or make the queue inside the cell",
+    ),
+    Remedy(("subprocess.Popen",), "a subprocess belongs to the process that started it", "start it inside the cell"),
+    Remedy(("socket.socket", "ssl.SSLContext", "http.client.HTTPConnection"),
+           "a connection belongs to the process that opened it", "open it inside the cell"),
+    Remedy(("zmq.sugar.context.Context", "zmq.sugar.socket.Socket", "zmq.sugar.poll.Poller"),
+           "ZeroMQ's sockets belong to the process that opened them", "open it inside the cell"),
+    Remedy(
+        ("sqlite3.Connection", "sqlite3.Cursor", "sqlalchemy.engine.base.Engine", "sqlalchemy.engine.base.Connection",
+         "sqlalchemy.orm.session.Session", "psycopg2.extensions.connection", "psycopg.Connection",
+         "duckdb.DuckDBPyConnection", "_duckdb.DuckDBPyConnection"),
+        "a database connection belongs to the process that opened it",
+        "connect inside the cell, or send the rows it gave",
+    ),
+    Remedy(
+        ("tempfile._TemporaryFileWrapper", "zipfile.ZipFile", "tarfile.TarFile", "gzip.GzipFile", "bz2.BZ2File",
+         "lzma.LZMAFile", "h5py._hl.base.HLObject",
+         "_io.TextIOWrapper", "_io.BufferedReader", "_io.BufferedWriter", "_io.BufferedRandom", "_io.FileIO"),
+        "an open file belongs to the process that opened it",
+        "send the file's name and open it inside the cell",
+    ),
+    Remedy(("numpy.lib.npyio.NpzFile", "numpy.lib._npyio_impl.NpzFile"),
+           "an open file belongs to the process that opened it", "send dict(...) of it, or load it inside the cell"),
+    Remedy(("_csv.reader", "_csv.writer", "_csv.Reader", "_csv.Writer"),
+           "it reads or writes an open file", "make it inside the cell, from the file's name"),
+    Remedy(("logging.FileHandler",), "it writes to an open file", "add the handler inside the cell"),
+    Remedy(
+        ("torch.utils.data.dataloader._BaseDataLoaderIter",),
+        "a running iterator has its place, and perhaps workers, in the process that started it",
+        "send the loader and write iter(loader) inside the cell",
+    ),
+    Remedy(("tqdm.std.tqdm", "rich.progress.Progress", "rich.live.Live"),
+           "a progress bar draws where it was made", "make it inside the cell: for batch in tqdm(loader)"),
+    Remedy(
+        ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter",
+         "wandb.sdk.wandb_run.Run"),
+        "it writes files from threads of its own",
+        "make it inside the cell, under `if rank == 0`; or use log(loss=loss)",
+    ),
+    Remedy(
+        ("ipywidgets.widgets.widget.Widget", "comm.base_comm.BaseComm"),
+        "a widget's view lives in the notebook, and would not move with the copy",
+        "send its .value, and show progress with log(...)",
+    ),
+    Remedy(
+        ("asyncio.events.AbstractEventLoop", "_asyncio.Future", "_asyncio.Task", "asyncio.futures.Future"),
+        "an event loop, and what waits in it, belongs to one thread",
+        "make it inside the cell; top-level await works there",
+    ),
+    Remedy(("_contextvars.ContextVar", "_contextvars.Context", "_contextvars.Token", "ContextVar", "Context", "Token",
+            "builtins.ContextVar", "builtins.Context", "builtins.Token"),
+           "a context variable is known to its process only", IN_THE_CELL),
+    Remedy(("weakref.ProxyType", "weakref.CallableProxyType", "weakref.WeakMethod"),
+           "it stands for an object that it does not hold", "send the object itself"),
+    Remedy(("builtins.memoryview",), "it is a window on another object's memory, and would arrive as a copy",
+           "send that object, or bytes(...) of it"),
+    Remedy(("mmap.mmap",), "mapped memory belongs to the process that mapped it",
+           "map the file inside the cell; np.memmap travels by its file's name"),
+    Remedy(("numpy.memmap",), "", "send the whole map and slice it inside the cell"),
+    Remedy(("_ctypes._Pointer", "_ctypes.CFuncPtr", "ctypes.CDLL", "_ctypes.PyCFuncPtrType", "_ctypes.PyCStructType",
+            "_ctypes.PyCArrayType", "_ctypes.PyCPointerType"),
+           "it holds an address of this process", "load the library, or fill the structure, inside the cell"),
+    Remedy(("torch.jit._script.ScriptModule", "torch.jit.ScriptFunction", "torch.jit.torch.jit.ScriptFunction",
+            "torch._C.ScriptFunction"),
+           "a scripted module is compiled code", "send the plain module and call torch.jit.script inside the cell"),
+    Remedy(("builtins.generator", "builtins.async_generator"), "a running generator holds a frame",
+           "make it inside the cell, or send list(...) of it"),
+    Remedy(("builtins.coroutine",), "a coroutine holds a frame", "call the async function inside the cell"),
+    Remedy(("builtins.frame", "builtins.traceback"), "a frame is alive in its process only",
+           "send traceback.format_exc() instead"),
+)  # fmt: skip
+
+_BY_NAME = {name: remedy for remedy in TABLE for name in remedy.types}
+
+OURS = ("nbtrain.worker.", "nbtrain.session.", "nbtrain.engines.", "nbtrain.magics.")
+_OURS = Remedy((), "it is a part of nbtrain that is running", "leave it out of what the cell reads")
+
+_SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")
+
+
+@lru_cache(maxsize=4096)
+def remedy_for(cls: Any) -> Remedy | None:
+    """For objects of this class; None when a class of the user's says how it is pickled, or nothing is known."""
+    if cls.__module__.startswith(OURS):
+        return _OURS
+    for base in cls.__mro__:
+        found = _BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
+        if found is not None:
+            return found
+        if base.__module__ not in ("abc", "builtins") and any(name in vars(base) for name in _SAYS_HOW):
+            # Such a class may well leave out what cannot travel. Libraries that refuse do it in the class itself.
+            return None
+    return None
+
+
+def known_reason(cls: Any) -> str | None:
+    found = remedy_for(cls)
+    return found.reason or None if found is not None else None
+
+
+def instead(obj: Any) -> str:
+    cls: Any = type(obj)
+    found = remedy_for(cls)
+    return found.instead if found is not None else GENERAL
