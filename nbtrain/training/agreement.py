@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -22,7 +23,7 @@ class Agreement:
 
     def take(self, prepared: Iterable[Prepared], steps: int, randomness: Randomness) -> list[tuple[str, int]]:
         """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
-        replicas: list[tuple[str, torch.Tensor]] = [pair for one in prepared for pair in one.replicas()]
+        replicas = _numbered(pair for one in prepared for pair in one.replicas())
         versions = {id(tensor): tensor._version for _, tensor in replicas}
         numbers: list[tuple[str, int]] = []
         if steps != self.steps or versions != self.versions:  # fused optimizers leave versions alone
@@ -31,3 +32,13 @@ class Agreement:
         if not randomness.alone:
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers
+
+
+def _numbered(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Each name once: a model of an earlier cell may have had the name that another one has now."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name, tensor in pairs:
+        seen[name] += 1
+        found.append((name if seen[name] == 1 else f"{name} ({seen[name]})", tensor))
+    return found

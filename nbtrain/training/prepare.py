@@ -6,7 +6,7 @@ What is set up already is kept; a component that grew (a new layer, a new optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,6 +72,17 @@ class Workshop:
         """Close everything that was set up."""
         for kept in self.kept[:]:
             self._close(kept)
+
+    def retire(self, held: Callable[[object], bool]) -> None:
+        """Let go of what is not `held` any more: a notebook that makes its model anew leaves the old one behind."""
+        for kept in self.kept[:]:
+            component = kept.prepared.component
+            groups = (component.modules, component.optimizers, component.schedulers)
+            gone = [(group, name) for group in groups for name, item in group.items() if not held(item)]
+            for group, name in gone:
+                del group[name]  # what is left is set up again when it is used next
+            if not (component.modules or component.optimizers):
+                self._close(kept)
 
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""

@@ -7,6 +7,7 @@ Functions of torch replaced by `install`, and why:
     DataLoader.__iter__, _index_sampler  batches are dealt out; counting
     _BaseDataLoaderIter.__init__         the order of batches is drawn from a stream that all ranks share
     _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
+    all_reduce, broadcast, …             nobody waits for ranks that will not come
 
 Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
 """
@@ -31,6 +32,7 @@ from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
+from nbtrain.training.meeting import Meeting
 from nbtrain.training.patches import Patches
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
@@ -61,6 +63,7 @@ class Runtime:
         self.loaders = Loaders(self.randomness, self.steps, self.device, info.rank)
         self.accumulation: Accumulation | None = None
         self.running = False
+        self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self._agreement = Agreement()
         self._patches = Patches()
         self._in_backward = False
@@ -80,6 +83,7 @@ class Runtime:
             for module in (torch.nn.utils.clip_grad, torch.nn.utils):
                 patches.wrap(module, name, make)
         self.loaders.patch(patches)
+        self.meeting.patch(patches)
         patches.keep(register_optimizer_step_pre_hook(self._before_step))
         patches.keep(register_optimizer_step_post_hook(self._after_step))
         _installed = self
@@ -96,6 +100,7 @@ class Runtime:
 
     def begin(self, run: RunSpec, objects: Mapping[str, object]) -> list[str]:
         """Prepare what the cell uses; sentences for the user. Collective."""
+        self.meeting.begin()
         self.workshop.prepare(objects)
         index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
@@ -113,6 +118,7 @@ class Runtime:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = False
         self._in_backward = False
+        self.meeting.end(ok)
         if self.accumulation is not None:
             self.accumulation.leave()
             self.accumulation = None

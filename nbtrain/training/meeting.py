@@ -1,0 +1,226 @@
+"""Nobody waits for ranks that will not come.
+
+A collective needs every rank, and all of them in the same order. A rank that leaves a loop early, passes over a batch
+or calls `reduce` below `if rank == 0` breaks that: its peers would wait for ever, or take sums of what does not belong
+together. So each rank writes on a board which collective it enters, and that its cell has ended; and looks there what
+the others have entered in the same place. The board is memory that all ranks see: some microseconds per collective.
+
+Only collectives of the default group are watched; on a GPU a rank is stopped before it enters one, not while it waits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from nbtrain.errors import NotSupported
+from nbtrain.training.patches import Patches
+from nbtrain.training.steps import Steps
+
+WATCHED = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
+)  # fmt: skip
+OF_ONE_SIZE = frozenset(WATCHED[:5])
+"""The first argument has as many elements on every rank."""
+SLICE = datetime.timedelta(seconds=0.2)
+PLACES = 128
+"""collectives that are remembered of each rank; no rank gets so far ahead of another"""
+WIDTH = 8
+HEAD = 2
+BACKWARD = 1
+
+
+class Board:
+    """What each rank has entered: for all to read, each writes its own part."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        store = c10d._get_default_store()
+        size = 8 * world_size * (HEAD + PLACES * WIDTH)
+        if rank == 0:
+            path = _new_file(size)
+            store.set("nbtrain/board", path)
+        else:
+            path = store.get("nbtrain/board").decode()
+        with open(path, "r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), size)
+        words = memoryview(self.memory).cast("q")
+        part = HEAD + PLACES * WIDTH
+        self.parts = [words[i * part : (i + 1) * part] for i in range(world_size)]
+
+
+def _new_file(size: int) -> str:
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("nbtrain-board")
+        path = f"/proc/{os.getpid()}/fd/{handle}"  # open as long as this process lives
+    else:
+        handle, path = tempfile.mkstemp(prefix="nbtrain-board-")
+    os.ftruncate(handle, size)
+    return path
+
+
+_board: tuple[Any, Board] | None = None
+_cells = 0
+"""of this process, whatever strategy they had; equal on all ranks"""
+
+
+class Meeting:
+    """The rank's part in it. `begin` and `end` around a cell."""
+
+    def __init__(self, rank: int, world_size: int, steps: Steps, in_backward: Callable[[], bool]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.steps = steps
+        self.in_backward = in_backward
+        self.board: Board | None = None
+        self.cell = self.count = self.first_step = 0
+        self.others = [peer for peer in range(world_size) if peer != rank]
+
+    def begin(self) -> None:
+        """Every rank does this, also one that does not run the cell."""
+        global _board, _cells
+        _cells += 1
+        self.cell, self.count, self.first_step = _cells, 0, self.steps.total
+        if self.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return
+        if _board is None or _board[0] is not dist.group.WORLD:
+            _board = dist.group.WORLD, Board(self.rank, self.world_size)
+        self.board = _board[1]
+
+    def end(self, ok: bool) -> None:
+        """A rank that failed is spoken of by the notebook."""
+        if self.board is not None and ok:
+            self.board.parts[self.rank][1] = self.count
+            self.board.parts[self.rank][0] = self.cell
+        self.board = None
+
+    def patch(self, patches: Patches) -> None:
+        if self.world_size > 1 and dist.is_available():
+            for name in WATCHED:
+                for module in (dist, c10d):  # object collectives find theirs in the second
+                    patches.wrap(module, name, self._watched(name))
+
+    def _watched(self, name: str) -> Callable[[Any], Any]:
+        code, sized = WATCHED.index(name), name in OF_ONE_SIZE
+
+        def make(old: Any) -> Any:
+            names = list(inspect.signature(old).parameters)
+            at_group, at_async = names.index("group"), names.index("async_op")
+
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                group = args[at_group] if len(args) > at_group else kwargs.get("group")
+                if self.board is None or not (group is None or group is dist.group.WORLD):
+                    return old(*args, **kwargs)
+                first = args[0] if args else next((v for k, v in kwargs.items() if k in names[:2]), None)
+                tensor = first if isinstance(first, torch.Tensor) else None
+                place = self._enter(code, tensor.numel() if sized and tensor is not None else 0)
+                on_gpu = tensor.is_cuda if tensor is not None else dist.get_backend() != "gloo"
+                if on_gpu or len(args) > at_async:
+                    return old(*args, **kwargs)
+                later = kwargs.pop("async_op", False)
+                work = old(*args, **kwargs, async_op=True)
+                if work is None:
+                    return None
+                patient = Patient(work, lambda: self._look(place))
+                return patient if later else patient.wait() and None
+
+            return collective
+
+        return make
+
+    def _enter(self, code: int, size: int) -> tuple[int, ...]:
+        assert self.board is not None
+        self.count += 1
+        current = self.steps._current() or (0, None, 0)
+        place = (
+            (self.cell << 32) + self.count, code, size, BACKWARD if self.in_backward() else 0,
+            self.steps.total - self.first_step, current[0], current[1] or 0, current[2],
+        )  # fmt: skip
+        part, at = self.board.parts[self.rank], HEAD + self.count % PLACES * WIDTH
+        for i in range(WIDTH - 1, -1, -1):  # the number last: until then nobody takes it for this one
+            part[at + i] = place[i]
+        self._look(place)
+        return place
+
+    def _look(self, mine: tuple[int, ...]) -> None:
+        """Raises if a peer has entered something else in this place, or ended."""
+        if self.board is None:
+            return
+        count = mine[0] & 0xFFFFFFFF
+        at = HEAD + count % PLACES * WIDTH
+        for peer in self.others:
+            part = self.board.parts[peer]
+            if part[at] == mine[0]:
+                theirs = tuple(part[at : at + WIDTH])
+                if theirs != mine and _apart(mine, theirs) and part[at] == mine[0]:
+                    raise NotSupported(_gone_apart({self.rank: mine, peer: theirs}))
+            elif part[0] == self.cell and part[1] < count:
+                raise NotSupported(
+                    f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {_words(mine)}: it "
+                    f"would wait for ever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
+                    "reduce and gather on every rank, not below `if rank == 0:`"
+                )
+
+
+class Patient:
+    """A `Work` whose `wait` looks now and then whether the others are still to come."""
+
+    def __init__(self, work: Any, look: Callable[[], None]) -> None:
+        self.work = work
+        self.look = look
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        if timeout is not None:
+            return bool(self.work.wait(timeout))
+        while True:
+            try:
+                return bool(self.work.wait(SLICE))
+            except RuntimeError:
+                if self.work.is_completed():
+                    raise
+            self.look()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+ALL = "Backward, reduce, gather, barrier and setup need every rank, and all of them in the same order"
+
+
+def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
+    if mine[1:4] != theirs[1:4]:
+        return True
+    if mine[3] != BACKWARD:
+        return False
+    # A loader that one rank alone looks into now and then is another one: it is as good as always of another length.
+    return mine[4] != theirs[4] or (mine[6] == theirs[6] and mine[5:] != theirs[5:])
+
+
+def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
+    # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
+    one, other = places.values()
+    ways = ", ".join(f"rank {rank} is {_words(place)}" for rank, place in places.items())
+    if one[3] == other[3] == BACKWARD:
+        hint = (
+            "A rank has passed over a batch or a backward that the others did: write `loss = loss * 0` and go on to "
+            "backward and step in place of `continue`, or decide together: `if reduce(float(bad), 'max'): continue`"
+        )
+    else:
+        hint = "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below `if rank == 0:`"
+    return f"the ranks have gone different ways: {ways}. {ALL}. {hint}"
+
+
+def _words(place: tuple[int, ...]) -> str:
+    _, code, size, where, steps, batch, batches, _ = place
+    what = "in backward()" if where == BACKWARD else f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
+    at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
+    return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

@@ -1,0 +1,336 @@
+"""Where models and optimizers come from, and what else is done with them."""
+
+from tests.lines import Line
+
+LOOP = """
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+    losses.append(reduce(loss.item()))
+"""
+
+LINES = [
+    *(
+        Line(
+            f"torch.compile before the cell, {backend or 'as it comes'}",
+            """
+for x, y in loader:
+    loss = F.cross_entropy(fast(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+    losses.append(reduce(loss.item()))
+""",
+            before=f"fast = torch.compile(model{backend and f', backend={backend!r}'})",
+        )
+        for backend in ("eager", "aot_eager")
+    ),
+    Line(
+        "torch.compile in the cell",
+        """
+model = torch.compile(model, backend="aot_eager")
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+result["keys"] = len(model.state_dict())
+""",
+    ),
+    Line("model.compile()", "model.compile(backend='eager')" + LOOP),
+    Line(
+        "EMA by deepcopy",
+        """
+ema = copy.deepcopy(model)
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    with torch.no_grad():
+        for slow, p in zip(ema.parameters(), model.parameters()):
+            slow.mul_(0.9).add_(p, alpha=0.1)
+        for slow, p in zip(shadow.parameters(), model.parameters()):
+            slow.lerp_(p, 0.5)
+result["ema"] = ema.state_dict()
+result["outputs"] = ema(X[:3]).detach()
+""",
+        before="shadow = copy.deepcopy(model).requires_grad_(False)",
+        after="result['shadow'] = shadow.state_dict()",
+    ),
+    Line(
+        "AveragedModel and update_bn",
+        """
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    average.update_parameters(model); before.update_parameters(model)
+torch.optim.swa_utils.update_bn(loader, before)
+result["average"] = average.state_dict()
+""",
+        before="""
+from torch.optim.swa_utils import AveragedModel
+before = AveragedModel(model)
+""",
+        after="result['before'] = before.state_dict()",
+    ),
+    Line(
+        "GAN",
+        """
+for x, y in loader:
+    real, noise = x, x.flip(1)
+    fake = maker(noise)
+    judge.zero_grad()
+    loss = (model(real)[:, 0] - 1).square().mean() + model(fake.detach())[:, 0].square().mean()
+    loss.backward(); judge.step()
+    make.zero_grad()
+    (model(fake)[:, 0] - 1).square().mean().backward()
+    make.step()
+""",
+        before="""
+torch.manual_seed(2)
+maker = nn.Linear(6, 6)
+make, judge = torch.optim.Adam(maker.parameters(), 0.01), torch.optim.Adam(model.parameters(), 0.02, betas=(0.5, 0.9))
+""",
+        after="result['maker'] = maker.state_dict(); result['judge'] = judge.state_dict()",
+    ),
+    Line(
+        "one optimizer for two models and a loose parameter",
+        """
+for x, y in loader:
+    (F.cross_entropy(model(x + other(x)) * scale, y)).backward()
+    opt.step(); opt.zero_grad()
+""",
+        before="""
+torch.manual_seed(2)
+other, scale = nn.Linear(6, 6), nn.Parameter(torch.ones(()))
+opt = torch.optim.SGD([*model.parameters(), *other.parameters(), scale], 0.05, momentum=0.9)
+""",
+        after="result['other'] = other.state_dict(); result['scale'] = scale.detach()",
+    ),
+    Line(
+        "LBFGS with a closure that returns its own rank's loss",
+        """
+for x, y in loader:
+    def closure():
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x.double()), y)
+        loss.backward()
+        return loss
+    losses.append(opt.step(closure).item())
+""",
+        before="opt = torch.optim.LBFGS(model.double().parameters(), 0.5, max_iter=4, line_search_fn='strong_wolfe')",
+    ),
+    Line(
+        "a closure for SGD",
+        """
+for x, y in loader:
+    def closure():
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    losses.append(reduce(opt.step(closure).item()))
+""",
+    ),
+    Line(
+        "add_param_group in the cell",
+        """
+torch.manual_seed(3)
+head = nn.Linear(2, 2)
+head, = [setup(head)]
+opt.add_param_group({"params": head.parameters(), "lr": 0.05})
+setup(head, opt)
+for x, y in loader:
+    F.cross_entropy(head(model(x)), y).backward(); opt.step(); opt.zero_grad()
+result["head"] = head.state_dict()
+""",
+    ),
+    Line(
+        "add_param_group in the cell, of a model that was captured",
+        """
+opt.add_param_group({"params": extra.parameters(), "lr": 0.01})
+for x, y in loader:
+    F.cross_entropy(extra(model(x)), y).backward(); opt.step(); opt.zero_grad()
+result["extra"] = extra.state_dict()
+""",
+        before="torch.manual_seed(3); extra = nn.Linear(2, 2)",
+    ),
+    Line(
+        "add_param_group of a layer made in the cell, without setup",
+        """
+head = nn.Linear(2, 2)
+opt.add_param_group({"params": head.parameters(), "lr": 0.05})
+for x, y in loader:
+    F.cross_entropy(head(model(x)), y).backward(); opt.step(); opt.zero_grad()
+""",
+        refused=r"(?s)NotPrepared.*setup\(",
+    ),
+    Line(
+        "an optimizer made in the cell for a model from outside",
+        "opt = torch.optim.AdamW(model.parameters(), 0.01)" + LOOP,
+    ),
+    Line(
+        "a model and optimizer made in the cell, with setup",
+        "torch.manual_seed(5)\nmodel = Net(); opt = sgd(model)\nmodel, opt = setup(model, opt)" + LOOP,
+    ),
+    Line(
+        "a model and optimizer made in the cell, without setup",
+        "model = Net(); opt = sgd(model)" + LOOP,
+        refused=r"(?s)NotPrepared.*model, optimizer = setup\(model, optimizer\)",
+    ),
+    Line(
+        "a model made in the cell after manual_seed, trained by hand without an optimizer",
+        """
+torch.manual_seed(5)
+probe = setup(nn.Linear(6, 2))
+for x, y in loader:
+    F.cross_entropy(probe(x), y).backward()
+    for p in probe.parameters():
+        p.data -= 0.1 * p.grad
+        p.grad = None
+result["probe"] = probe.state_dict()
+""",
+    ),
+    Line(
+        "a layer replaced in the cell",
+        """
+torch.manual_seed(4)
+model.last = nn.Linear(12, 2)
+opt = sgd(model)
+setup(model, opt)
+"""
+        + LOOP,
+    ),
+    Line(
+        "learning rates by hand, and a scheduler for each batch",
+        """
+warm = torch.optim.lr_scheduler.LambdaLR(other, lambda step: min(1, (step + 1) / 4))
+for i, (x, y) in enumerate(loader):
+    opt.param_groups[0]["lr"] = 0.1 / (i + 1)
+    F.cross_entropy(model(x), y).backward()
+    opt.step(); opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    other.step(); opt.zero_grad(); warm.step(); cosine.step()
+    result.setdefault("lr", []).append(cosine.get_last_lr()[0])
+result["warm"] = warm.get_last_lr()[0]
+""",
+        before="""
+other = torch.optim.Adam(model.parameters(), 0.02)
+cosine = torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(fresh(3).parameters(), 0.1), 0.5, total_steps=20)
+""",
+    ),
+    Line(
+        "ReduceLROnPlateau on a rank's own value",
+        """
+for epoch in range(4):
+    mean = 0
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(); opt.step(); opt.zero_grad()
+        mean += loss.item() / len(loader)
+    plateau.step(mean if rank == 0 else mean + epoch)
+    result.setdefault("lr", []).append(opt.param_groups[0]["lr"])
+    result.setdefault("best", []).append(plateau.best)
+""",
+        before="""
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0, threshold=0.5)
+""",
+        alone="""
+for epoch in range(4):
+    mean = 0
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(); opt.step(); opt.zero_grad()
+        mean += loss.item() / len(loader)
+    plateau.step(mean + epoch / 2)
+    result.setdefault("lr", []).append(opt.param_groups[0]["lr"])
+    result.setdefault("best", []).append(plateau.best)
+""",
+    ),
+    Line(
+        "BatchNorm: the ranks agree, also when they evaluate",
+        """
+for x, y in loader:
+    F.cross_entropy(net(x), y).backward(); step.step(); step.zero_grad()
+net.eval()
+with torch.no_grad():
+    out = gather(net(X))
+result["apart"] = max((o - out[0]).abs().max().item() for o in out)
+net.train()
+""",
+        before="net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)); step = sgd(net)",
+        after="""
+seen = net[1].num_batches_tracked.item()
+result["means"] = net[1].running_mean[:0]""",
+    ),
+    Line(
+        "SyncBatchNorm: the statistics of the whole batch",
+        """
+net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+step = sgd(net)
+setup(net, step)
+for x, y in loader:
+    F.cross_entropy(net(x), y).backward(); step.step(); step.zero_grad()
+result["net"] = net.state_dict()
+""",
+        before="torch.manual_seed(2); net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))",
+    ),
+    Line(
+        "model.to(device), x.to(device) with whatever there is",
+        """
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = model.to(device)
+for x, y in loader:
+    x, y = x.to(device, non_blocking=True), y.to(device)
+    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+del device
+""",
+    ),
+    Line(
+        "cuda said outright",
+        """
+model.to("cuda"); model.cuda(); model.to(torch.device("cuda:0"))
+for x, y in loader:
+    x, y = x.cuda(), y.to("cuda:0", non_blocking=True)
+    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+""",
+        alone=LOOP.replace("losses.append(reduce(loss.item()))", "pass"),
+    ),
+    *(
+        Line(
+            f"the model in {where}",
+            f"m, o = {take}" + LOOP.replace("model(", "m(").replace("opt.", "o."),
+            before=put,
+        )
+        for where, put, take in (
+            ("a dict", "box = {'net': model, 'how': {'opt': opt}}", "box['net'], box['how']['opt']"),
+            ("a list", "box = [[model], (opt,)]", "box[0][0], box[1][0]"),
+            (
+                "an attribute of self",
+                "class Mine:\n    def __init__(self):\n        self.model, self.opt = model, opt\ntrainer = Mine()",
+                "trainer.model, trainer.opt",
+            ),
+            (
+                "a dataclass",
+                "@dataclasses.dataclass\nclass State:\n    net: object\n    opt: object\nstate = State(model, opt)",
+                "state.net, state.opt",
+            ),
+            ("a closure", "def holder(m, o):\n    return lambda: (m, o)\nget = holder(model, opt)", "get()"),
+            ("a default argument", "def get(m=model, *, o=opt):\n    return m, o", "get()"),
+        )
+    ),
+    Line(
+        "a training function of another cell",
+        """
+for epoch in range(2):
+    result.setdefault("epochs", []).append(train_one_epoch(model, loader))
+""",
+        before="""
+def train_one_epoch(model, loader):
+    total = 0.0
+    model.train()
+    for x, y in loader:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        total += reduce(loss.item())
+    return total / len(loader)
+""",
+    ),
+]

@@ -1,0 +1,131 @@
+"""The lines people write anyway: right, or refused with the line to write instead; none hangs.
+
+Each case is a cell of a notebook in a real kernel, on two ranks, compared with one process on the same global batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import re
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbtrain.training import collectives
+from tests.kernels import Kernel, Result, running_kernel
+from tests.lines import NEW, START, Line, files, gradients, loops, models
+from tests.notebook import Notebook
+from tests.ranks import run_on_ranks
+
+STRATEGIES = ["ddp"]
+LINES = [*gradients.LINES, *models.LINES, *loops.LINES, *files.LINES]
+SLOW = 20
+"""Seconds after which a cell hangs."""
+
+
+def numbers(found: Any, at: str = "") -> dict[str, Any]:
+    """All tensors and numbers below an object, by where they are. Sent to the kernel as text, too."""
+    import torch
+
+    if hasattr(found, "state_dict"):
+        found = found.state_dict()
+    if isinstance(found, torch.Tensor):
+        return {at: found.detach().clone().double()}
+    if isinstance(found, (int, float)):
+        return {at: torch.tensor(float(found)).double()}
+    if isinstance(found, dict):
+        return {k: v for key in found for k, v in numbers(found[key], f"{at}.{key}").items()}
+    if isinstance(found, (list, tuple)):
+        return {k: v for i, part in enumerate(found) for k, v in numbers(part, f"{at}[{i}]").items()}
+    return {}
+
+
+COLLECT = "torch.save(numbers([model, opt, losses, result]), {path!r})"
+
+
+def one_process(rank: int, line: Line, directory: str) -> dict[str, Any]:
+    """The same cells, without ranks; in a process that may be left as they leave it."""
+    own: dict[str, Any] = {
+        "__name__": "__main__", "rank": 0, "world_size": 1, "device": torch.device("cpu"), "barrier": lambda: None,
+        "reduce": collectives.reduce, "gather": collectives.gather, "log": lambda **values: None,
+        "setup": lambda *objects: objects[0] if len(objects) == 1 else objects,
+    }  # fmt: skip
+    sys.modules["__main__"].__dict__.update(own)
+    own = sys.modules["__main__"].__dict__
+    os.chdir(directory)
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        for cell in (START, NEW, line.before, line.alone or line.cell, line.after):
+            exec(compile(cell, f"<{line.name}>", "exec"), own)
+    found = numbers([own[name] for name in ("model", "opt", "losses", "result")])
+    own["loader"] = None  # persistent workers end with it
+    gc.collect()
+    return found
+
+
+class Ranks:
+    """One kernel, and in it one pool, for all cases; after one that hangs the kernel is told to stop, twice."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.notebook = Notebook(kernel, START)
+        self.notebook(inspect.getsource(numbers).replace(": Any", "").replace(" -> dict[str, Any]", ""))
+
+    def cell(self, code: str) -> Result:
+        kernel = self.notebook.kernel
+        result = kernel.start(code)
+        try:
+            return kernel.wait(result, SLOW)
+        except TimeoutError:
+            shown = result.text
+            for _ in range(2):
+                if not result.done:
+                    kernel.interrupt()
+                    with contextlib.suppress(TimeoutError):
+                        kernel.wait(result, 10)
+            pytest.fail(f"this hangs:\n{code}\n--- shown so far\n{shown}", pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """With a directory of its own for what a pool keeps there: it outlives a test, and is no leak of that test's."""
+    with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder) as kernel:
+        found = Ranks(kernel)
+        yield found
+        found.notebook("%distributed stop")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.name.replace(" ", "-"))
+def test_line(line: Line, strategy: str, ranks: Ranks, tmp_path: Path) -> None:
+    notebook = ranks.notebook
+    notebook(NEW + line.before)
+    run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {line.flags}\n{line.cell}")
+    refused = line.without.get(strategy, line.refused)
+    if refused:
+        assert run.error is not None, f"this should have been refused:\n{line.cell}"
+        assert re.search(refused, f"{run.error.ename}: {run.error.evalue}"), run.text
+        return
+    assert run.error is None, run.text
+    assert "differs from rank" not in run.text
+    assert line.says in run.text
+    notebook(line.after or "pass")
+    path = tmp_path / "numbers.pt"
+    notebook(COLLECT.format(path=str(path)))
+    found, (expected,) = torch.load(path), run_on_ranks(one_process, line, str(tmp_path), world_size=1)
+    assert found.keys() == expected.keys()
+    apart = {
+        at: float((found[at] - value).abs().max())
+        for at, value in expected.items()
+        if not torch.allclose(found[at], value, rtol=line.tolerance, atol=line.tolerance)
+    }
+    assert not apart, f"one process has other numbers:\n{textwrap.indent(str(apart), '  ')}"
