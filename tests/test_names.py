@@ -278,8 +278,8 @@ REACHED: list[tuple[str, str, str]] = [
         G + "import functools\n@functools.singledispatch\ndef f(x): 0\n@f.register\ndef _(x: int): return g",
         "f g",
     ),
-    ("a", G + "class A:\n  def m(self): return g\na = A()", "a g"),
-    ("f()", G + "class A:\n  def m(self): return g\nf = A().m", "f g"),
+    ("a", G + "class A:\n  def m(self): return g\na = A()", "a A g"),
+    ("f()", G + "class A:\n  def m(self): return g\nf = A().m", "f A g"),
     ("A", G + "class B:\n  def m(self): return g\nclass A(B): pass\ndel B", "A g"),
     ("A", G + "class M(type):\n  def __call__(c): return g\nclass A(metaclass=M): pass\ndel M", "A g"),
     ("A", G + "class A:\n  @property\n  def p(self): return g", "A g"),
@@ -287,16 +287,20 @@ REACHED: list[tuple[str, str, str]] = [
     ("A", G + "class A:\n  @staticmethod\n  def p(): return g", "A g"),
     ("A", G + "class A:\n  @classmethod\n  def p(c): return g", "A g"),
     ("A", G + "class B: pass\nclass A(B):\n  def p(self): return super().p, B, g", "A B g"),
-    ("a", G + "class A: pass\na = A()\na.f = lambda: g", "a g"),
-    ("a", G + "class A:\n  __slots__ = 'f', 'e'\na = A()\na.f = lambda: g", "a g"),
+    ("a", G + "class A: pass\na = A()\na.f = lambda: g", "a A g"),
+    ("a", G + "class A:\n  __slots__ = 'f', 'e'\na = A()\na.f = lambda: g", "a A g"),
     (
         "a",
         G + "from dataclasses import dataclass\n@dataclass\nclass A:\n  x: int = 0\n  def m(self): return g\na = A()",
-        "a g",
+        "a A g",
     ),
     ("fs", G + "fs = [{'k': (lambda: g, 1)}]", "fs g"),
     ("fs", G + "class A:\n  def m(self): return g\nfs = {A: 1}\ndel A", "fs g"),
-    ("add(1)", G + "class L(list):\n  def m(self): return g\nadd = L().append", "add g"),
+    ("add(1)", G + "class L(list):\n  def m(self): return g\nadd = L().append", "add L g"),
+    # under their own names too: pickle looks there
+    ("a", "class A:\n  class B: pass\na = A.B()", "a A"),
+    ("fs", "def f(): pass\nfs = [f]", "fs f"),
+    ("a", "class A: pass\na = A()\nclass A: pass", "a"),
     ("d", G + "import collections\nd = collections.deque([lambda: g])", "d g"),
     ("f()", "n = 0\ndef f():\n  global n\n  n += 1", "f n"),
 ]
@@ -321,7 +325,7 @@ def test_hard_and_soft() -> None:
     captured = reach(
         analyse("n += 1\nuse_both()\nfor x in []: loss = x\nprint(loss)\nif n: late = k\nlate()"), namespace
     )
-    assert captured.hard == ("g", "g2", "k", "use_both")  # in the namespace's order; g2 by way of k
+    assert captured.hard == ("g", "g2", "h", "k", "use_both")  # in the namespace's order; g2 by way of k
     assert captured.soft == ("n", "loss", "late")
     only = reach(analyse("if c: late = 1\nlate()"), namespace)
     assert (only.hard, only.soft) == ((), ("g2", "late"))  # what only an assigned name leads to is soft too
@@ -368,7 +372,7 @@ class LoudDict(Loud, dict):
 a = [Loud(), LoudList([Loud()]), LoudDict(k=Loud())]
 """
     namespace = notebook(source)
-    assert set(reach(analyse("a"), namespace).hard) == {"a", "Loud"}
+    assert set(reach(analyse("a"), namespace).hard) == {"a", "Loud", "LoudList", "LoudDict"}
     assert namespace["Loud"].called == []
 
 
@@ -386,7 +390,7 @@ def test_limits() -> None:
 
 
 def test_an_object_that_holds_itself() -> None:
-    assert hard("a", G + "class A:\n  def m(self): return g\na = A()\na.me = [a]") == {"a", "g"}
+    assert hard("a", G + "class A:\n  def m(self): return g\na = A()\na.me = [a]") == {"a", "A", "g"}
 
 
 def test_code_is_forgotten_with_its_function() -> None:
@@ -427,9 +431,9 @@ plain.table = torch.zeros(3)
 
 def test_torch_objects() -> None:
     pytest.importorskip("torch")
-    assert hard("model(1)", TORCH) == {"model", "scale", "width", "nn"}
+    assert hard("model(1)", TORCH) == {"model", "Block", "scale", "width", "nn"}
     assert hard("scheduler.step()", TORCH) == {"scheduler", "decay"}
-    assert hard("for b in loader: b", TORCH) == {"loader", "width", "shift"}
+    assert hard("for b in loader: b", TORCH) == {"loader", "Data", "collate", "width", "shift"}
     assert hard("hooked", TORCH) == {"hooked", "decay"}
     assert hard("plain", TORCH) == {"plain"}
 

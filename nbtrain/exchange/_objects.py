@@ -33,6 +33,7 @@ Opener = Callable[[Any], Iterable[Any]]
 
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(...), range, slice, ModuleType, CodeType)
 _TABLES = (dict, OrderedDict, set)
+_QUALNAME: Any = type.__dict__["__qualname__"]  # a metaclass of the user's may have its own idea of it
 _QUIET_ENTRIES = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set"})
 
 
@@ -68,8 +69,20 @@ class Objects:
                 names = function_names(value.__code__)
                 found |= names.reads
                 self.writes |= names.writes
+                self._name(value, value.__qualname__, found)
+            elif opener == self._of_class and self._is_own(value):
+                self._name(value, _QUALNAME.__get__(value), found)
             ahead.extend(opener(value))
         return found
+
+    def _name(self, value: Any, qualname: str, found: set[str]) -> None:
+        """A function or class that is reached has its name on the ranks too: `torch.save(model)` looks there."""
+        top, *inner = qualname.split(".")
+        held = self._namespace.get(top)
+        for name in inner:
+            held = type.__getattribute__(held, "__dict__").get(name) if isinstance(held, type) else None
+        if held is value:
+            found.add(top)
 
     def _opener(self, kind: type) -> Opener | None:
         """How to see into objects of a type; None when there is nothing in them."""

@@ -71,7 +71,7 @@ class Function(Kind):
         extra = (getattr(fn, "__type_params__", ()),) if sys.version_info >= (3, 12) else ()
         annotations = {} if sys.version_info >= (3, 14) else fn.__annotations__
         return (fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ or None,
-                annotations or None, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
+                annotations or None, fn.__code__, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
 
     def look(self, node: Node, walk: Walk) -> Any:
         fn: types.FunctionType = node.obj
@@ -79,15 +79,17 @@ class Function(Kind):
         if node.seen is not None and len(fields) == len(node.seen) and all(map(is_, fields, node.seen)):
             return None
         node.seen = fields
-        head, rest = fields[:6], fields[6:]
+        head, code, rest = fields[:6], fields[6], fields[7:]
         count = len(fn.__dict__)
-        encoded = tuple(map(walk.encode, (*head[:4], *head[4:])))
+        encoded = (*map(walk.encode, head), code)
         attributes = list(zip(rest[:count], map(walk.encode, rest[count : 2 * count]), strict=True))
         return encoded, attributes, tuple(map(walk.encode, rest[2 * count :]))
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         fn: types.FunctionType = node.obj
-        fields, attributes, type_params = state
+        (*fields, code), attributes, type_params = state
+        if fn.__code__ is not code:
+            fn.__code__ = code
         decoded = tuple(map(arrival.decode, fields))
         fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ = decoded[:5]
         if decoded[5] is not None:
@@ -104,8 +106,10 @@ class Function(Kind):
                 return f"{address} (its closure variable {name!r})"
         code = holder.__code__
         defaults = holder.__defaults__ or ()
-        names = code.co_varnames[: code.co_argcount][len(code.co_varnames[: code.co_argcount]) - len(defaults) :]
-        for name, value in [*zip(names, defaults, strict=True), *(holder.__kwdefaults__ or {}).items()]:
+        names = code.co_varnames[: code.co_argcount]
+        # From the last backwards: somebody may have given it more defaults than it has arguments.
+        pairs = zip(reversed(names), reversed(defaults), strict=False)
+        for name, value in [*pairs, *(holder.__kwdefaults__ or {}).items()]:
             if value is child:
                 return f"{address} (default of its argument {name!r})"
         for name, value in vars(holder).items():
