@@ -151,6 +151,20 @@ def test_a_seed_set_in_the_cell_starts_the_order_anew_on_every_rank() -> None:
             assert home["torch"][:8].view(torch.int64).item() == 11
 
 
+def test_after_a_seed_set_in_the_cell_dropout_still_differs_between_ranks() -> None:
+    states = notebook()
+    loader = make_loader("shuffle")
+
+    def cell(runtime: Runtime) -> tuple[list[list[int]], torch.Tensor]:
+        torch.manual_seed(3)
+        return epochs(loader, 1), torch.rand(3)
+
+    found = [run_as(rank, 3, states, cell)[0] for rank in range(3)]
+    torch.manual_seed(3)
+    assert found[1][0][0] == epochs(loader, 1)[1], "the order is still the seed's"
+    assert len({tuple(drawn.tolist()) for _, drawn in found}) == 3
+
+
 def test_loader_workers_augment_differently_on_each_rank_and_as_alone_on_rank_0() -> None:
     # num_workers=0 here: what matters is the seed that workers are given
     states = notebook()

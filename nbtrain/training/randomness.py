@@ -6,7 +6,8 @@ ranks, that starts where the notebook's stands. It is swapped in while a loader 
 order, so that shuffling is what one process with the same seed would see, and the default streams of the
 ranks do not notice.
 
-`torch.manual_seed` inside the cell starts the shared stream anew, as it would in one process. To see it even
+`torch.manual_seed` inside the cell starts the shared stream anew, as it would in one process; from the next loader
+on, the ranks' own streams are numbers derived from it, so that dropout differs again. To see it even
 when the same seed is set again, the seed that torch remembers beside its state is replaced by a mark.
 """
 
@@ -114,7 +115,11 @@ class Randomness:
                 self.depth -= 1
             return
         if torch.initial_seed() != MARK:  # the cell has set a seed, on every rank
-            self.shared_states["torch"] = torch.get_rng_state()
+            state = self.shared_states["torch"] = torch.get_rng_state()
+            if self.rank:  # from here on their own draws differ again
+                torch.default_generator.manual_seed(derive(state, self.rank))
+                if torch.cuda.is_initialized():
+                    torch.cuda.manual_seed(derive(state, self.rank))
             self._mark()
             self.began["torch"] = torch.get_rng_state()
         own = {key: state for key, state in capture().items() if key in self.shared_states}
