@@ -241,7 +241,10 @@ def wheel(where: Path, name: str, version: str) -> Path:
 
 def install(package: Path, target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    for old in target.glob(f"{package.name.partition('-')[0]}*"):  # --target leaves the old one's files there
+    for old in (
+        *target.glob(f"{package.name.partition('-')[0]}*"),
+        *target.glob("__pycache__"),
+    ):  # --target leaves them
         subprocess.run(["rm", "-r", str(old)], check=True)
     subprocess.run([*command, "--target", str(target), str(package)], check=True)
 

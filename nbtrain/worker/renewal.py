@@ -19,7 +19,7 @@ Pair = tuple[Any, Any]
 
 def pairs(module: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pair]:
     """Old and new of what this module itself defines."""
-    found = []
+    found: list[Pair] = []
     for name, old in before.items():
         new = after.get(name)
         if getattr(old, "__module__", None) == module and old is not new:
@@ -63,7 +63,8 @@ def renew(replaced: Iterable[Pair], namespace: dict[str, Any]) -> None:
 
 
 def _rebase(old: type, swap: Mapping[int, Pair]) -> None:
-    for below in type.__subclasses__(old):
+    subclasses: list[type] = type.__subclasses__(old)
+    for below in subclasses:
         if id(below) not in swap:
             with suppress(TypeError):
                 below.__bases__ = tuple(swap[id(base)][1] if id(base) in swap else base for base in below.__bases__)
