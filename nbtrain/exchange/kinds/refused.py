@@ -44,9 +44,13 @@ class ByName(Kind):
         if parts[0] != "shell":
             return getattr(sys, parts[0])
         shell: Any = getattr(builtins, "get_ipython", None)
-        if shell is None:
-            raise CannotTravel("get_ipython() exists in a notebook's shell only")
-        return shell()
+        if shell is None:  # a rank that opens its first parcel; not imported here, so asked where it was loaded
+            loaded: Any = sys.modules.get("IPython.core.getipython")
+            shell = getattr(loaded, "get_ipython", None)
+        found = shell() if shell is not None else None
+        if found is None:
+            raise CannotTravel("get_ipython() exists in a notebook's shell only; leave it out of what the cell reads")
+        return found
 
 
 def _name_of(obj: Any) -> str | None:
