@@ -38,7 +38,7 @@ def outer():
 clo = outer()
 class Bad:
     conn = sqlite3.connect(':memory:')
-bad = Bad()
+bad = Bad(); del Bad
 two = {
     'l': threading.Lock(),
     'm': {
