@@ -178,8 +178,8 @@ class Scheduler(Instance):
 
     def settle(self, node: Node) -> None:
         optimizer = getattr(node.obj, "optimizer", None)
-        if optimizer is None or "step" in vars(optimizer):
-            return
+        if optimizer is None or "step" in vars(optimizer) or not hasattr(node.obj, "_step_count"):
+            return  # without a count of its steps it never left a mark, as ReduceLROnPlateau
         plain = type(optimizer).step
 
         @functools.wraps(plain)
