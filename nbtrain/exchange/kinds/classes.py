@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NOTE = "__slotnames__"
 """Python notes this on a class whenever an instance is pickled: no change of the user's."""
+OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"}
+"""What every member of an enum has."""
 MADE_BY_PYTHON = {
     NOTE, "__slots__", "__module__", "__dict__", "__weakref__", "__annotate_func__",
     "_abc_impl", "_abc_cache", "_abc_registry", "_abc_negative_cache", "_abc_negative_cache_version",
@@ -38,9 +40,9 @@ class Class(Kind):
         cls = node.obj
         if _is_enum(cls):
             bases, *rest = cp._enum_getnewargs(cls)
-            name, qualname, members, module, _, _ = rest
-            keys = list(members)
-            values = tuple(map(walk.encode, members.values()))
+            name, qualname, _, module, _, _ = rest
+            keys = list(cls.__members__)  # with the second names, which iterating leaves out
+            values = tuple(walk.encode(member.value) for member in cls.__members__.values())
             return True, tuple(map(walk.encode, bases)), (name, qualname, keys, values, module)
         if type(cls).__module__ == "_ctypes":
             raise CannotTravel("what ctypes makes belongs to the memory of its process")
@@ -81,19 +83,22 @@ class Class(Kind):
         raw: Any = vars(node.obj)
         if NOTE in raw:
             raw = {key: value for key, value in raw.items() if key != NOTE}
+        members = _members(node.obj)
+        names, values = [*raw, *(name for name, _ in members)], [*raw.values(), *(value for _, value in members)]
         seen = node.seen
-        if seen is not None and list(raw) == seen[0] and all(map(is_, raw.values(), seen[1])):
+        if seen is not None and names == seen[0] and all(map(is_, values, seen[1])):
             return None
-        node.seen = list(raw), list(raw.values())
+        node.seen = names, values
         body = self._body(node.obj)
         body["__qualname__"] = node.obj.__qualname__
         registry = body.pop("_abc_impl", None)
         items = [(name, walk.encode(value)) for name, value in body.items()]
-        return items, None if registry is None else list(map(walk.encode, registry))
+        held = [(name, walk.encode(value)) for name, value in members]
+        return items, None if registry is None else list(map(walk.encode, registry)), held
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         cls = node.obj
-        items, registry = state
+        items, registry, members = state
         held = vars(cls)
         body = {name: arrival.decode(value) for name, value in items}
         cls.__qualname__ = body.pop("__qualname__")
@@ -105,6 +110,11 @@ class Class(Kind):
                 type.__setattr__(cls, name, value)
         for sub in registry or ():
             cls.register(arrival.decode(sub))
+        there = {name: arrival.decode(value) for name, value in members}
+        for name, attribute in [name for name, _ in _members(cls) if name not in there]:
+            del vars(cls.__members__[name])[attribute]
+        for (name, attribute), value in there.items():
+            vars(cls.__members__[name])[attribute] = value
         node.seen = None
 
     def address(self, address: str, holder: Any, child: Any) -> str:
@@ -120,6 +130,14 @@ class Class(Kind):
 
 def _is_enum(cls: type) -> bool:
     return issubclass(cls, enum.Enum)
+
+
+def _members(cls: Any) -> list[tuple[tuple[str, str], Any]]:
+    """What the members of an enum hold of their own: attributes that its `__init__` gave them."""
+    if not _is_enum(cls):
+        return []
+    held = [(name, *item) for name, one in cls.__members__.items() for item in vars(one).items()]
+    return [((name, attribute), value) for name, attribute, value in held if attribute not in OF_MEMBERS]
 
 
 def _slots(cls: type) -> Any:
