@@ -68,3 +68,8 @@ def test_members_of_an_enum_have_what_its_init_gave_them(alike: Alike) -> None:
         ranks="Planet.EARTH.sizes.append(Planet.EARTH.mass); Planet.EARTH.moons = 1",
         ranks_again="del Planet.EARTH.moons",
     )
+
+
+def test_a_function_gets_another_name_and_other_code(alike: Alike) -> None:
+    alike(notebook="def f(): return 1\ndef g(): return 2", ranks="f.__name__ = 'other'; f.__code__ = g.__code__")
+    assert alike.session.namespace["f"]() == 2

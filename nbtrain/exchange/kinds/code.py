@@ -71,7 +71,7 @@ class Function(Kind):
         extra = (getattr(fn, "__type_params__", ()),) if sys.version_info >= (3, 12) else ()
         annotations = {} if sys.version_info >= (3, 14) else fn.__annotations__
         return (fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ or None,
-                annotations or None, fn.__code__, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
+                annotations or None, fn.__code__, fn.__name__, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
 
     def look(self, node: Node, walk: Walk) -> Any:
         fn: types.FunctionType = node.obj
@@ -79,15 +79,15 @@ class Function(Kind):
         if node.seen is not None and len(fields) == len(node.seen) and all(map(is_, fields, node.seen)):
             return None
         node.seen = fields
-        head, code, rest = fields[:6], fields[6], fields[7:]
+        head, plain, rest = fields[:6], fields[6:8], fields[8:]
         count = len(fn.__dict__)
-        encoded = (*map(walk.encode, head), code)
+        encoded = (*map(walk.encode, head), *plain)
         attributes = list(zip(rest[:count], map(walk.encode, rest[count : 2 * count]), strict=True))
         return encoded, attributes, tuple(map(walk.encode, rest[2 * count :]))
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         fn: types.FunctionType = node.obj
-        (*fields, code), attributes, type_params = state
+        (*fields, code, fn.__name__), attributes, type_params = state
         if fn.__code__ is not code:
             fn.__code__ = code
         decoded = tuple(map(arrival.decode, fields))
