@@ -97,5 +97,6 @@ def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -
                 parts.update(map(id, node.obj.modules()))
         if node.kind.whole:
             continue
-        todo.extend((node.kind.address(address, node.obj, child.obj), child) for child in reversed(node.children))
+        below = [*(node.fixed or ()), *node.children]  # the first: what a function closes over
+        todo.extend((node.kind.address(address, node.obj, child.obj), child) for child in reversed(below))
     return found

@@ -1,7 +1,8 @@
 """`ddp`: every rank holds the whole model and sees a share of the batches; gradients are averaged.
 
 The model is not wrapped: `type(model)`, attributes, methods and state-dict keys are the user's own.
-BatchNorm statistics belong to each rank; those of rank 0 come home.
+BatchNorm normalises by a rank's own share of the batch, as it does everywhere; its running statistics are averaged
+with the gradients, so that all ranks evaluate one model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nbtrain.errors import UsageError
@@ -24,7 +26,13 @@ class Replicated(Prepared):
 
     def __init__(self, component: Component, bucket_mb: float) -> None:
         super().__init__(component)
-        self.sync = GradSync(component.parameters(), bucket_mb)
+        norms = {
+            id(part): part
+            for module in component.modules.values()
+            for part in module.modules()
+            if isinstance(part, _NormBase) and not isinstance(part, nn.SyncBatchNorm)
+        }
+        self.sync = GradSync(component.parameters(), bucket_mb, norms.values())
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
         """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""

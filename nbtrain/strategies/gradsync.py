@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # one call instead of one per tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
@@ -39,8 +40,12 @@ class Bucket:
 class GradSync:
     """The averaging of one component's gradients. Lives until `close`."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], bucket_mb: float = 25) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], bucket_mb: float = 25, norms: Iterable[_NormBase] = ()
+    ) -> None:
+        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model."""
         self.parameters = list(parameters)
+        self.norms = list(norms)
         self.ids = frozenset(map(id, self.parameters))
         self.capacity = int(bucket_mb * 2**20)
         self.on = True
@@ -126,12 +131,31 @@ class GradSync:
         try:
             while len(self.under_way) < len(self.buckets):
                 self.launch()
+            statistics = self.launch_statistics()
             for bucket, flat, whole, work in self.under_way:
                 work.wait()
                 self.hand_out(bucket, flat.to(bucket.dtype), whole)
+            for kept, flat, work in statistics:
+                work.wait()
+                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
+                    if norm.training:  # the others have not changed, and are not to by rounding
+                        buffer.copy_(mean.view_as(buffer))
         finally:
             self.pending.clear()
             self.reset()
+
+    def launch_statistics(self) -> list[tuple[list[tuple[_NormBase, torch.Tensor]], torch.Tensor, Any]]:
+        """One message per dtype and device."""
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[_NormBase, torch.Tensor]]] = {}
+        for norm in self.norms:
+            for buffer in (norm.running_mean, norm.running_var):
+                if buffer is not None:
+                    groups.setdefault((buffer.dtype, buffer.device), []).append((norm, buffer))
+        sent = []
+        for group in groups.values():
+            flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
+            sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
+        return sent
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = _unflatten_dense_tensors(flat, bucket.shapes)  # type: ignore[no-untyped-call]

@@ -37,6 +37,9 @@ PLACES = 128
 """collectives that are remembered of each rank; no rank gets so far ahead of another"""
 WIDTH = 8
 HEAD = 2
+FILES = 32
+"""files that rank 0 wrote, by a hash"""
+PART = HEAD + PLACES * WIDTH + 2 * FILES
 BACKWARD = 1
 
 
@@ -45,7 +48,7 @@ class Board:
 
     def __init__(self, rank: int, world_size: int) -> None:
         store = c10d._get_default_store()
-        size = 8 * world_size * (HEAD + PLACES * WIDTH)
+        size = 8 * world_size * PART
         if rank == 0:
             path = _new_file(size)
             store.set("nbtrain/board", path)
@@ -54,8 +57,7 @@ class Board:
         with open(path, "r+b") as file:
             self.memory = mmap.mmap(file.fileno(), size)
         words = memoryview(self.memory).cast("q")
-        part = HEAD + PLACES * WIDTH
-        self.parts = [words[i * part : (i + 1) * part] for i in range(world_size)]
+        self.parts = [words[i * PART : (i + 1) * PART] for i in range(world_size)]
 
 
 def _new_file(size: int) -> str:
@@ -102,6 +104,30 @@ class Meeting:
             self.board.parts[self.rank][1] = self.count
             self.board.parts[self.rank][0] = self.cell
         self.board = None
+
+    @property
+    def open(self) -> bool:
+        """A cell runs, on several ranks."""
+        return self.board is not None
+
+    def wrote(self, file: int, times: int) -> None:
+        """Rank 0 has written this file, so many times in this cell."""
+        if self.board is not None:
+            part, at = self.board.parts[self.rank], PART - 2 * (1 + file % FILES)
+            part[at + 1] = 0
+            part[at] = file
+            part[at + 1] = (self.cell << 32) + times
+
+    def has_written(self, file: int, times: int) -> bool:
+        assert self.board is not None
+        part, at = self.board.parts[0], PART - 2 * (1 + file % FILES)
+        return part[at + 1] - (self.cell << 32) >= times and part[at] == file
+
+    def past_us(self) -> bool:
+        """Rank 0 is in a collective to which this rank still has to come, or at the end of its cell."""
+        assert self.board is not None
+        part, following = self.board.parts[0], self.count + 1
+        return part[0] == self.cell or part[HEAD + following % PLACES * WIDTH] == (self.cell << 32) + following
 
     def patch(self, patches: Patches) -> None:
         if self.world_size > 1 and dist.is_available():
@@ -215,7 +241,10 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "backward and step in place of `continue`, or decide together: `if reduce(float(bad), 'max'): continue`"
         )
     else:
-        hint = "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below `if rank == 0:`"
+        hint = (
+            "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below "
+            "`if rank == 0:`"
+        )
     return f"the ranks have gone different ways: {ways}. {ALL}. {hint}"
 
 

@@ -8,6 +8,8 @@ Functions of torch replaced by `install`, and why:
     _BaseDataLoaderIter.__init__         the order of batches is drawn from a stream that all ranks share
     _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
     all_reduce, broadcast, …             nobody waits for ranks that will not come
+    torch.save                           one file, written once
+    and what is in `lines`
 
 Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
 """
@@ -27,7 +29,7 @@ from nbtrain.errors import UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
-from nbtrain.training import collectives
+from nbtrain.training import collectives, lines
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.data import Deal
@@ -36,6 +38,7 @@ from nbtrain.training.meeting import Meeting
 from nbtrain.training.patches import Patches
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
+from nbtrain.training.saving import Saving
 from nbtrain.training.steps import Steps
 
 _installed: Runtime | None = None
@@ -64,6 +67,7 @@ class Runtime:
         self.accumulation: Accumulation | None = None
         self.running = False
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
+        self.saving = Saving(self.meeting)
         self._agreement = Agreement()
         self._patches = Patches()
         self._in_backward = False
@@ -84,6 +88,10 @@ class Runtime:
                 patches.wrap(module, name, make)
         self.loaders.patch(patches)
         self.meeting.patch(patches)
+        if self.info.world_size > 1:
+            lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
+            for module in (torch.serialization, torch):
+                patches.wrap(module, "save", self.saving.patched)
         patches.keep(register_optimizer_step_pre_hook(self._before_step))
         patches.keep(register_optimizer_step_post_hook(self._after_step))
         _installed = self
@@ -101,6 +109,7 @@ class Runtime:
     def begin(self, run: RunSpec, objects: Mapping[str, object]) -> list[str]:
         """Prepare what the cell uses; sentences for the user. Collective."""
         self.meeting.begin()
+        self.saving.begin()
         self.workshop.prepare(objects)
         index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)

@@ -269,6 +269,12 @@ for x, y in loader:
 result["net"] = net.state_dict()
 """,
         before="torch.manual_seed(2); net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))",
+        alone="""
+step = sgd(net)
+for x, y in loader:
+    F.cross_entropy(net(x), y).backward(); step.step(); step.zero_grad()
+result["net"] = net.state_dict()
+""",
     ),
     Line(
         "model.to(device), x.to(device) with whatever there is",
@@ -282,14 +288,19 @@ del device
 """,
     ),
     Line(
-        "cuda said outright",
+        "cuda said outright, on a machine without",
         """
-model.to("cuda"); model.cuda(); model.to(torch.device("cuda:0"))
-for x, y in loader:
-    x, y = x.cuda(), y.to("cuda:0", non_blocking=True)
-    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+model.to("cuda")
 """,
-        alone=LOOP.replace("losses.append(reduce(loss.item()))", "pass"),
+        refused=r"\.to\(device\)",
+    ),
+    Line(
+        "x.cuda(), on a machine without",
+        """
+for x, y in loader:
+    F.cross_entropy(model(x.cuda()), y.to("cuda:0", non_blocking=True)).backward()
+""",
+        refused=r"\.to\(device\)",
     ),
     *(
         Line(
@@ -311,6 +322,18 @@ for x, y in loader:
                 "state.net, state.opt",
             ),
             ("a closure", "def holder(m, o):\n    return lambda: (m, o)\nget = holder(model, opt)", "get()"),
+            ("a partial", "import functools\nget = functools.partial(lambda m, o: (m, o), model, o=opt)", "get()"),
+            (
+                "a class attribute, a bound method",
+                "class Box:\n    net, opt = model, opt\n    def get(self):\n        return self.net, self.opt\n"
+                "get = Box().get",
+                "get()",
+            ),
+            (
+                "a model within a function within a dict",
+                "def outer(m):\n    def inner():\n        return m\n    return {'f': inner}\nbox = outer((model, opt))",
+                "box['f']()",
+            ),
             ("a default argument", "def get(m=model, *, o=opt):\n    return m, o", "get()"),
         )
     ),

@@ -1,0 +1,75 @@
+"""`torch.save` on several ranks: one file, written once, and never half of it there.
+
+The loop's own line, `torch.save(model.state_dict(), "model.pt")`, is met by every rank. Rank 0 writes; another rank
+that comes to the same file waits until rank 0 has written it, and leaves it at that. It writes by itself what rank 0
+does not: a file under another name, or below `if rank == 1`, is known for that once rank 0 has gone on to a collective
+or to the end of the cell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from nbtrain.training.meeting import Meeting
+
+PATIENCE = 10.0
+"""Seconds after which a rank writes by itself: two files at a time do no harm, they are moved into place whole."""
+
+
+class Saving:
+    """One rank's calls of `torch.save` in a cell."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.calls: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        self.calls.clear()
+
+    def patched(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.meeting.open or not isinstance(f, (str, os.PathLike)):
+                return old(obj, f, *args, **kwargs)
+            path = os.path.realpath(os.fspath(f))
+            if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
+                return old(obj, f, *args, **kwargs)
+            key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
+            self.calls[key] += 1
+            if self.meeting.rank == 0:
+                _whole(old, obj, path, *args, **kwargs)
+                self.meeting.wrote(key, self.calls[key])
+            elif not self._written(key):
+                _whole(old, obj, path, *args, **kwargs)
+
+        return save
+
+    def _written(self, key: int) -> bool:
+        """Wait for rank 0; whether it has written this file."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            past = self.meeting.past_us() or time.monotonic() > deadline  # asked first: it may write in between
+            if self.meeting.has_written(key, self.calls[key]):
+                return True
+            if past:
+                return False
+            time.sleep(0.001)
+
+
+def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    beside = f"{path}.{os.getpid()}.tmp"
+    try:
+        old(obj, beside, *args, **kwargs)
+        if os.path.exists(path):
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
