@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import gc
+import math
 import textwrap
 from collections.abc import Iterable
 from typing import Any

@@ -398,3 +398,16 @@ def test_small_walks_hold_nothing(sides: Sides) -> None:
     gone = weakref.ref(walk)
     del walk
     assert gone() is None
+
+
+def test_long_strings_and_tuples_are_sent_once(sides: Sides) -> None:
+    sides.run("""
+        text, data, pairs = "x" * 20_000, b"y" * 20_000, tuple((i, str(i)) for i in range(300))
+        held = [text, pairs]""")
+    sides.distributed("made = text + 'z'; same = held[0] is text and held[1] is pairs")
+    assert sides("same and made == 20_000 * 'x' + 'z' and held[0] is text and held[1] is pairs")
+    assert sides.unsent() == []
+    sides.run("text = 'w' * 20_000")
+    assert sides.unsent() == ["frozen"]
+    sides.distributed("first = text[0], held[0][0], pairs[299], len(data)")
+    assert sides("first") == ("w", "x", (299, "299"), 20_000)

@@ -9,6 +9,7 @@ from typing import Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
+from nbtrain.exchange.kinds import frozen
 from nbtrain.exchange.kinds.base import ATOMS, Kind, Make, Packed, Put
 from nbtrain.exchange.table import Node, Table
 
@@ -70,6 +71,8 @@ class Walk:
         """keys whose objects could not be edited and were made anew"""
         self.remake: set[int] = set()
         """keys that some receiver lacks: they are made once more"""
+        self.arrays: Any = None
+        """where the arrays lie that a tensor may have been made of, once one asked"""
         self.loosened = False
         """some object holds another no longer"""
         self.children: list[Node] = []
@@ -86,15 +89,18 @@ class Walk:
 
     def encode(self, value: Any) -> Any:
         """An atom as it is, a node as its reference, a tuple piece by piece."""
-        if type(value) in ATOMS:
+        cls = type(value)
+        if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= frozen.TEXT):
             return value
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            kind = kinds.kind_of(value, self.namespace)
+            kind = kinds.kind_of(value, self.namespace) if cls not in ATOMS else frozen.FROZEN
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
                 return self._stay(value, self._culprit(value, self.staying[id(value)].reason))
+            if cls is tuple and frozen.is_long(value):
+                kind = frozen.FROZEN
             if kind.compound:
                 try:
                     parts = kind.parts(value)

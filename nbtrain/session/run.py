@@ -92,7 +92,10 @@ class CellRun:
         traffic = held.fork_traffic(spec.pool) if forks else held.traffic
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
+        said = set(traffic.slow)
         out = traffic.outgoing(self.names.hard, self.names.soft, spec.options, everything_goes=forks)
+        for name in traffic.slow.keys() - said:
+            print(_slow(name, self.shell.user_ns[name], traffic.slow[name]))
         try:
             self._post(out, sources, traffic if forks else None)
         except BaseException:  # what was not sent must not be taken for sent
@@ -313,3 +316,10 @@ def _list(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return ", ".join(found[:SHOWN]) + more
+
+
+def _slow(name: str, value: Any, seconds: float) -> str:
+    return (
+        f"looking for changes in {name}, a {type(value).__name__} of {len(value):,}, took {seconds:.1f} s, and does so "
+        "before each cell that reads it; an array, a tensor or a tuple of the same costs next to nothing"
+    )

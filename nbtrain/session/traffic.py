@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import linecache
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +23,9 @@ from nbtrain.worker.streams import States, capture, restore
 from nbtrain.worker.twins import OPTION
 
 MISSING = object()
+BUDGET = 0.2
+"""Seconds for one name from which the user is told what comparing it costs before every cell."""
+CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
 LEARNING = ("module", "optimizer", "scheduler", "loader", "compiled")
 """Kinds that a strategy keeps equal on all ranks."""
 
@@ -59,6 +64,8 @@ class Traffic:
         self.left: dict[str, str] = {}
         """of the names that the last cell might assign before it reads them, those that could not be sent → why"""
         self._told: set[str] = set()
+        self.slow: dict[str, float] = {}
+        """names whose comparison took long → seconds, the first time"""
         self._dropped: list[int] = []
         self._unbound: list[str] = []
 
@@ -83,7 +90,7 @@ class Traffic:
         walk.remake = set(self._lacking) & set(self.table.nodes)
         try:
             for name in [name for name in self.namespace if name in wanted]:
-                walk.name(name, self.namespace[name])
+                self._timed(walk, name)
             for name, value in options.items():
                 walk.name(OPTION + name, value)
             cargo = walk.finish()
@@ -109,6 +116,15 @@ class Traffic:
             streams=self._streams_to_send(),
             sources=tuple(self._sources(walk.added)),
         )
+
+    def _timed(self, walk: Walk, name: str) -> None:
+        """What changed is looked for in all of it, whatever that takes. But the user may know a better form for it."""
+        known = name in self._names
+        began = time.perf_counter()
+        walk.name(name, self.namespace[name])
+        spent = time.perf_counter() - began
+        if known and spent > BUDGET and type(self.namespace[name]) in CONTAINERS:
+            self.slow.setdefault(name, spent)
 
     def _travelling(self, soft: Iterable[str]) -> list[str]:
         """Of the names that the cell assigns before it may read them, those that can travel."""

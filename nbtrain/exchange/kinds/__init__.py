@@ -2,6 +2,7 @@
 
     base.py        what a kind is; atoms, references
     containers.py  lists, dicts, sets, tuples
+    frozen.py      long strings, bytes and tuples of values
     derived.py     those with attributes of their own: ordered dicts, classes below them
     code.py        functions of the notebook, and what wraps them
     classes.py     its classes
@@ -25,7 +26,18 @@ import typing
 import weakref
 from typing import Any
 
-from nbtrain.exchange.kinds import classes, code, containers, derived, learning, numeric, objects, random, refused
+from nbtrain.exchange.kinds import (
+    classes,
+    code,
+    containers,
+    derived,
+    frozen,
+    learning,
+    numeric,
+    objects,
+    random,
+    refused,
+)
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
 
 _BY_TYPE: dict[type, Kind] = {
@@ -39,8 +51,8 @@ _BY_TYPE: dict[type, Kind] = {
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, classes.CLASS, code.BUILTIN_METHOD,
-        objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
+        *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, frozen.FROZEN, classes.CLASS,
+        code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
         random.TORCH, random.BITS, random.NUMPY,
