@@ -1,7 +1,6 @@
 """What a notebook holds after its cells have run: every value below its names, and who is identical with whom.
 
-    outcomes["plain"] = outcome(globals())
-    differences(outcomes["plain"], outcomes["ddp"], tolerance=1e-4)     # lines, empty when they are the same
+    differences(outcome(one), outcome(other), tolerance=1e-4)     # lines; none when they are the same
 
 An outcome is flat: a path (`trainer.optimizer.param_groups[0]['lr']`) and what stands there. An object met again is
 where it was met first (`= model.0.weight`), and tensors say whose memory they share, so that aliases and cycles are
@@ -18,14 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from nbtrain.exchange.names import private
 
 Outcome = dict[str, Any]
-outcomes: dict[str, Outcome] = {}
-"""Kept here while a kernel's namespace is emptied."""
+kept: dict[tuple[str, ...], Outcome] = {}
+"""Here while a kernel's namespace is emptied."""
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device,
+PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device,
          torch.Size, np.generic)  # fmt: skip
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
@@ -49,6 +49,9 @@ class _Walk:
         self.alive: list[Any] = []
 
     def visit(self, path: str, value: Any) -> None:
+        if isinstance(value, enum.Enum):  # each run has a class of its own
+            self.found[path] = f"{type(value).__qualname__} {value!r}"
+            return
         if isinstance(value, PLAIN):
             self.found[path] = value
             return
@@ -61,6 +64,9 @@ class _Walk:
         if type(value) is not tuple:
             self.first[id(value)] = path
         self.alive.append(value)  # what a property made must not give its id to the next
+        if isinstance(value, RemovableHandle):  # its number counts all hooks that a process ever made
+            self.found[path] = "a handle"
+            return
         self.found[path] = f"a {type(value).__name__}"
         if isinstance(value, (torch.Tensor, np.ndarray)):
             self._numbers(path, value)
@@ -86,7 +92,8 @@ class _Walk:
             where = value.ctypes.data
         else:
             self.found[f"{path} value"] = value.detach().clone()
-            self.found[f"{path} kind"] = (value.requires_grad, value.stride(), value.storage_offset())
+            grown = value.requires_grad and value.is_leaf  # the graph of a loss stays where it was recorded
+            self.found[f"{path} kind"] = (grown, value.stride(), value.storage_offset())
             where = value.untyped_storage().data_ptr()
         if where and (value.numel() if isinstance(value, torch.Tensor) else value.size):
             self.found[f"{path} memory"] = self.memory.setdefault(where, path)
@@ -100,42 +107,66 @@ class _Walk:
         self.found[f"{path} keys"] = keys
 
 
-def differences(one: Outcome, other: Outcome, tolerance: float = 0.0, except_for: Iterable[str] = ()) -> list[str]:
-    """`except_for`: beginnings of paths below which values, but not kinds and lengths, may differ."""
-    excepted = tuple(except_for)
+def differences(
+    one: Outcome,
+    other: Outcome,
+    tolerance: float = 0.0,
+    *,
+    steep: str = "",
+    own: Iterable[str] = (),
+    shard: Iterable[str] = (),
+) -> list[str]:
+    """What is in one and not, or otherwise, in the other.
+
+    `steep`: in a path, it makes the tolerance a hundred times as large. `own`: beginnings of paths below which numbers
+    may differ, but not types, lengths and shapes; `shard`: where lengths and shapes may, too.
+    """
+    own, shard = tuple(own), tuple(shard)
     found = [f"{path}: missing" for path in one if path not in other]
     found += [f"{path}: more than there should be" for path in other if path not in one]
-    for path, left in one.items():
-        if path not in other:
-            continue
-        right = other[path]
-        if path.startswith(excepted) if excepted else False:
-            if type(left) is not type(right) or getattr(left, "shape", 0) != getattr(right, "shape", 0):
-                found.append(f"{path}: {left!r:.60} is {right!r:.60}")
-        elif distance := _distance(left, right, tolerance):
-            found.append(f"{path}: {distance}")
-    return found
+    for path in one.keys() & other.keys():
+        left, right = one[path], other[path]
+        if path.startswith(shard):
+            same = type(left) is type(right)
+        elif path.startswith(own):
+            same = _sort(left) == _sort(right)
+        else:
+            same = _same(left, right, tolerance * (100 if steep and steep in path else 1))
+        if not same:
+            found.append(f"{path}: {_text(left, right)}")
+    return sorted(found)
 
 
-def _distance(left: Any, right: Any, tolerance: float) -> str:
-    if type(left) is not type(right):
-        return f"{left!r:.60} is {right!r:.60}"
+def _sort(value: Any) -> Any:
+    """What is left of a value without its numbers."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.dtype, tuple(value.shape)
+    return type(value) if isinstance(value, float) else value
+
+
+def _same(left: Any, right: Any, tolerance: float) -> bool:
+    if _sort(left) != _sort(right):
+        return False
     if isinstance(left, np.ndarray):
-        if left.dtype != right.dtype:
-            return f"{left.dtype} is {right.dtype}"
         if left.dtype.kind not in "biufc":
-            return "" if np.array_equal(left, right) else f"{left!r:.60} is {right!r:.60}"
+            return np.array_equal(left, right)
         left, right = torch.from_numpy(left), torch.from_numpy(right)
     if isinstance(left, float):
-        left, right = torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64)
+        left, right = torch.tensor([left, right], dtype=torch.float64).unbind()
     if not isinstance(left, torch.Tensor):
-        return "" if left == right else f"{left!r:.60} is {right!r:.60}"
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{left.dtype} {tuple(left.shape)} is {right.dtype} {tuple(right.shape)}"
-    if torch.equal(left, right) or not left.numel():
-        return ""
-    off = (left.double() - right.double()).abs().max().item()
-    size = left.double().abs().max().item()
-    if off <= tolerance * (size + 1e-2):
-        return ""
-    return f"off by {off:.3g} where the largest is {size:.3g}"
+        return True
+    return torch.equal(left, right) or _off(left, right) <= tolerance * (_size(left) + 1e-2)
+
+
+def _off(left: torch.Tensor, right: torch.Tensor) -> float:
+    return (left.double() - right.double()).abs().max().item()
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return tensor.double().abs().max().item()
+
+
+def _text(left: Any, right: Any) -> str:
+    if isinstance(left, torch.Tensor) and _sort(left) == _sort(right):
+        return f"off by {_off(left, right):.3g} where the largest is {_size(left):.3g}"
+    return f"{left!r:.80} is {right!r:.80}"

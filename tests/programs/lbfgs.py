@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+torch.set_default_dtype(torch.float64)
 torch.manual_seed(3)
 
 # %%
