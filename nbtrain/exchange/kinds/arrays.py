@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right, insort
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
@@ -33,6 +34,8 @@ class Array(Kind):
             node.seen = node.seen or _seen(array)
             return None
         node.seen = _seen(array)
+        if walk.arrays is not None:
+            insort(walk.arrays, (array.ctypes.data, id(array), array))
         order = _order(array)
         where = walk.buffer(_bytes(array, order), node)
         return None, (array.dtype, array.shape, order, where), array.flags.writeable, node.seen
@@ -164,6 +167,33 @@ def owner_of(array: Any) -> Any:
         return owner.base
     known = type(owner) in (np.ndarray, np.memmap) and not owner.dtype.hasobject
     return owner if known and (owner.flags.c_contiguous or owner.flags.f_contiguous) else array
+
+
+def array_at(address: int, size: int, walk: Walk) -> Any:
+    """The array whose memory this is, for a tensor of `torch.from_numpy`, which cannot be asked. Among those that the
+    other side has, or will have with this walk, and those that names of the notebook lead to at once."""
+    import numpy as np
+
+    if walk.arrays is None:
+        walk.arrays = []
+        for value in [
+            *(node.obj for node in walk.table.nodes.values() if node.kind is ARRAY),
+            *walk.namespace.values(),
+        ]:
+            owner = owner_of(value) if type(value) is np.ndarray and value.size else None
+            if type(owner) is np.ndarray and not owner.dtype.hasobject:
+                insort(walk.arrays, (owner.ctypes.data, id(owner), owner))
+    index = bisect_right(walk.arrays, (address, sys.maxsize)) - 1
+    if index < 0:
+        return None
+    start, _, owner = walk.arrays[index]
+    inside = owner.flags.writeable and address + size <= start + owner.nbytes and owner_of(owner) is owner
+    return owner if inside and (owner.flags.c_contiguous or owner.flags.f_contiguous) else None
+
+
+def memory_in(array: Any, offset: int, size: int) -> Any:
+    """These bytes of an array."""
+    return _memory(array)[offset : offset + size]
 
 
 def _order(array: Any) -> Any:

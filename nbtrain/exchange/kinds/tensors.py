@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.exchange.bulk import Form, form_of
 from nbtrain.exchange.fingerprint import SMALL, checksum
+from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind
 from nbtrain.exchange.segment import untouched
 
@@ -33,12 +34,18 @@ class Storage(Kind):
         device, size = storage.device.type, storage.nbytes()
         if size == 0 or device == "meta":
             return device, size, None
+        if device == "cpu" and not storage.resizable():  # somebody else's memory
+            array = array_at(storage.data_ptr(), size, walk)
+            if array is not None:
+                return "array", size, (walk.encode(array), storage.data_ptr() - array.ctypes.data)
         return device, size, walk.buffer(_bytes(storage if device == "cpu" else storage.cpu()), node)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
 
         kind, size, where = args
+        if kind == "array":
+            return torch.from_numpy(memory_in(arrival.decode(where[0]), where[1], size)).untyped_storage()
         device = arrival.device(kind)
         if where is None:
             return torch.UntypedStorage(size, device=device)
@@ -46,7 +53,7 @@ class Storage(Kind):
         return storage if device == "cpu" else storage.to(device=device)
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
-        node.fixed = []
+        node.fixed = [arrival.node(args[2][0].key)] if args[0] == "array" else []
 
     def look(self, node: Node, walk: Walk) -> Any:
         return None
@@ -196,6 +203,8 @@ def _covers(tensor: Any) -> bool:
 def _storage_of(node: Node) -> Node | None:
     """The node of the memory it shows now."""
     found = node.fixed[0] if node.fixed else None
+    if found is not None and found.fixed:  # memory of an array, which tells of it
+        return None
     return found if found is not None and found.obj.data_ptr() == node.obj.data_ptr() else None
 
 
