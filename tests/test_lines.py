@@ -53,20 +53,28 @@ def numbers(found: Any, at: str = "") -> dict[str, Any]:
 COLLECT = "torch.save(numbers([model, opt, losses, result]), {path!r})"
 
 
-def one_process(rank: int, line: Line, directory: str) -> dict[str, Any]:
+def one_process(rank: int, lines: list[Line], directory: str) -> dict[str, Any]:
     """The same cells, without ranks; in a process that may be left as they leave it."""
-    own: dict[str, Any] = {
-        "__name__": "__main__", "rank": 0, "world_size": 1, "device": torch.device("cpu"), "barrier": lambda: None,
-        "reduce": collectives.reduce, "gather": collectives.gather, "log": lambda **values: None,
-        "setup": lambda *objects: objects[0] if len(objects) == 1 else objects,
-    }  # fmt: skip
-    sys.modules["__main__"].__dict__.update(own)
-    own = sys.modules["__main__"].__dict__
     os.chdir(directory)
     warnings.simplefilter("ignore")
+    found = {}
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        for cell in (START, NEW, line.before, line.alone or line.cell, line.after):
-            exec(compile(cell, f"<{line.name}>", "exec"), own)
+        for line in lines:
+            try:
+                found[line.name] = _alone(line)
+            except Exception as error:
+                found[line.name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def _alone(line: Line) -> dict[str, Any]:
+    own = sys.modules["__main__"].__dict__
+    own.update(
+        rank=0, world_size=1, device=torch.device("cpu"), reduce=collectives.reduce, gather=collectives.gather,
+        barrier=lambda: None, setup=lambda *objects: objects[0] if len(objects) == 1 else objects,
+    )  # fmt: skip
+    for cell in (START, NEW, line.before, line.alone or line.cell, line.after):
+        exec(compile(cell, f"<{line.name}>", "exec"), own)
     found = numbers([own[name] for name in ("model", "opt", "losses", "result")])
     own["loader"] = None  # persistent workers end with it
     gc.collect()
@@ -104,9 +112,17 @@ def ranks() -> Iterator[Ranks]:
         found.notebook("%distributed stop")
 
 
+@pytest.fixture(scope="module")
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process gets, of all cases that are to run."""
+    lines = [item.callspec.params["line"] for item in request.session.items if item.module is request.module]
+    lines = [line for line in lines if not line.refused]
+    return run_on_ranks(one_process, lines, str(tmp_path_factory.mktemp("alone")), world_size=1, timeout=110)[0]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.name.replace(" ", "-"))
-def test_line(line: Line, strategy: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_line(line: Line, strategy: str, ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
     notebook = ranks.notebook
     notebook(NEW + line.before)
     run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {line.flags}\n{line.cell}")
@@ -121,7 +137,7 @@ def test_line(line: Line, strategy: str, ranks: Ranks, tmp_path: Path) -> None:
     notebook(line.after or "pass")
     path = tmp_path / "numbers.pt"
     notebook(COLLECT.format(path=str(path)))
-    found, (expected,) = torch.load(path), run_on_ranks(one_process, line, str(tmp_path), world_size=1)
+    found, expected = torch.load(path), alone[line.name]
     assert found.keys() == expected.keys()
     apart = {
         at: float((found[at] - value).abs().max())

@@ -72,6 +72,22 @@ def test_components(workshop: Workshop) -> None:
     ]
 
 
+def test_what_nobody_holds_is_let_go_of(workshop: Workshop) -> None:
+    """A notebook makes its model and optimizer anew, cell after cell."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    workshop.prepare({"model": model, "opt": sgd(model.parameters()), "other": other})
+    workshop.retire(lambda item: item is model)
+    assert names(workshop) == [(["model"], [], [], [])]
+    assert workshop.strategy.closed == 1  # type: ignore[attr-defined]
+    new = sgd(model.parameters())
+    workshop.prepare({"model": model, "opt": new})
+    assert names(workshop) == [(["model"], ["opt"], [], [])]
+    assert workshop.prepared[0].component.optimizers["opt"] is new
+    workshop.retire(lambda item: False)
+    assert workshop.prepared == []
+    assert workshop.ready == set()
+
+
 def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Workshop) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = sgd(model.parameters())

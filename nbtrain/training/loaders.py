@@ -94,8 +94,10 @@ class Loaders:
                 self.unshared.add("single")
             if loader.persistent_workers and loader._iterator is not None:
                 loader._iterator._index_sampler = loader._index_sampler  # it was made for an earlier cell
+            order = self.randomness.fingerprint() if self._shares and dealt_out(loader) else 0
             with _forked_workers(loader):
                 iterator = old(loader)
+            iterator._nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             self.steps.opened(iterator, loader)
             return iterator
 
@@ -119,6 +121,7 @@ class Loaders:
             if not self._active:
                 return old(iterator)
             self.steps.asked(iterator)
+            self.randomness.apart()
             try:
                 batch = old(iterator)
             except StopIteration:

@@ -35,7 +35,7 @@ OF_ONE_SIZE = frozenset(WATCHED[:5])
 SLICE = datetime.timedelta(seconds=0.2)
 PLACES = 128
 """collectives that are remembered of each rank; no rank gets so far ahead of another"""
-WIDTH = 8
+WIDTH = 9
 HEAD = 2
 FILES = 32
 """files that rank 0 wrote, by a hash"""
@@ -166,10 +166,9 @@ class Meeting:
     def _enter(self, code: int, size: int) -> tuple[int, ...]:
         assert self.board is not None
         self.count += 1
-        current = self.steps._current() or (0, None, 0)
         place = (
             (self.cell << 32) + self.count, code, size, BACKWARD if self.in_backward() else 0,
-            self.steps.total - self.first_step, current[0], current[1] or 0, current[2],
+            self.steps.total - self.first_step, *self.steps.place(),
         )  # fmt: skip
         part, at = self.board.parts[self.rank], HEAD + self.count % PLACES * WIDTH
         for i in range(WIDTH - 1, -1, -1):  # the number last: until then nobody takes it for this one
@@ -228,13 +227,24 @@ def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     if mine[3] != BACKWARD:
         return False
     # A loader that one rank alone looks into now and then is another one: it is as good as always of another length.
-    return mine[4] != theirs[4] or (mine[6] == theirs[6] and mine[5:] != theirs[5:])
+    same = mine[5] > 0 < theirs[5] and mine[6] == theirs[6]
+    return mine[4] != theirs[4] or (same and mine[5:] != theirs[5:])
+
+
+DRAWN = (
+    "the ranks draw the order of their batches from different numbers, and would not share the data out: a loader was "
+    "iterated on some ranks only, or a seed was set that depends on the rank. Iterate it on every rank (each sees its "
+    "share; reduce brings the results together), or let it draw from numbers of its own: "
+    "DataLoader(..., generator=torch.Generator())"
+)
 
 
 def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
     one, other = places.values()
     ways = ", ".join(f"rank {rank} is {_words(place)}" for rank, place in places.items())
+    if one[:8] == other[:8] and one[3] == BACKWARD:
+        return f"rank {next(iter(places))}: {DRAWN}"
     if one[3] == other[3] == BACKWARD:
         hint = (
             "A rank has passed over a batch or a backward that the others did: write `loss = loss * 0` and go on to "
@@ -249,7 +259,7 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
 
 
 def _words(place: tuple[int, ...]) -> str:
-    _, code, size, where, steps, batch, batches, _ = place
+    _, code, size, where, steps, batch, batches, _, _ = place
     what = "in backward()" if where == BACKWARD else f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
     at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
     return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

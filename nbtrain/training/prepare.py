@@ -80,7 +80,7 @@ class Workshop:
             groups = (component.modules, component.optimizers, component.schedulers)
             gone = [(group, name) for group in groups for name, item in group.items() if not held(item)]
             for group, name in gone:
-                del group[name]  # what is left is set up again when it is used next
+                kept.objects -= {id(group.pop(name))}  # another object may have this id by then
             if not (component.modules or component.optimizers):
                 self._close(kept)
 

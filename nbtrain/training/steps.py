@@ -96,6 +96,13 @@ class Steps:
         current = self._current()
         return current is not None and current[0] == current[1]
 
+    def place(self) -> tuple[int, int, int, int]:
+        """(batches handed out, length, epoch, `order`) of the loader used last; zeros for what is not known."""
+        for iterator, epoch, total in reversed(self.iterators[:]):
+            if (alive := iterator()) is not None:
+                return alive._num_yielded, total or 0, epoch, getattr(alive, "_nbtrain_order", 0)
+        return 0, 0, 0, 0
+
     def progress(self) -> Progress | None:
         current = self._current()
         if current is None and self.finished is not None:

@@ -52,6 +52,19 @@ os.remove("part0.pt"); os.remove("part1.pt")
 """,
     ),
     Line(
+        "a file that rank 1 alone writes, many times, while the others train on",
+        """
+for i, (x, y) in enumerate(loader):
+    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    if rank == world_size - 1:
+        torch.save({"i": i, "rank": rank}, "alone.pt")
+""",
+        after="""
+result["i"] = torch.load("alone.pt")["i"]
+os.remove("alone.pt")
+""",
+    ),
+    Line(
         "the best so far, by a rank's own loss",
         """
 best = float("inf")

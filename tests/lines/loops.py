@@ -220,7 +220,7 @@ model.train()
 """,
     ),
     Line(
-        "validation on rank 0 only, then training goes on",
+        "validation on rank 0 only, then training goes on: the next epoch's batches would not fit",
         """
 for epoch in range(3):
     for x, y in loader:
@@ -228,6 +228,19 @@ for epoch in range(3):
     if rank == 0:
         with torch.no_grad():
             for x, y in DataLoader(data, batch_size=16):
+                model(x)
+""",
+        refused=r"on some ranks only.*generator=torch\.Generator\(\)",
+    ),
+    Line(
+        "validation on rank 0 only, as that error says",
+        """
+for epoch in range(3):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    if rank == 0:
+        with torch.no_grad():
+            for x, y in DataLoader(data, batch_size=16, generator=torch.Generator()):
                 model(x)
 """,
     ),

@@ -65,7 +65,10 @@ class Class(Kind):
         if slots is not None:
             body["__slots__"] = slots
         with _muted(bases):
-            return cp._make_skeleton_class(arrival.decode(meta), name, bases, body, None, None)
+            made = cp._make_skeleton_class(arrival.decode(meta), name, bases, body, None, None)
+        if isinstance(made, abc.ABCMeta):  # its methods come later, its instances need not wait for them
+            made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+        return made
 
     def _body(self, cls: type) -> dict[str, Any]:
         own = cp._enum_getstate(cls)[0] if _is_enum(cls) else vars(cls)
