@@ -174,13 +174,37 @@ def test_loader_workers_augment_differently_on_each_rank_and_as_alone_on_rank_0(
     def cell(runtime: Runtime) -> int:
         before = torch.get_rng_state()
         seed: int = iter(loader)._base_seed  # type: ignore[attr-defined, assignment]
-        assert torch.equal(torch.get_rng_state(), before), "the rank's own stream does not notice"
+        if runtime.info.rank:
+            assert torch.equal(torch.get_rng_state(), before), "the rank's own stream does not notice"
         return seed
 
     seeds = [run_as(rank, 3, states, cell)[0] for rank in range(3)]
     assert seeds[0] == alone
     assert len({*seeds}) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_model_made_after_an_epoch_is_made_as_by_one_process() -> None:
+    states = notebook()
+    loader = make_loader("shuffle")
+    first, model, second = epochs(loader, 1), torch.rand(3), epochs(loader, 1)
+
+    def cell(runtime: Runtime) -> tuple[torch.Tensor, list[list[int]]]:
+        mine = epochs(loader, 1)
+        made = torch.rand(3)
+        stand = runtime.randomness.stand()  # what `setup` has every rank take from rank 0
+        if runtime.info.rank == 0:
+            stands.append(stand)
+        runtime.randomness.stand_at(stands[0].clone())
+        return made, mine + epochs(loader, 1)
+
+    stands: list[torch.Tensor] = []
+    (made, lead), _ = run_as(0, 2, states, cell)
+    (other, rest), _ = run_as(1, 2, states, cell)
+    assert torch.equal(made, model)
+    assert not torch.equal(other, model)
+    assert [lead[0], rest[0], lead[1], rest[1]] == first[:4]
+    assert [lead[3], rest[3], lead[4], rest[4]] == second[:4]
 
 
 def test_a_runtime_goes_on_with_the_streams_of_the_one_before() -> None:

@@ -131,7 +131,28 @@ class Randomness:
         finally:
             self.depth -= 1
             self.shared_states.update({key: state for key, state in capture().items() if key in self.shared_states})
+            if self.rank == 0 and "torch" in own and torch.equal(own["torch"], self.began["torch"]):
+                # Nothing but loaders drew: this rank goes on as one process would, with a model made after an epoch.
+                own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], MARK)
             restore(own)
+
+    def stand(self) -> torch.Tensor:
+        """Where one process would stand, as far as this rank knows: rank 0 has made its models from its own stream."""
+        with self.shared():
+            pass  # the cell may have set a seed
+        state = torch.get_rng_state()
+        if torch.equal(state, self.began["torch"]):
+            return self.shared_states["torch"].clone()
+        return _with_seed(state, int(self.shared_states["torch"][:8].view(torch.int64).item()))
+
+    def stand_at(self, state: torch.Tensor) -> None:
+        """The shared stream goes on from here, which is the same place on every rank."""
+        self.shared_states["torch"] = state
+        self._said = None
+        if self.rank == 0:
+            own = _with_seed(state, MARK)
+            torch.set_rng_state(own)
+            self.began["torch"] = own
 
     def fingerprint(self) -> int:
         """Equal on all ranks as long as they have iterated the same loaders."""
@@ -172,6 +193,12 @@ class Randomness:
             self.seed = int(seed.item())
         seed.fill_(MARK)
         torch.set_rng_state(state)
+
+
+def _with_seed(state: torch.Tensor, seed: int) -> torch.Tensor:
+    changed = state.clone()
+    changed[:8].view(torch.int64).fill_(seed)
+    return changed
 
 
 def _copy(state: Any) -> Any:

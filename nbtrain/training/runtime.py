@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
 from nbtrain.events import Event, Metric
+from nbtrain.exchange.fingerprint import checksum
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, lines
@@ -173,6 +174,11 @@ class Runtime:
         Collective: every rank has to call it. The very same objects are returned.
         """
         self.workshop.prepare({f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)})
+        if self.randomness.shared_states and not (self.randomness.alone or self.strategy.hands_off):
+            # Rank 0's weights: so its draws for them were those of one process, and the next order of batches follows.
+            stand = self.randomness.stand()
+            collectives.equalise([stand], checksum)
+            self.randomness.stand_at(stand)
         if self.accumulation is not None:
             for item in objects:
                 if isinstance(item, Optimizer):
