@@ -49,6 +49,7 @@ def test_dropout_and_augmentation_differ_between_ranks_and_the_lead_carries_the_
     notebook("after = stand()\nseeds()\ndrop = nn.Dropout()")
     notebook(
         "%%distributed -s ddp --devices 2\n"
+        "next(iter(DataLoader(data, generator=torch.Generator())))\n"
         "found = gather((drop(torch.ones(30)).tolist(), np.random.rand(), random.random()))"
     )
     assert notebook("tuple(found[0]) == (one, two, three)").value == "True"
@@ -109,3 +110,19 @@ def test_workers_of_a_loader_augment_differently_everywhere_and_cuda_stays_aslee
         "(8, 8, 8, False)"
     )
     assert notebook("torch.cuda.is_initialized()").value == "False"
+
+
+def test_a_cell_that_makes_splits_and_shuffles_does_so_like_one_process(notebook: Notebook) -> None:
+    cell = (
+        "model = nn.Linear(3, 2)\n"
+        "train, rest = torch.utils.data.random_split(data, [8, 4]); order_ = np.random.permutation(5).tolist()\n"
+        "seen = order(DataLoader(train, 2, shuffle=True)); parts = train.indices, rest.indices, order_\n"
+        "weights = model.weight.tolist()"
+    )
+    notebook(f"seeds()\n{cell}\nalone = parts, weights, seen; after = stand()\nseeds()")
+    for line in RUNS[:2]:
+        notebook("seeds()")
+        said = notebook(f"%%distributed {line}\n{cell}\neverywhere = gather((parts, weights))").stdout
+        assert "parts" not in said, said
+        assert notebook("[one == alone[:2] for one in everywhere]").value == str([True] * (2 if "ddp" in line else 1))
+        assert notebook(f"seen == alone[2]{'[::2]' if 'ddp' in line else ''}, stand() == after").value == "(True, True)"

@@ -80,8 +80,12 @@ def test_order_of_two_epochs_equals_one_process(kind: str) -> None:
     expected = epochs(loader)
 
     def cell(runtime: Runtime) -> list[list[int]]:
-        torch.rand(3 + runtime.info.rank)  # dropout, say: it must not change the order
-        return epochs(loader)
+        found = []
+        for _ in range(2):
+            for batch in loader:
+                torch.rand(3 + runtime.info.rank)  # dropout, say: it must not change the order
+                found.append(batch.tolist())
+        return found
 
     shares = [run_as(rank, 2, states, cell)[0] for rank in range(2)]
     # 5 batches an epoch: two rounds of two, and one batch for both
@@ -108,11 +112,31 @@ def test_two_cells_carry_on_like_one_process() -> None:
     assert torch.equal(torch.rand(4), at_end), "only loaders drew, so the notebook goes on as after one process"
 
 
+def test_before_the_first_batch_all_ranks_draw_what_one_process_would() -> None:
+    states = notebook()
+    loader = make_loader("shuffle")
+    made = torch.nn.Linear(3, 3).weight.tolist(), torch.randperm(9).tolist(), random.random(), np.random.rand()
+    expected, after = epochs(loader), torch.rand(3)
+
+    def cell(runtime: Runtime) -> tuple[Any, list[list[int]]]:
+        made = torch.nn.Linear(3, 3).weight.tolist(), torch.randperm(9).tolist(), random.random(), np.random.rand()
+        return made, epochs(loader)
+
+    for rank in range(2):
+        found, home = run_as(rank, 2, states, cell)
+        assert found[0] == made
+        assert found[1][:2] == [expected[rank], expected[2 + rank]]
+        if rank == 0:
+            restore(home)
+            assert torch.equal(torch.rand(3), after)
+
+
 def test_ranks_draw_differently_and_rank_0_carries_on_the_notebook() -> None:
     states = notebook()
     here = (torch.rand(3), random.random(), np.random.rand())
 
     def cell(runtime: Runtime) -> tuple[torch.Tensor, float, float]:
+        torch.zeros(1, requires_grad=True).backward()  # from here on they are apart
         return torch.rand(3), random.random(), np.random.rand()
 
     (first, home), (second, _), (again, _) = (run_as(rank, 3, states, cell) for rank in (0, 1, 1))
@@ -172,6 +196,7 @@ def test_loader_workers_augment_differently_on_each_rank_and_as_alone_on_rank_0(
     alone = iter(loader)._base_seed  # type: ignore[attr-defined]
 
     def cell(runtime: Runtime) -> int:
+        torch.zeros(1, requires_grad=True).backward()
         before = torch.get_rng_state()
         seed: int = iter(loader)._base_seed  # type: ignore[attr-defined, assignment]
         if runtime.info.rank:

@@ -113,12 +113,15 @@ class Ranks:
     def fork_traffic(self, spec: PoolSpec) -> Traffic:
         return Traffic(self.shell.user_ns, "", range(spec.world_size), self._numbers())
 
+    @property
+    def everybody_ready(self) -> bool:
+        return self.pool is None or len(self._ready) == len(self.pool.ranks)
+
     def wait_until_ready(self) -> None:
         if self.pool is None:
             return
-        everybody = {info.rank for info in self.pool.ranks}
         began: float | None = time.monotonic()
-        while self._ready < everybody and not self.deaths:
+        while not self.everybody_ready and not self.deaths:
             if began is not None and time.monotonic() - began > SLOW:
                 print(starting(len(self.pool.ranks)))
                 began = None

@@ -57,8 +57,6 @@ class CellRun:
         self._running = False
         """the lead has begun"""
         self._sent = 0.0
-        self._new_ranks = False
-        """they are starting"""
         self._said_slow = False
         self._over = True
         """no rank runs the cell, or those that did are gone"""
@@ -178,7 +176,6 @@ class CellRun:
             elif isinstance(event, Failed):
                 self.failed[event.rank] = event
             elif isinstance(event, RankState):
-                self._new_ranks = self._new_ranks or event.state == "starting"
                 if event.state == "running" and self.stopped and event.time > self._stopped_at:  # it was deaf then
                     self._interrupt({event.rank})
                 elif event.state == "running" and event.rank == self.lead:
@@ -202,7 +199,7 @@ class CellRun:
         if self._said_slow or pool is None or time.monotonic() - self._sent < SLOW:
             return
         self._said_slow = True
-        if self._new_ranks or not pool.pids():
+        if not self.held.everybody_ready:
             print(starting(self.spec.pool.world_size))
         else:
             print("the ranks are putting in place what the cell reads …")

@@ -184,7 +184,7 @@ class Traffic:
             self._sweep()
         if streams is not None and streams != self._streams:  # where the cell drew nothing, they stand already
             restore(streams)
-            self._streams = capture()
+            self._streams = None  # the other ranks do not know where the lead's stand
         return touched
 
     def others_are_behind(self, home: Home) -> None:

@@ -11,7 +11,7 @@ from nbtrain.exchange.fingerprint import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.randomness import Randomness
 
-ORDER = "the order of batches (a loader was iterated on some ranks only)"
+ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
 
 
 class Agreement:

@@ -1,14 +1,18 @@
 """Who draws which random numbers on a rank.
 
-Every rank has its own default streams: rank 0 carries the notebook's on, the others start from numbers
-derived from it, so that dropout and augmentation differ. Beside them runs one *shared* stream, equal on all
-ranks, that starts where the notebook's stands. It is swapped in while a loader draws its base seed and its
-order, so that shuffling is what one process with the same seed would see, and the default streams of the
-ranks do not notice.
+A cell begins with the ranks *together*: each draws what one process would draw, so that a model that is made there, a
+`random_split` or a permutation is the same on all of them. From its first batch or backward on they are *apart*: each
+has default streams of its own, so that dropout and augmentation differ. Rank 0's carry on; the others' are numbers
+derived from where all stood.
 
-`torch.manual_seed` inside the cell starts the shared stream anew, as it would in one process; from the next loader
-on, the ranks' own streams are numbers derived from it, so that dropout differs again. To see it even
-when the same seed is set again, the seed that torch remembers beside its state is replaced by a mark.
+Beside them runs one *shared* stream, equal on all ranks. It is swapped in while a loader draws its base seed and its
+order, so that shuffling is what one process with the same seed would see, and the ranks' own streams do not notice.
+
+`torch.manual_seed` starts the shared stream anew, as it would in one process; from the next loader on, the ranks' own
+streams are numbers derived from it, so that dropout differs again. To see it even when the same seed is set again, the
+seed that torch remembers beside its state is replaced by a mark while the ranks are apart.
+
+All of it follows from where the notebook's streams stand when the cell begins.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ def derive(state: Any, rank: int) -> int:
 
 
 class Randomness:
-    """The streams of one rank. `adopt` before a cell, `collect` after it."""
+    """The streams of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it."""
 
     def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
         self.rank = rank
@@ -68,6 +72,7 @@ class Randomness:
         self.seed: int | None = None  # what the notebook's torch remembers as its seed
         self.cuda_seed: int | None = None
         self.depth = 0
+        self.is_together = False
         self._said: States | None = None  # what the notebook knows of these streams
         self._fingerprint: tuple[Any, int] = (None, 0)
 
@@ -82,6 +87,22 @@ class Randomness:
         if not self.alone:
             self._mark()
         self.began = self._said = capture()
+
+    def together(self) -> None:
+        """The default streams are the shared ones."""
+        if not self.alone and self.shared_states and not self.is_together:
+            restore(self.shared_states)
+            self.is_together = True
+
+    def apart(self) -> None:
+        """The default streams are this rank's own, and start where all stand."""
+        if self.is_together:
+            self.is_together = False
+            self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
+            if self.rank:
+                self._seed(self.shared_states)
+            self._mark()
+            self.began = capture()
 
     def collect(self) -> States | None:
         """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared
@@ -107,7 +128,7 @@ class Randomness:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """The shared stream in place of the rank's own ones."""
-        if self.alone or self.depth or not self.shared_states:
+        if self.alone or self.depth or self.is_together or not self.shared_states:
             self.depth += 1
             try:
                 yield
@@ -138,6 +159,8 @@ class Randomness:
 
     def stand(self) -> torch.Tensor:
         """Where one process would stand, as far as this rank knows: rank 0 has made its models from its own stream."""
+        if self.is_together:
+            return torch.get_rng_state()
         with self.shared():
             pass  # the cell may have set a seed
         state = torch.get_rng_state()
@@ -147,6 +170,8 @@ class Randomness:
 
     def stand_at(self, state: torch.Tensor) -> None:
         """The shared stream goes on from here, which is the same place on every rank."""
+        if self.is_together:
+            return
         self.shared_states["torch"] = state
         self._said = None
         if self.rank == 0:

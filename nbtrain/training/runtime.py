@@ -122,12 +122,15 @@ class Runtime:
             )
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
         self.running = True
+        if not self.strategy.hands_off and run.ranks is None:
+            self.randomness.together()
         return [] if self.strategy.hands_off else _batch_notes(objects, deal, run.accumulate)
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = False
         self._in_backward = False
+        self.randomness.apart()
         self.meeting.end(ok)
         if self.accumulation is not None:
             self.accumulation.leave()
@@ -195,6 +198,7 @@ class Runtime:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
                 return old(tensors, grad_tensors, *args, **kwargs)
+            self.randomness.apart()
             if not self.steps.loading:
                 self.steps.at_boundary()
             self._in_backward = True
