@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.fuzz.form import difference, form_of
 from tests.fuzz.programs import PRELUDE, OneProcess
@@ -37,7 +38,9 @@ class Alike:
     def __call__(self, **cells: str) -> None:
         for side, cell in cells.items():
             text = textwrap.dedent(cell).strip()
+            streams = torch.get_rng_state()
             assert self.one.run(text) is None, text
+            torch.set_rng_state(streams)  # both draw the same numbers, and one process has one stream
             error = self.session.run(text, distributed=side.startswith("ranks"))
             assert error is None, f"{error!r}\n{self.session.shown}"
             where = difference(form_of(self.one.namespace), form_of(self.session.namespace))
@@ -73,3 +76,12 @@ def test_members_of_an_enum_have_what_its_init_gave_them(alike: Alike) -> None:
 def test_a_function_gets_another_name_and_other_code(alike: Alike) -> None:
     alike(notebook="def f(): return 1\ndef g(): return 2", ranks="f.__name__ = 'other'; f.__code__ = g.__code__")
     assert alike.session.namespace["f"]() == 2
+
+
+def test_a_class_may_hold_an_array(alike: Alike) -> None:
+    alike(notebook="class Net: mean = np.arange(3.)", ranks="mean = Net.mean", ranks_again="Net.mean += 1")
+
+
+def test_what_is_noted_on_a_tensor(alike: Alike) -> None:
+    alike(notebook="w = torch.ones(2); o = torch.nn.Linear(2, 2)", ranks="w.sum()", notebook_again="w.decay = [False]")
+    alike(ranks="w.decay.append(1); o.weight.first = w.decay", notebook="w.decay.append(2)", ranks_again="del w.decay")

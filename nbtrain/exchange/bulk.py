@@ -72,7 +72,8 @@ class Bulk:
         size = 0
         for node in nodes:
             memo, tensor = node.memo, node.obj
-            if memo is None or node.seen is None or memo.form != form_of(tensor):
+            # One with attributes is looked at for what they lead to.
+            if memo is None or node.seen is None or tensor.__dict__ or memo.form != form_of(tensor):
                 doubtful.append(node)
                 continue
             group.append(node)

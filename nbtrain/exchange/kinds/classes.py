@@ -121,7 +121,7 @@ class Class(Kind):
         node.seen = None
 
     def address(self, address: str, holder: Any, child: Any) -> str:
-        if child in holder.__bases__:
+        if any(child is base for base in holder.__bases__):  # not `in`: an array would be compared number by number
             return f"{address} (its base class {child.__name__})"
         for name, value in vars(holder).items():
             if value is child or getattr(value, "__func__", None) is child:

@@ -70,21 +70,21 @@ class Tensor(Kind):
 
         tensor = node.obj
         ref = walk.encode(tensor.untyped_storage())
-        if walk.quiet:
+        storage = walk.children[-1] if walk.children else None
+        notes = walk.encode(vars(tensor)) if vars(tensor) else None
+        if walk.quiet or storage is None:
             return None
-        storage = walk.children[-1]
-        extra = [(key, walk.encode(value)) for key, value in vars(tensor).items()] if vars(tensor) else None
         seen = _state_of(tensor)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         grown = tensor.requires_grad and tensor.is_leaf
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), (tensor.is_conj(), tensor.is_neg())
-        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, view, grown, extra, seen
+        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, view, grown, notes, seen
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
 
-        is_parameter, storage, dtype, (offset, size, stride, (conj, neg)), grown, extra, _ = args
+        is_parameter, storage, dtype, (offset, size, stride, (conj, neg)), grown, notes, _ = args
         memory = arrival.decode(storage)
         tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
         if conj:
@@ -95,8 +95,8 @@ class Tensor(Kind):
             tensor = torch.nn.Parameter(tensor, grown)
         elif grown:
             tensor.requires_grad_()
-        for key, value in extra or ():
-            setattr(tensor, key, arrival.decode(value))
+        if notes is not None:
+            tensor.__dict__ = arrival.decode(notes)
         return tensor
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
@@ -108,16 +108,20 @@ class Tensor(Kind):
         if walk.quiet and node.seen is not None:
             return None
         tensor = node.obj
-        if node.seen is not None and _as_it_was(tensor, node.seen):
+        # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
+        notes = vars(tensor)
+        noted = bool(notes) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
+        if not noted and node.seen is not None and _as_it_was(tensor, node.seen):
             return None
         seen = self._seen(node)
-        if seen == node.seen:
+        if seen == node.seen and not noted:
             return None
         node.seen = seen
+        ref = walk.encode(notes) if notes else None
         if walk.quiet:
             return NOTHING
         place = _storage_of(node) if _covers(tensor) else None
-        return seen, walk.buffer(tensor_bytes(tensor), place)
+        return seen, walk.buffer(tensor_bytes(tensor), place), ref
 
     def _seen(self, node: Node) -> tuple[Any, ...]:
         tensor = node.obj
@@ -129,7 +133,7 @@ class Tensor(Kind):
         return _state_of(tensor)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
-        seen, where = state
+        seen, where, notes = state
         shape, dtype, grown, _ = seen
         tensor = node.obj
         same = tensor.shape == shape and tensor.dtype == dtype
@@ -139,6 +143,8 @@ class Tensor(Kind):
             _write(tensor, _content(arrival.buffer(where), dtype, shape), same)
         if tensor.is_leaf and tensor.requires_grad != grown:
             tensor.requires_grad_(grown)
+        if notes is not None and (own := arrival.decode(notes)) is not vars(tensor):
+            tensor.__dict__ = own
         node.seen = seen
 
 
