@@ -85,3 +85,9 @@ def test_a_class_may_hold_an_array(alike: Alike) -> None:
 def test_what_is_noted_on_a_tensor(alike: Alike) -> None:
     alike(notebook="w = torch.ones(2); o = torch.nn.Linear(2, 2)", ranks="w.sum()", notebook_again="w.decay = [False]")
     alike(ranks="w.decay.append(1); o.weight.first = w.decay", notebook="w.decay.append(2)", ranks_again="del w.decay")
+
+
+def test_an_object_that_the_cell_changed_and_then_let_go_of(alike: Alike) -> None:
+    alike(notebook="hist = [1]; logs = {'hist': hist}; x = [0]; y = (x,)")
+    alike(ranks="hist.append(2); hist = []; x.append(1); del x")
+    alike(ranks="logs['hist'].append(3); hist = [logs, hist]; y[0].append(2)")

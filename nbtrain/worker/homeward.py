@@ -48,6 +48,8 @@ class Homeward:
     deleted: tuple[str, ...]
     keep: tuple[str, ...]
     limit: float
+    before: dict[str, Any] = field(default_factory=dict)
+    """what names held when the cell began: the notebook may have it elsewhere too, and the cell may have changed it"""
     _staying: dict[int, Stay] = field(default_factory=dict)
     _walk: Walk | None = None
 
@@ -100,6 +102,9 @@ class Homeward:
                 self._staying.setdefault(id(value), Stay(ASKED, True))
         weights = {}
         for name in dict.fromkeys([*self.known, *self.bound]):
+            if name in self.before and self.before[name] is not self.namespace.get(name, MISSING):
+                walk.name(name, self.before[name])
+                del walk.cargo.names[name]
             if name in self.namespace:
                 before = walk.new_bytes
                 walk.name(name, self.namespace[name])

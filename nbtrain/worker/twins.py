@@ -38,6 +38,7 @@ class Twins:
     def open(self, parcel: Parcel, drop: Iterable[int], unbind: Iterable[str]) -> tuple[list[Node], dict[str, Any]]:
         """Put what the notebook sent in place; returns what is new or changed, and the names that were bound."""
         numeric.learn_atoms()
+        self._homeward = None  # what the last cell let go of goes before anything new is made
         self.table.drop(drop)
         for name in unbind:
             self.namespace.pop(name, None)
@@ -109,7 +110,9 @@ class Twins:
         now, before = self.namespace, self._holds
         bound = [n for n, v in now.items() if not private(n) and before.get(n, MISSING) is not v]
         deleted = tuple(name for name in before if name not in now)
-        self._homeward = Homeward(self.table, now, list(names), bound, deleted, keep, limit)
+        names = list(names)
+        held = {name: before[name] for name in names if name in before}
+        self._homeward = Homeward(self.table, now, names, bound, deleted, keep, limit, held)
         self._holds = {}
         return self._homeward
 

@@ -42,14 +42,14 @@ EDITS: dict[type, tuple[str, ...]] = {
         "{x}.weight = torch.nn.Parameter(torch.zeros(2, 2))", "{x}.requires_grad_(False)", "{x}.y = torch.nn.Linear(2, 2)",
         "{x}.load_state_dict({{k: v + 1 for k, v in {x}.state_dict().items()}})", "{x}.weight = {m}.weight",
         "del {x}.weight", "{x}.x.append({v})", "{x}.float()", "{x}.y = {m}", "{x}.weight.data.mul_(2)",
-        "{x}.register_forward_hook({f})", "{x}.forward = {f}", 
+        "{x}.register_forward_hook({f})", "{x}.forward = {f}",
         "[{x}(torch.ones(2, 2).to(next({x}.parameters()).dtype)) for _ in (1, 2)]",
     ),
     # Not here: what gives a tensor other memory (`.data = …`, `resize_`). Content and shape follow, sharing does not.
     torch.Tensor: (
-        "{x}.data[0] = 5", "{x}.data.mul_(2)", "{x}.data.add_(1)", 
-         "{x}.requires_grad_(not {x}.requires_grad)", 
-        "{x}.detach().zero_()", "{x}.note = {v}",   
+        "{x}.data[0] = 5", "{x}.data.mul_(2)", "{x}.data.add_(1)",
+         "{x}.requires_grad_(not {x}.requires_grad)",
+        "{x}.detach().zero_()", "{x}.note = {v}",
     ),
     torch.optim.Optimizer: (
         "{x}.param_groups[0]['lr'] = 0.25", "for q in {x}.param_groups[0]['params']: q.grad = torch.ones_like(q)\n"

@@ -71,7 +71,7 @@ class Tensor(Kind):
         tensor = node.obj
         ref = walk.encode(tensor.untyped_storage())
         storage = walk.children[-1] if walk.children else None
-        notes = walk.encode(vars(tensor)) if vars(tensor) else None
+        notes = walk.encode(vars(tensor)) if _noted(tensor) else None
         if walk.quiet or storage is None:
             return None
         seen = _state_of(tensor)
@@ -110,14 +110,14 @@ class Tensor(Kind):
         tensor = node.obj
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
         notes = vars(tensor)
-        noted = bool(notes) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
+        noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
         if not noted and node.seen is not None and _as_it_was(tensor, node.seen):
             return None
         seen = self._seen(node)
         if seen == node.seen and not noted:
             return None
         node.seen = seen
-        ref = walk.encode(notes) if notes else None
+        ref = walk.encode(notes) if _noted(tensor) else None
         if walk.quiet:
             return NOTHING
         place = _storage_of(node) if _covers(tensor) else None
@@ -146,6 +146,11 @@ class Tensor(Kind):
         if notes is not None and (own := arrival.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
         node.seen = seen
+
+
+def _noted(tensor: Any) -> bool:
+    """Whether a program has set attributes on it; what torch's compiler notes is each side's own."""
+    return any(not name.startswith("_dynamo") for name in vars(tensor))
 
 
 def _state_of(tensor: Any) -> tuple[Any, ...]:
