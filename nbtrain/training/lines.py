@@ -15,9 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from nbtrain.errors import NotSupported
 from nbtrain.training.collectives import connected, reduce
 from nbtrain.training.patches import Patches
+
+NO_CUDA = (
+    "This rank computes on the CPU: for it there is no 'cuda'. Write .to(device) in place of .cuda() and .to('cuda'): "
+    "`device` is there on every rank and is its own. Or ask for GPUs with --devices"
+)
 
 
 def patch(patches: Patches, active: Callable[[], bool], device: torch.device) -> None:
@@ -39,12 +43,12 @@ def _plateau(old: Any, active: Callable[[], bool]) -> Any:
 
 def _no_cuda(old: Any, active: Callable[[], bool]) -> Any:
     def lazy_init() -> Any:
-        if active():
-            raise NotSupported(
-                "this rank computes on the CPU: for it there is no 'cuda'. Write .to(device) in place of .cuda() and "
-                ".to('cuda'): `device` is there on every rank and is its own. Or ask for GPUs with --devices"
-            )
-        return old()
+        try:
+            return old()
+        except Exception as error:  # of this very type: compilers ask in this way whether there are GPUs
+            if active():
+                error.args = (f"{error}. {NO_CUDA}",)
+            raise
 
     return lazy_init
 

@@ -14,6 +14,7 @@ import datetime
 import inspect
 import mmap
 import os
+import struct
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ SLICE = datetime.timedelta(seconds=0.2)
 PLACES = 128
 """collectives that are remembered of each rank; no rank gets so far ahead of another"""
 WIDTH = 9
+NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 HEAD = 2
 FILES = 32
 """files that rank 0 wrote, by a hash"""
@@ -170,9 +172,9 @@ class Meeting:
             (self.cell << 32) + self.count, code, size, BACKWARD if self.in_backward() else 0,
             self.steps.total - self.first_step, *self.steps.place(),
         )  # fmt: skip
-        part, at = self.board.parts[self.rank], HEAD + self.count % PLACES * WIDTH
-        for i in range(WIDTH - 1, -1, -1):  # the number last: until then nobody takes it for this one
-            part[at + i] = place[i]
+        at = 8 * (self.rank * PART + HEAD + self.count % PLACES * WIDTH)
+        REST.pack_into(self.board.memory, at + 8, *place[1:])
+        NUMBER.pack_into(self.board.memory, at, place[0])  # the last: until then nobody takes it for this one
         self._look(place)
         return place
 
