@@ -91,3 +91,15 @@ def test_an_object_that_the_cell_changed_and_then_let_go_of(alike: Alike) -> Non
     alike(notebook="hist = [1]; logs = {'hist': hist}; x = [0]; y = (x,)")
     alike(ranks="hist.append(2); hist = []; x.append(1); del x")
     alike(ranks="logs['hist'].append(3); hist = [logs, hist]; y[0].append(2)")
+
+
+def test_a_generic_class(alike: Alike) -> None:
+    alike(
+        ranks="""
+            class Box(typing.Generic[typing.TypeVar('T')]):
+                left: int = 1
+                def bump(self): self.left += 1
+        """,
+        ranks_again="box = Box()",
+    )
+    alike(notebook="Box.size = 3; box.bump()", ranks="box.bump(); Box.size += 1")

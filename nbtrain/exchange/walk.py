@@ -172,6 +172,9 @@ class Walk:
             for node in [node for node in self.table.nodes.values() if node.walk is self._stamp]:
                 if any(child.key in replaced for child in node.fixed or ()):
                     self._make(node, anew=True)
+                    if not node.kind.whole:  # the receiver's new one is empty
+                        node.seen = None
+                        self._look(node)
                 elif any(child.key in replaced for child in node.children):
                     node.seen = None
                     self._look(node)

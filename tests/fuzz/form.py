@@ -277,6 +277,8 @@ def _parts(obj: Any) -> tuple[Any, list[Any]] | None:
         return "tuple subclass", [type(obj), *obj]
     if type(obj) is frozenset:
         return "frozenset", sorted(obj, key=_alone)
+    if isinstance(obj, (types.GenericAlias, types.UnionType, typing._GenericAlias)):  # type: ignore[attr-defined]
+        return "alias", [type(obj), obj.__origin__ if hasattr(obj, "__origin__") else None, obj.__args__]
     if isinstance(obj, types.MethodType):
         return "method", [obj.__func__, obj.__self__]
     if isinstance(obj, (staticmethod, classmethod)):

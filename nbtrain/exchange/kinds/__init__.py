@@ -52,7 +52,8 @@ _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, frozen.FROZEN, classes.CLASS,
-        code.BUILTIN_METHOD, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
+        code.BUILTIN_METHOD,
+        code.ALIAS, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
         random.TORCH, random.BITS, random.NUMPY,
@@ -77,6 +78,8 @@ def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     kind = refused.kind_of(obj)
     if kind is not None:
         return kind
+    if isinstance(obj, code.ALIASES):  # before classes: `list[int]` calls itself one
+        return code.ALIAS
     if isinstance(obj, type):
         return None if code.importable(obj) or not obj.__flags__ & (1 << 9) else classes.CLASS
     if cls in (types.BuiltinFunctionType, types.MethodWrapperType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
 import types
 import typing
@@ -282,6 +283,23 @@ class NewType(Kind):
         return None
 
 
+class Alias(Kind):
+    """`Generic[T]`, `list[Net]`, `Net | None`: nobody can change one, and what it is made of may be the notebook's."""
+
+    name = "generic alias"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        if isinstance(obj, types.UnionType):
+            return typing.Union, obj.__args__, "|"
+        make, args = obj.__reduce__()
+        return make, tuple(args)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        make, args, *union = parts
+        return functools.reduce(operator.or_, args) if union else make(*args)
+
+
 class Proxy(Kind):
     """A read-only view of a dict: the dict is what both sides know."""
 
@@ -315,3 +333,5 @@ KINDS: dict[type, Kind] = {
     ),
 }  # fmt: skip
 BUILTIN_METHOD = BuiltinMethod()
+ALIAS = Alias()
+ALIASES: tuple[type, ...] = (types.GenericAlias, types.UnionType, type(typing.Generic[typing.TypeVar("_T")]))  # type: ignore[index]
