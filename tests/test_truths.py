@@ -103,3 +103,7 @@ def test_a_generic_class(alike: Alike) -> None:
         ranks_again="box = Box()",
     )
     alike(notebook="Box.size = 3; box.bump()", ranks="box.bump(); Box.size += 1")
+
+
+def test_a_name_that_the_cell_assigns_and_deletes(alike: Alike) -> None:
+    alike(notebook="a = 0; b = 1", ranks="a = 2; del a\nif b > 1:\n    b = 2; del b")

@@ -81,7 +81,8 @@ def analyse(source: str) -> CellNames:
 def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = ()) -> Captured:
     """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`."""
     objects = Objects(namespace)
-    asked = set(names.reads)
+    # What the cell makes and deletes is sent too: a rank that never had it could not say that it is gone.
+    asked = set(names.reads | names.deleted)
     for value in values:
         asked |= objects.reads(value)
     # what the cell assigns is set aside at first: its present value may never be used, nor what only that leads to

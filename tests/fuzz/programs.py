@@ -97,7 +97,9 @@ def _line(scene: Scene, oracle: OneProcess, run: bool) -> str | None:
     """A statement; one that raises stands in a `try`."""
     text = statement(scene)
     try:
-        compile(text, "<cell>", "exec")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, "<cell>", "exec")
     except SyntaxError:
         return None
     if run and oracle.run(text) is not None:

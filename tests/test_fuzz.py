@@ -1,0 +1,64 @@
+"""Random notebooks end as the same cells in one process do: same values, types, identities, after every cell."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.form import difference, form_of
+from tests.fuzz.programs import Program, programs
+from tests.fuzz.sessions import Live, live
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "0"))
+"""`make fuzz` asks for more than the seeded sample of `make test`."""
+SEED = int(os.environ.get("SEED", "0"))
+
+
+def check(notebook: Live, program: Program) -> None:
+    notebook.clear()
+    for cell in program.cells:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            error = notebook.run(cell.text, cell.distributed)
+        if cell.fails:
+            assert error is not None, f"this cell should have failed:\n{cell.text}"
+        else:
+            assert error is None, f"{type(error).__name__}: {error}\nin\n{cell.text}\n{notebook.shown}"
+        where = difference(cell.after, form_of(notebook.namespace))
+        assert where is None, f"after\n{cell.text}\n{where}"
+
+
+def fuzz(options: str, examples: int) -> None:
+    with live(options) as notebook:
+
+        @settings(
+            max_examples=EXAMPLES or examples,
+            deadline=None,
+            derandomize=not EXAMPLES,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+        )
+        @given(programs())
+        def same(program: Program) -> None:
+            check(notebook, program)
+
+        (seed(SEED)(same) if EXAMPLES else same)()
+
+
+@pytest.mark.limit(14400)
+@pytest.mark.parametrize(
+    ("options", "examples"),
+    [
+        ("-d 1 -s none --monitor off", 120),
+        ("-d 2 -s none --monitor off", 60),
+        ("-d 2 -s ddp --monitor off", 40),
+        ("-d 1 --start fork --monitor off", 4),
+    ],
+)
+def test_a_random_notebook_ends_as_in_one_process(options: str, examples: int) -> None:
+    fuzz(options, examples)
