@@ -20,9 +20,11 @@ Buffers = Callable[[int], memoryview]
 class Unmakeable(CannotTravel):
     """One object that could be packed cannot be made here; nothing of the receiver's was touched."""
 
-    def __init__(self, text: str, key: int) -> None:
+    def __init__(self, text: str, key: int, reason: str) -> None:
+        """`reason`: in short, with the path."""
         super().__init__(text)
         self.key = key
+        self.reason = reason
 
 
 class _NotYet(LookupError):
@@ -41,6 +43,7 @@ class Arrival:
         buffers: Buffers,
         device: Callable[[str], str] = str,
         renew: Callable[[int, int], bool] = lambda where, address: False,
+        lenient: bool = False,
     ) -> None:
         self.table = table
         self.namespace = namespace
@@ -49,6 +52,9 @@ class Arrival:
         """where a tensor that was on this device is to live here"""
         self.renew = renew
         """whether the memory at an address shows the sender's buffer, now that it was written again"""
+        self.lenient = lenient
+        """what the class of a receiver's own object does not let happen is left, and said"""
+        self.left: list[str] = []
         self._cargo = cargo
         self._made: dict[int, Node] = {}
         self._puts: list[Put] = [record for record in cargo.records if type(record) is Put]
@@ -105,10 +111,19 @@ class Arrival:
                 node.seen, node.fixed = made.seen, made.fixed
             touched[key] = node
         for put in sorted(self._own, key=self._turn):
-            node = touched[put.key] = table.nodes[put.key]
-            self._attempt(put.key, node.kind.put, node, put.state, self)
+            node = table.nodes[put.key]
+            try:
+                self._attempt(put.key, node.kind.put, node, put.state, self)
+            except Unmakeable as error:
+                if not self.lenient:
+                    raise
+                self.left.append(error.reason)
+                node.seen = None  # the sender's is another now, and gets this one's state again
+            else:
+                touched[put.key] = node
         for put in self._puts:
-            touched[put.key].kind.settle(touched[put.key])
+            if put.key in touched:
+                touched[put.key].kind.settle(touched[put.key])
         return list(touched.values())
 
     # -- inside --------------------------------------------------------------------------
@@ -133,7 +148,7 @@ class Arrival:
             if len(waiting) == len(late):
                 path = path_to(late[0].key, self._cargo, self.table, self.namespace)
                 text = f"{path} can only be made from objects that need it; make it inside the cell"
-                raise Unmakeable(text, late[0].key)
+                raise Unmakeable(text, late[0].key, text)
             late = waiting
 
     def _make(self, record: Make) -> bool:
@@ -183,4 +198,5 @@ class Arrival:
                 f"{path} was packed but cannot be made again: {reason}; make it inside the "
                 "cell, or give its class __getstate__ and __setstate__ that fit together",
                 key,
+                f"{path}: {reason}",
             ) from error

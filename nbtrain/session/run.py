@@ -277,6 +277,8 @@ class CellRun:
             print(note)
         for path, reason in done.home.stayed:
             print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+        for reason in traffic.unchanged:
+            print(f"{reason}; the notebook's is not changed")
         if differing := self._differing():
             traffic.differs(differing)
             print(f"differ between ranks: {_list(differing)}; the notebook has rank {self.lead}'s")

@@ -64,6 +64,8 @@ class Traffic:
         self.left: dict[str, str] = {}
         """of the names that the last cell might assign before it reads them, those that could not be sent → why"""
         self._told: set[str] = set()
+        self.unchanged: list[str] = []
+        """the notebook's own objects that the last cell changed, and whose class did not let it happen here"""
         self.slow: dict[str, float] = {}
         """names whose comparison took long → seconds, the first time"""
         self._dropped: list[int] = []
@@ -169,8 +171,9 @@ class Traffic:
         """Everything is opened before anything of the notebook's is touched. Returns what is new or changed."""
         numeric.learn_atoms()
         cargo, buffer = self._openers[rank].open(home.parcel)
-        arrival = Arrival(self.table, self.namespace, cargo, buffer, _place)
+        arrival = Arrival(self.table, self.namespace, cargo, buffer, _place, lenient=True)
         touched = arrival.commit()
+        self.unchanged = arrival.left
         self.namespace.update(arrival.names)
         loosened = any(type(record) is Make and record.anew for record in cargo.records)
         for name in home.deleted:
