@@ -23,6 +23,8 @@ def check(notebook: Live, program: Program) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             error = notebook.run(cell.text, cell.distributed)
+        if type(error).__name__ == "NotPrepared" and "ddp" in notebook.options:
+            return  # an optimizer made inside the cell, used without `setup`: the one refusal that a program may meet
         if cell.fails:
             assert error is not None, f"this cell should have failed:\n{cell.text}"
         else:

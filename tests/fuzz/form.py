@@ -226,7 +226,12 @@ class _Walk:
         body = {k: v for k, v in vars(obj).items() if k not in BY_PYTHON}
         if issubclass(obj, enum.Enum):
             told["members"] = [
-                (n, self.form(m.value), m.name, [(k, self.form(v)) for k, v in vars(m).items() if k[0] != "_"])
+                (
+                    n,
+                    self.form(getattr(m, "_value_", None)),
+                    getattr(m, "_name_", None),
+                    [(k, self.form(v)) for k, v in vars(m).items() if k[0] != "_"],
+                )
                 for n, m in obj.__members__.items()
             ]
             body = {k: v for k, v in body.items() if not k.startswith("_") and not isinstance(v, enum.Enum)}

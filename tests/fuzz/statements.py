@@ -34,7 +34,7 @@ EDITS: dict[type, tuple[str, ...]] = {
     collections.deque: ("{x}.append({v})", "{x}.appendleft({v})", "{x}.rotate(1)", "{x}.popleft()", "{x}[0] = {v}"),
     bytearray: ("{x}.extend(b'z')", "{x}[0] = 65", "del {x}[:2]"),
     np.ndarray: (
-        "{x}[...] = 3", "{x}[0] = 7", "{x} += 1", "{x}.flags.writeable = False", "{x}.sort()", "{x}[::2] = 0",
+        "{x}[...] = 3", "{x}[0] = 7", "{x} += 1", "{x}.sort()", "{x}[::2] = 0",
         "{x}[-1] = {x}[0]", "{x}.fill(2)", "{x}.shape = (-1,)", "{x}[0] = {v}",
     ),
     torch.nn.Module: (
