@@ -19,8 +19,10 @@ from nbtrain.exchange.kinds import ATOMS
 
 ITEMS = 1000
 """Looked at below one name."""
+DEEP = 100
+"""Levels."""
 LARGE = 1 << 20
-"""Bytes up to which tensors and arrays are read."""
+"""Bytes up to which tensors, arrays and strings are read."""
 LISTS = (list, tuple, collections.deque)
 SETS = (set, frozenset)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
@@ -33,24 +35,40 @@ def number(value: Any) -> int:
 class _Look:
     def __init__(self) -> None:
         self.left = ITEMS
+        self.depth = 0
         self.seen: dict[int, int] = {}
+        """id → number: objects that are one here may be two equal ones elsewhere"""
 
     def at(self, value: Any) -> int:
-        cls: Any = type(value)
         self.left -= 1
+        if id(value) in self.seen or self.depth >= DEEP:
+            return self.seen.get(id(value), 0)
+        self.seen[id(value)] = 0  # met again below itself
+        self.depth += 1
+        try:
+            found = self._look(value)
+        except Exception:  # a nested tensor has no shape; a class may hide its attributes
+            found = 0
+        self.depth -= 1
+        self.seen[id(value)] = found
+        return found
+
+    def _look(self, value: Any) -> int:
+        cls: Any = type(value)
         if cls in ATOMS:
-            return zlib.crc32(b"module" if cls is types.ModuleType else repr(value).encode())
-        if id(value) in self.seen:
-            return self.seen[id(value)]
-        self.seen[id(value)] = len(self.seen)
+            return _atom(value)
         if cls in LISTS:
             return self._all(cls, len(value), map(self.at, self._ends(value)))
         if cls in SETS:
             return self._all(cls, len(value), [sum(map(self.at, value))] if len(value) < self.left else [])
         if cls in DICTS:
             return self._all(cls, len(value), (self.at(part) for pair in self._ends(value.items()) for part in pair))
-        if cls.__module__ == "__main__" and not _learns(cls) and hasattr(value, "__dict__"):
-            return self.at(vars(value))
+        if cls.__module__ == "__main__" and not _learns(cls):
+            try:
+                held = object.__getattribute__(value, "__dict__")
+            except AttributeError:
+                return self._memory(value)
+            return self.at(held)
         return self._memory(value)
 
     def _ends(self, items: Any) -> Iterable[Any]:
@@ -78,6 +96,16 @@ class _Look:
             small = value.nbytes <= LARGE and not value.dtype.hasobject
             return zlib.crc32(value.tobytes() if small else b"", zlib.crc32(shape.encode()))
         return 0
+
+
+def _atom(value: Any) -> int:
+    if type(value) is types.ModuleType:
+        return zlib.crc32(b"module")
+    if type(value) is int:  # the text of a long one is refused
+        return zlib.crc32(b"int%d" % hash(value))
+    if type(value) in (str, bytes) and len(value) > LARGE:
+        value = len(value), value[: LARGE // 2], value[-LARGE // 2 :]
+    return zlib.crc32(repr(value).encode())
 
 
 def _learns(cls: type) -> bool:
