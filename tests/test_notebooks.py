@@ -13,6 +13,9 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("
 STABLE = "nbval-check-output"
 """The tag of a cell whose committed output is compared with what it shows."""
 
+UNCOUNTED = "[cells]\nregex: In\\[\\d+\\]\nreplace: In[N]\n"
+"""nbval runs cells without counting them."""
+
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
@@ -30,8 +33,10 @@ def test_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
             "-c",
             str(tmp_path / "none.ini"),
             f"--rootdir={path.parent}",
+            f"--nbval-sanitize-with={tmp_path / 'same.ini'}",
         ]
         (tmp_path / "none.ini").write_text("[pytest]\n")
+        (tmp_path / "same.ini").write_text(UNCOUNTED)
         told = subprocess.run(
             [*command, str(path)], cwd=home, env=private_environment(home), capture_output=True, text=True, check=False
         )
