@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 
@@ -389,3 +390,15 @@ def test_what_the_notebook_lets_go_is_let_go(notebook: Notebook) -> None:
     notebook("del model, opt, loss")
     notebook("gc.collect()")
     notebook("assert alive() is None and weight() is None")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here: apt-get install g++")
+def test_a_model_that_the_cell_compiled_comes_home(notebook: Notebook) -> None:
+    """By torch.compile's default, which leaves functions of its own in the namespace of the ranks."""
+    notebook(f"{TRAIN}; own = model; w = model[0].weight")
+    line = "%%distributed --devices 2\n"
+    notebook(f"{line}model = torch.compile(model)\n{LOOP}", timeout=120)
+    notebook("assert model._orig_mod is own and own[0].weight is w and type(model) is not type(own)")
+    notebook("before = w.clone()\nnames = [n for n in globals() if n.startswith('__compiled')]")
+    notebook(f"{line}{LOOP}", timeout=120)
+    notebook("assert not torch.equal(before, w) and not names")

@@ -23,7 +23,10 @@ from nbtrain.exchange._objects import Objects
 from nbtrain.exchange.calm import calm
 
 _NONE: Mapping[str, int] = MappingProxyType({})
-_PRIVATE = re.compile(r"__\w*__|_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|_exit_code|In|Out|get_ipython")
+_PRIVATE = re.compile(
+    r"__\w*__|_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|_exit_code|In|Out|get_ipython"
+    r"|__(compiled_fn|resume_at|import|builtins_dict|gen_rand_values|warnings_warn_wrapper|dtensor_spec)_\w*|___\w+"
+)
 _OF_THE_SHELL = {"In", "Out", "get_ipython"}
 _SHELL_GIVES = {"exit", "quit", "open"}
 
@@ -58,7 +61,8 @@ class Captured:
 
 
 def private(name: str) -> bool:
-    """Dunder names and IPython's own (`_`, `_i3`, `Out`): they differ between notebook and rank, and never cross."""
+    """Dunder names, IPython's own (`_`, `_i3`, `Out`), and what torch.compile puts beside the code that it compiles:
+    they differ between notebook and rank, and never cross."""
     return (name[:1] == "_" or name in _OF_THE_SHELL) and _PRIVATE.fullmatch(name) is not None
 
 
