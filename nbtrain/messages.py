@@ -70,6 +70,8 @@ class Pull:
     key: int
     asked: int
     """which question this is: an answer to an earlier one may still be under way"""
+    drop: tuple[int, ...] = ()
+    """keys that the notebook does not know any more"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,8 @@ class Forget:
 
     spare: tuple[int, ...] = ()
     """keys of what the notebook has handles for"""
+    known: tuple[int, ...] = ()
+    """keys of what that may hold: these twins live on, and are filled anew before they are used"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -133,6 +133,93 @@ def test_keep_needs_ranks_that_live_on(book: Notebook) -> None:
     assert "inprocess" in book.refused("%%distributed --engine inprocess --keep a\na = [1]")
 
 
+def test_a_handle_is_one_thing_wherever_it_is_held(book: Notebook) -> None:
+    book("import copy, pickle")
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("other = copy.copy(cache); inside = [copy.deepcopy(cache)]; assert other is cache is inside[0]")
+    assert "pull" in book.fails("pickle.dumps(cache)").evalue
+    book("del cache, other")
+    said = book(f"{TWO}\ninside[0].append(5)").stdout  # nothing that stays may differ
+    assert "differ" not in said, said
+    book("assert inside[0].per_rank() == {0: [0, 5], 1: [1, 5]}")
+    assert "inside[0].pull()" in book.refused(f"{ONE}\npass")
+    book.fails(f"{TWO}\n1/0")
+    book("assert inside[0].per_rank() == {0: [0, 5], 1: [1, 5]}")
+    book(f"{TWO}\ninside[0].append(6)")
+    book("assert inside[0].pull() == [0, 5, 6]; inside = None")
+    book(f"{ONE}\npass")
+
+
+def test_a_handle_of_ranks_that_are_gone_brings_nothing_of_others(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("away = [cache]; del cache")
+    book("%distributed restart")
+    book(f"{TWO}\nother = [7, 8]")
+    assert "are gone" in book.fails("away[0].pull()").evalue
+
+
+def test_what_one_rank_made_is_pulled_from_it_after_a_failure_too(book: Notebook) -> None:
+    book("%distributed start --devices 2")
+    book("%%rank 1 --keep mine\nmine = [rank]")
+    book.fails(f"{TWO}\n1/0")
+    book("assert mine.pull() == [1]")
+
+
+def test_threads_do_not_take_each_others_answers(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("""
+import threading
+def ask():
+    try: cache.pull()
+    except Exception as error: said = str(error); answers.append(said)
+answers = []
+thread = threading.Thread(target=ask); thread.start(); thread.join()
+assert 'thread' in answers[0], answers""")
+
+
+KEPT = f"{ONE} --keep opt,pair\nopt = torch.optim.SGD(model.parameters(), 0.1); pair = [model, Word('a')]"
+WORD = """
+class Word:
+    def __init__(self, text): self.text = text
+model = net(); weight = model[0].weight"""
+
+
+def test_what_changes_through_a_kept_object_comes_home_and_goes_out(book: Notebook) -> None:
+    book(WORD)
+    book(KEPT)
+    book(f"{ONE}\nfor p in opt.param_groups[0]['params']: p.data.fill_(5.)")
+    book("assert (weight == 5).all() and pair.pull()[0] is model; weight.data.fill_(7.)")
+    book(f"{ONE}\nseen = opt.param_groups[0]['params'][0].mean().item()")
+    book("assert seen == 7")
+    book("more = [1]")
+    book(f"{ONE}\npair.append(more)")
+    book("more.append(2)")
+    book(f"{ONE}\nseen = list(pair[2]); pair[2].append(3)")
+    book("assert seen == [1, 2] and more == [1, 2, 3]")
+
+
+def test_a_kept_optimizer_steps_the_notebooks_model_after_a_failure(book: Notebook) -> None:
+    book(WORD)
+    book(KEPT)
+    book.fails(
+        f"{ONE}\nwith torch.no_grad(): weight.fill_(3.)\nWord.text = 'no'; model.extra = 1; pair[1].text = 'b'; 1/0"
+    )
+    book("before = weight.detach().clone()")
+    book(f"""{ONE}
+assert torch.equal(before, weight) and not hasattr(model, 'extra') and not hasattr(Word, 'text')
+assert opt.param_groups[0]['params'][0] is weight is pair[0][0].weight and isinstance(pair[1], Word)
+F.cross_entropy(model(X), Y).backward(); opt.step(); opt.zero_grad()""")
+    book("assert not torch.equal(before, weight) and pair.pull()[0] is model and type(pair.pull()[1]) is Word")
+
+
+def test_a_copy_may_hold_what_the_notebook_let_go_of(book: Notebook) -> None:
+    book("mine = [1]; box = [2]")
+    book(f"{ONE} --keep cache\ncache = [0]; dropped = [mine, box]")
+    book(f"{ONE}\ncache[:] = [mine, box]")
+    book("del mine, dropped")
+    book("assert cache.pull()[0] == [1] and cache.pull()[1] is box")
+
+
 # -- what differs between ranks ---------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,7 @@ class Walk:
         self._stamp = object()
         self._queue: list[Node] = []
         self._leaves: list[Node] = []
+        self._late: list[Node] = []
         self._looked: list[tuple[Node, Any, list[Node]]] = []
         self._replaced: set[int] = set()
         self._new: set[int] = set()
@@ -124,7 +126,7 @@ class Walk:
             if node.kind.leaf:
                 self._leaves.append(node)
             elif not node.kind.constant:
-                self._queue.append(node)
+                (self._late if node.kind.late else self._queue).append(node)
         return node.ref
 
     def buffer(self, data: memoryview, place: Node | None = None) -> int:
@@ -148,6 +150,10 @@ class Walk:
                 todo += [*node.children, *(node.fixed or ())]
         return node is not None
 
+    def known_inside(self, obj: Any) -> list[Node]:
+        """The first objects on every way into this one that the other side knows."""
+        return Inside(self.table, self.namespace).known(obj)
+
     def is_new(self, node: Node) -> bool:
         """Whether the other side gets it, with its bytes, from this walk."""
         return node.key in self._new
@@ -167,6 +173,11 @@ class Walk:
     @calm()
     def finish(self) -> Cargo:
         """Holders of objects that had to be made anew are sent too, since they hold another object now."""
+        while self._late:
+            late, self._late = self._late, []
+            for node in late:
+                self._look(node)
+            self._drain()
         while self._replaced:
             replaced, self._replaced = self._replaced, set()
             for node in [node for node in self.table.nodes.values() if node.walk is self._stamp]:
@@ -293,7 +304,7 @@ class Walk:
                     self._leaves.append(node)
                 elif not kind.constant:
                     node.via = holder
-                    self._queue.append(node)
+                    (self._late if kind.late else self._queue).append(node)
 
     def _cannot(self, value: Any, reason: str, inside: bool = False) -> Any:
         culprit = self._culprit(value, reason, inside)
@@ -317,6 +328,7 @@ class Walk:
         self.added.append(node)
         self.children.append(node)
         node.walk = self._stamp
+        self._late.append(node)
         self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
         return node.ref
 
@@ -330,6 +342,52 @@ class Walk:
         if isinstance(holder, str):
             trail.append(holder)
         return trail[::-1]
+
+
+class Members(Walk):
+    """Lists what an object holds, in the order in which a walk meets it."""
+
+    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+        super().__init__(table, namespace, quiet=True)
+        self.found: list[Any] = []
+
+    def encode(self, value: Any) -> Any:
+        if type(value) not in ATOMS:
+            kind = kinds.kind_of(value, self.namespace)
+            if kind is not None and kind.compound:
+                for part in kind.parts(value):
+                    self.encode(part)
+            elif kind is not None:
+                self.found.append(value)
+        return None
+
+
+class Inside(Members):
+    """Goes into an object that only one side has."""
+
+    def known(self, obj: Any) -> list[Node]:
+        found: dict[int, Node] = {}
+        seen = {id(obj): obj}
+        todo = [obj]
+        while todo:
+            obj = todo.pop()
+            self.found = []
+            with suppress(Exception):  # whatever its class does when it is looked at, it stays where it is
+                kind = kinds.kind_of(obj, self.namespace)
+                node = Node(0, obj, kind)  # type: ignore[arg-type]
+                node.kind.shell(node, self)
+                if not (node.kind.leaf or node.kind.constant or node.kind is kinds.kind_named("opaque")):
+                    node.seen = None
+                    node.kind.look(node, self)
+            for child in self.found:
+                kind = kinds.kind_of(child, self.namespace)
+                known = self.table.by_id.get(kind.identity(child)) if kind is not None else None
+                if known is not None:
+                    found[known.key] = known
+                elif id(child) not in seen:
+                    seen[id(child)] = child
+                    todo.append(child)
+        return [found[key] for key in sorted(found)]
 
 
 @calm()

@@ -5,29 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbtrain.exchange import kinds
-from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.walk import Walk
-
-
-class _Members(Walk):
-    """Lists what an object holds, in the order in which a walk meets it."""
-
-    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
-        super().__init__(table, namespace, quiet=True)
-        self.found: list[Any] = []
-
-    def encode(self, value: Any) -> Any:
-        if type(value) not in ATOMS:
-            kind = kinds.kind_of(value, self.namespace)
-            if kind is not None and kind.compound:
-                for part in kind.parts(value):
-                    self.encode(part)
-            elif kind is not None:
-                self.found.append(value)
-        return None
-
+from nbtrain.exchange.walk import Members
 
 Way = tuple[int | str, bool, int, int]
 """How to come to an object: a key or name, whether among what it is made of, which one, of how many."""
@@ -62,7 +41,7 @@ class Ways:
     def members(self, where: int | str, fixed: bool) -> list[Any]:
         known = self._members.get((where, fixed))
         if known is None:
-            walk = _Members(self.table, self.namespace)
+            walk = Members(self.table, self.namespace)
             if isinstance(where, str):
                 if where in self.namespace and not fixed:
                     walk.encode(self.namespace[where])

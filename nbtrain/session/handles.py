@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.events import Event, Pulled
+from nbtrain.exchange.kinds.base import GONE
 from nbtrain.exchange.residence import Handle, Node
 from nbtrain.messages import Message, Pull
+from nbtrain.session import kept
 from nbtrain.session.traffic import Traffic
 
 SLOW = 2.0
@@ -28,25 +31,39 @@ class Fetch:
         self.ranks = tuple(ranks)
         self.send = send
         self.listen = listen
+        self.leads: dict[int, int] = {}
+        """handle → the rank that ran the cell which left the object behind"""
         self._asked = 0
+        self._open = True
+        self._thread = threading.get_ident()
 
     def attach(self, nodes: Iterable[Node], lead: int) -> None:
         """From now on these handles can be pulled; `lead` ran the cell that left the objects behind."""
         for node in nodes:
             if type(node.obj) is Handle and node.obj.fetch is None:
-                node.obj.fetch = self._way(node.key, lead)
+                node.obj.fetch = self._way(node.key, self.leads.setdefault(node.key, lead))
+
+    def inherit(self, before: Fetch) -> None:
+        """The ranks spared what these handles stand for."""
+        self.leads = before.leads
+        self.attach([node for node in self.traffic.table.nodes.values() if node.key in self.leads], 0)
 
     def close(self) -> None:
-        for handle in self.traffic.handles():
-            handle.fetch = None
+        self._open = False
+        for node in kept.handles(self.traffic.table):
+            node.obj.fetch = None
 
     def _way(self, key: int, lead: int) -> Callable[[bool], dict[int, Any]]:
         return lambda everybody: self._fetch(key, self.ranks if everybody else (lead,), everybody)
 
     def _fetch(self, key: int, ranks: tuple[int, ...], some_may_lack: bool) -> dict[int, Any]:
+        if not self._open:  # other ranks may have something else under this key
+            raise CannotTravel(GONE)
+        if threading.get_ident() != self._thread:  # two who read from the ranks would take each other's answers
+            raise CannotTravel("bring it home in a cell of its own: threads cannot speak with the ranks")
         self._asked += 1
         asked, began, said = self._asked, time.monotonic(), False
-        self.send(Pull(key=key, asked=asked), ranks)
+        self.send(Pull(key=key, asked=asked, drop=self.traffic.forgotten), ranks)
         answers: dict[int, Pulled] = {}
         while len(answers) < len(ranks):
             for event in self.listen():

@@ -17,6 +17,7 @@ from nbtrain.messages import Adopt, Forget, Leave, Message
 from nbtrain.session import failure
 from nbtrain.session.handles import Fetch
 from nbtrain.session.idle import MINUTES, Idle
+from nbtrain.session.kept import handles, kept
 from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
 from nbtrain.specs import PoolSpec
@@ -80,11 +81,11 @@ class Ranks:
 
     def _keep(self, reason: str) -> None:
         """Nobody's work goes because of an option."""
-        kept = list(self.traffic.kept()) if self.traffic is not None else []
-        if kept:
+        held = list(kept(self.traffic.table, self.shell.user_ns)) if self.traffic is not None else []
+        if held:
             raise UsageError(
-                f"{', '.join(kept)}: what is behind {'this name' if len(kept) == 1 else 'these names'} lives on the "
-                f"present ranks only, and {reason} asks for new ones. Bring it home with {kept[0]} = {kept[0]}.pull(), "
+                f"{', '.join(held)}: what is behind {'this name' if len(held) == 1 else 'these names'} lives on the "
+                f"present ranks only, and {reason} asks for new ones. Bring it home with {held[0]} = {held[0]}.pull(), "
                 "or let it go with %distributed stop"
             )
 
@@ -131,15 +132,21 @@ class Ranks:
             self.lose()
             raise failure.died(deaths, {})
 
-    def _new_traffic(self) -> None:
+    def _new_traffic(self, spared: bool = False) -> None:
+        """`spared`: the ranks still have what the notebook has handles for."""
         assert self.pool is not None
+        traffic, fetch = self.traffic, self.fetch
         if self.traffic is not None:
             self.traffic.close()
-        if self.fetch is not None:
-            self.fetch.close()
         ranks = [info.rank for info in self.pool.ranks]
         self.traffic = Traffic(self.shell.user_ns, self.pool.directory, ranks, self._numbers())
+        if spared and traffic is not None:
+            self.traffic.inherit(traffic)
+        if fetch is not None:
+            fetch.close()
         self.fetch = Fetch(self.traffic, ranks, self.send, self._answers)
+        if spared and fetch is not None:
+            self.fetch.inherit(fetch)
 
     def _numbers(self) -> dict[str, int]:
         """File names of cells → their numbers; IPython 7 has none."""
@@ -172,10 +179,12 @@ class Ranks:
         """After a failure the ranks' twins are no longer what the notebook has."""
         assert self.pool is not None
         assert self.traffic is not None
-        kept = self.traffic.kept()
-        self.pool.send(Forget(spare=tuple(kept.values())), [info.rank for info in self.pool.ranks])
-        self._new_traffic()
-        self._left_behind(self.traffic.inherit(kept), 0)
+        self.traffic.let_go()
+        table = self.traffic.table
+        spare = tuple(node.key for node in handles(table, worth=True))
+        known = table.nodes.keys() - set(table.unreachable(spare)) - {node.key for node in handles(table)}
+        self.pool.send(Forget(spare=spare, known=tuple(known)), [info.rank for info in self.pool.ranks])
+        self._new_traffic(spared=bool(spare))
         self._adopting.clear()
 
     def rest(self) -> None:
@@ -186,7 +195,7 @@ class Ranks:
     def _give_back(self) -> None:
         """In the clock's thread: processes may be ended from there, sockets not touched."""
         pool, traffic = self.pool, self.traffic
-        if pool is None or traffic is None or traffic.kept():
+        if pool is None or traffic is None or handles(traffic.table, worth=True):
             return
         pool.kill()
         self.on_idle()

@@ -14,6 +14,7 @@ from nbtrain.messages import Run, Source
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
 from nbtrain.session.hints import hint
+from nbtrain.session.kept import kept
 from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.traffic import Outgoing, Traffic
@@ -246,10 +247,9 @@ class CellRun:
         self._over = True
         raise error
 
-    @staticmethod
-    def _mourn(traffic: Traffic) -> None:
-        if kept := traffic.kept():
-            print(f"{_list(kept)}: lived on these ranks only, which are ended; to be made again")
+    def _mourn(self, traffic: Traffic) -> None:
+        if lost := kept(traffic.table, self.shell.user_ns):
+            print(f"{_list(lost)}: lived on these ranks only, which are ended; to be made again")
 
     def _in_step(self) -> bool:
         """Whether the ranks have taken part in the same collectives. If not, the next one would pair up with one that

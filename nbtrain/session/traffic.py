@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nbtrain.exchange.kinds import ATOMS, Make, kind_named, numeric
+from nbtrain.exchange.kinds import ATOMS, Make, numeric
 from nbtrain.exchange.kinds.base import keys_in
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
 from nbtrain.exchange.residence import Arrival, Handle, Node, Table, Walk, remember
 from nbtrain.messages import Source
+from nbtrain.session import kept
 from nbtrain.worker.homeward import Home
 from nbtrain.worker.streams import States, capture, restore
 from nbtrain.worker.twins import OPTION
@@ -68,6 +69,8 @@ class Traffic:
         """the notebook's own objects that the last cell changed, and whose class did not let it happen here"""
         self.slow: dict[str, float] = {}
         """names whose comparison took long → seconds, the first time"""
+        self._orphans: list[Node] = []
+        """handles that no name leads to, and that the notebook holds somewhere"""
         self._dropped: list[int] = []
         self._unbound: list[str] = []
 
@@ -224,30 +227,27 @@ class Traffic:
             if node.kind.name == "tensor":
                 node.seen = None
 
-    def handles(self) -> list[Handle]:
-        """What stands here for objects that live on the ranks only."""
-        return [node.obj for node in self.table.nodes.values() if type(node.obj) is Handle]
-
-    def kept(self) -> dict[str, int]:
-        """Names that hold such a handle → its key."""
-        found = {}
-        for name in self._roots:
+    def inherit(self, before: Traffic) -> None:
+        """After a failure: what the ranks did not forget. What kept objects hold is sent anew before it is used."""
+        self.table = before.table
+        handles = set(kept.handles(self.table, worth=True))
+        gone = set(self.table.unreachable(node.key for node in handles))
+        gone |= {node.key for node in self.table.nodes.values() if type(node.obj) is Handle and node not in handles}
+        self.table.drop(gone)
+        for node in self.table.nodes.values():
+            if node not in handles:
+                node.seen = None
+                self._lacking.add(node.key)
+        for name, keys in before._roots.items():
             value = self.namespace.get(name)
-            node = self.table.find(value) if type(value) is Handle and value.kept else None
-            if node is not None:
-                found[name] = node.key
-        return found
+            if type(value) is Handle and self.table.find(value) is not None:
+                self._names[name], self._roots[name] = value, keys
+        self._orphans = [node for node in handles if not any(node.key in keys for keys in self._roots.values())]
 
-    def inherit(self, kept: Mapping[str, int]) -> list[Node]:
-        """What the ranks did not forget."""
-        nodes = []
-        for name, key in kept.items():
-            handle = self._names[name] = self.namespace[name]
-            node = self.table.nodes.get(key) or self.table.add(key, handle, kind_named("handle"))
-            node.fixed = []
-            self._roots[name] = {key}
-            nodes.append(node)
-        return nodes
+    @property
+    def forgotten(self) -> tuple[int, ...]:
+        """Keys that mean nothing here any more; the ranks are told with the next cell."""
+        return tuple(self._dropped)
 
     def open_alone(self, rank: int, parcel: Parcel, name: str) -> Any:
         """An object that a rank packed by itself."""
@@ -268,7 +268,7 @@ class Traffic:
         """
         namespace = self.namespace
         gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
-        if not gone:
+        if not gone and all(map(kept.held, self._orphans)):
             return
         for name in gone:
             del self._names[name]
@@ -289,7 +289,10 @@ class Traffic:
 
     def _sweep(self) -> None:
         """The ranks are told with the next cell."""
-        keys = self.table.unreachable(key for roots in self._roots.values() for key in roots)
+        roots = {key for roots in self._roots.values() for key in roots}
+        handles = [node for node in kept.handles(self.table) if kept.held(node)]
+        keys = self.table.unreachable({*roots, *(node.key for node in handles)})
+        self._orphans = [node for node in handles if node.key not in roots]
         self._dropped += keys
         self.table.drop(keys)
         self._lacking.difference_update(keys)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbtrain.exchange import kinds
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.parcel import Packer, Parcel
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
@@ -56,13 +56,10 @@ class Homeward:
     def values(self) -> list[tuple[str, int]]:
         """A number for what each name holds here."""
         handle = kinds.kind_named("handle")
-        found = []
-        for name in dict.fromkeys((*self.known, *self.bound)):
-            if name in self.namespace and name not in self.keep:
-                node = self.table.find(self.namespace[name])
-                if node is None or node.kind is not handle:
-                    found.append((name, number(self.namespace[name])))
-        return found
+        own = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
+        own |= {id(self.namespace.get(name)) for name in self.keep if type(self.namespace.get(name)) not in ATOMS}
+        names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
+        return [(n, number(self.namespace[n], own)) for n in names if n not in self.keep]
 
     def pack(self, packer: Packer) -> Home:
         numeric.learn_atoms()

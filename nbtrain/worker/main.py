@@ -105,7 +105,7 @@ class Rank:
                 home = self.twins.leave(message.key, message.reason)
                 self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
             elif type(message) is Forget:
-                self.twins.forget(self._close_runtime, message.spare)
+                self.twins.forget(self._close_runtime, message.spare, message.known)
                 self._found = None
             elif type(message) is Close:
                 return self._close()
@@ -277,7 +277,7 @@ class Rank:
 
     def _pull(self, message: Pull) -> None:
         try:
-            parcel, reason = self.twins.pull(message.key)
+            parcel, reason = self.twins.pull(message.key, message.drop)
         except Exception as error:  # the object's own pickle method, or no memory left
             parcel, reason = None, f"{type(error).__name__}: {error}"
         rank = self.info.rank

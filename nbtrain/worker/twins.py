@@ -121,7 +121,8 @@ class Twins:
         assert self._homeward is not None
         return self._homeward.leave(key, reason, self.packer)
 
-    def pull(self, key: int) -> tuple[Parcel | None, str]:
+    def pull(self, key: int, drop: Iterable[int] = ()) -> tuple[Parcel | None, str]:
+        self.table.drop(drop)
         return pull(self.table, self.namespace, key, self.packer)
 
     def released(self) -> tuple[int, ...]:
@@ -130,17 +131,24 @@ class Twins:
             self.opener.keep_apart(moved(self.table.nodes.values()))
         return self.opener.released()
 
-    def forget(self, close: Callable[[], None], spare: Iterable[int] = ()) -> None:
-        """Everything that came from the notebook goes, but what it has handles for; modules stay imported."""
+    def forget(self, close: Callable[[], None], spare: Iterable[int] = (), known: Iterable[int] = ()) -> None:
+        """Everything that came from the notebook goes, but what it has handles for, and what that holds; modules stay
+        imported."""
         close()
         self.opener = Opener()  # the notebook counts its segments from one again
         self.packer.close()
         for name in [name for name in self.namespace if not private(name)]:
             del self.namespace[name]
         kept = spared(self.table, spare)
+        known = set(known)
+        held = [node for node in self.table.nodes.values() if node.key in known]
         self.table = Table(self.table._next, self.table._step)
         for key, obj in kept:
             self.table.add(key, obj, kinds.kind_named("handle"))
+        for node in held:
+            node.seen = node.memo = None
+            self.table.adopt(node)
+        self._unsure = True
         self._holds = {}
         self._homeward = None
         gc.collect()

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import fractions
 import pathlib
+import pickle
 import re
 import types
 import uuid
@@ -113,6 +114,19 @@ class Handle:
             raise CannotTravel(GONE)
         return self.fetch(everybody)
 
+    def __copy__(self) -> Handle:
+        """What it stands for exists once."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Handle:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickle.PicklingError(
+            f"this {self.type_name} lives on the ranks, and a handle for it means nothing elsewhere: pickle what "
+            ".pull() brings"
+        )
+
     def __repr__(self) -> str:
         if self.fetch is None:
             return f"<{self.type_name} on ranks that are gone: {self.text}>"
@@ -144,6 +158,8 @@ class Kind:
     """True: once made it cannot change, nor lead to what can: a walk passes it by"""
     leaf = False
     """True: holds no other nodes as a rule, so a walk looks at all of them together (see `Bulk`)"""
+    late = False
+    """True: looked at when everything else was"""
     lasting = False
     """True: found inside an opaque object, it is a node of its own and not something made up for the pickle"""
 

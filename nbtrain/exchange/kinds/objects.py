@@ -293,10 +293,13 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
 
 
 class Kept(Kind):
-    """What stays on the ranks: the notebook holds a handle for it."""
+    """What stays on the ranks: the notebook holds a handle for it.
+
+    Both sides know which of their common objects it holds: a kept optimizer leads to the notebook's model.
+    """
 
     name = "handle"
-    whole = constant = True
+    whole = late = True
 
     def shell(self, node: Node, walk: Walk) -> Any:
         if type(node.obj) is Handle:
@@ -316,7 +319,17 @@ class Kept(Kind):
         return Handle(*args)
 
     def look(self, node: Node, walk: Walk) -> Any:
-        return None
+        if type(node.obj) is Handle:
+            return None
+        held = walk.known_inside(node.obj)
+        keys = [one.key for one in held]
+        if keys == node.seen:
+            return None
+        node.seen = keys
+        return [walk.encode(one.obj) for one in held]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        node.children = [arrival.node(ref.key) for ref in state]
 
 
 INSTANCE = Instance()
