@@ -177,7 +177,7 @@ NO_EDITS = {
     "iterating a loader": "for batch_ in loader: pass\ndel batch_",
     "a pure function": "pure(3); pure(x); pure(arr)",
     "reading": "net.state_dict(); opt.state_dict(); df.sum(); list(cfg); src.sum(); repr(net); look()",
-    "the same value again": "w = net.a.weight.data; w.copy_(w.clone()); df.loc[0, 'a'] = df.a[0]",
+    "the same value again": "df.loc[0, 'a'] = df.a[0]\nwith torch.no_grad(): net.a.weight.copy_(net.a.weight.clone())",
     "evaluation": "net.eval()\nwith torch.no_grad(): net(x)\nnet.train()",
     "switched to and fro": "net.train(False); net.train(True); hist.append(1); hist.pop()",
     "deepcopy and pickle": "import copy, pickle; copy.deepcopy(net); pickle.dumps(cfg); copy.copy(data)",
