@@ -30,9 +30,9 @@ def test_kept_names_stay_on_the_ranks_and_copies_can_be_pulled(book: Notebook) -
     assert "cache stays on the ranks" in said
     book("assert other == 1 and 'dict on the ranks' in repr(cache), cache")
     book("assert cache.pull()['rank'] == 0; assert cache.pull() is not cache.pull()")
-    book(
-        "assert {r: (v['rank'], v['at'].tolist()) for r, v in cache.per_rank().items()} == {0: (0, [0] * 3), 1: (1, [1] * 3)}"
-    )
+    book("""
+found = {r: (v['rank'], v['at'].tolist()) for r, v in cache.per_rank().items()}
+assert found == {0: (0, [0] * 3), 1: (1, [1] * 3)}""")
 
 
 def test_in_the_next_cell_the_handle_is_the_object_itself(book: Notebook) -> None:
@@ -76,7 +76,8 @@ def test_new_values_beyond_the_limit_stay_behind_a_handle(book: Notebook) -> Non
     said = book(
         f"{TWO}\nhuge = torch.zeros(280_000_000) if rank == 0 else torch.ones(2)\nsmall = huge[:3].clone()"
     ).stdout
-    assert "huge stays on the ranks" in said and "huge.pull()" in said, said
+    assert "huge stays on the ranks" in said, said
+    assert "huge.pull()" in said, said
     book("assert small.tolist() == [0, 0, 0] and 'Tensor on the ranks' in repr(huge)")
     book(f"{TWO}\ndel huge")
     book("assert 'huge' not in globals()")
@@ -291,3 +292,31 @@ def test_a_name_that_the_cell_neither_assigned_nor_changed_is_the_users(book: No
     book("a = [1]; b = a; c = (a, 'x'); untouched = object(); loss = 'mine'")
     book(f"{TWO}\ndef inner():\n    loss = len(a)\n    return loss\nn = inner()\na = a + [2]")
     book("assert a == [1, 2] and b == [1] and c[0] is b and loss == 'mine' and n == 1")
+
+
+def test_hooks_on_gradients_travel_and_are_noticed(book: Notebook) -> None:
+    """A mask that is lost would train what was to be frozen."""
+    book("""
+mask = torch.tensor([[1.0, 0, 1, 0]]); weight = torch.nn.Parameter(torch.ones(1, 4)); calls = []
+def masked(grad):
+    calls.append(1)
+    return grad * mask
+handle = weight.register_hook(masked)
+model = nn.Linear(4, 1, bias=False)""")
+    cell = "%%distributed --devices 2\nweight.sum().backward(); found = weight.grad.tolist(); weight.grad = None"
+    book(cell)
+    book("assert found == [[1, 0, 1, 0]] and calls == [1], (found, calls)")
+    book("mask[0, 0] = 5")
+    book(cell)
+    book("assert found == [[5, 0, 1, 0]], found\nhandle.remove()")
+    book(cell)
+    book("assert found == [[1, 1, 1, 1]], found")
+    book("model.weight.register_hook(lambda grad: grad * mask)")
+    book("%%distributed --devices 2\nmodel(torch.ones(1, 4)).sum().backward(); found = model.weight.grad.tolist()")
+    book("assert found == [[5, 0, 1, 0]], found")
+    book("%%distributed --devices 2\nmodel.weight.register_hook(lambda grad: grad + 1)")
+    book("model.weight.grad = None; model(torch.ones(1, 4)).sum().backward()")
+    book("assert model.weight.grad.tolist() == [[6, 1, 2, 1]], model.weight.grad")
+    book("other = nn.Linear(2, 2); _ = other.weight.register_post_accumulate_grad_hook(lambda p: None)")
+    assert "before it is averaged" in book.fails("%%distributed --devices 2\nother(torch.ones(1, 2)).sum()").evalue
+    book("%%distributed --devices 1\nother(torch.ones(1, 2)).sum().backward()")

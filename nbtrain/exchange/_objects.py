@@ -95,7 +95,9 @@ class Objects:
         if issubclass(kind, ModuleType):
             return None
         own = self._is_own(kind)
-        # tensors, arrays, data frames
+        if hasattr(kind, "_backward_hooks") and hasattr(kind, "__array__"):
+            return _of_tensor
+        # arrays, data frames
         if not own and hasattr(kind, "__array__"):
             return None
         parts: list[Opener] = []
@@ -148,6 +150,13 @@ def _of_dict(value: dict[Any, Any]) -> Iterable[Any]:
     return [*islice(dict.keys(value), ELEMENTS), *islice(dict.values(value), ELEMENTS)]
 
 
+def _of_tensor(value: Any) -> Iterable[Any]:
+    """What it calls when its gradient comes."""
+    if not value.is_leaf:
+        return ()
+    return [*(value._backward_hooks or {}).values(), *(value._post_accumulate_grad_hooks or {}).values()]
+
+
 def _of_instance(value: object) -> Iterable[Any]:
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -162,6 +171,8 @@ def _of_instance(value: object) -> Iterable[Any]:
             for name, entry in list(dict.items(attributes))
             if name not in _QUIET_ENTRIES and (type(entry) not in _TABLES or entry)
         ]
+        hooked = [p for p in dict.values(attributes["_parameters"]) if p is not None and p._backward_hooks]
+        held += hooked
         layers = attributes["_modules"]
         # never cut: a container of two thousand layers counts whole
         return [*held, *dict.values(layers)] if isinstance(layers, dict) else held

@@ -36,7 +36,9 @@ class Form:
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    counts = (hooks and len(hooks), after and len(after)) if hooks or after else None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, counts
 
 
 class _Chunk:

@@ -19,6 +19,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # one
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.errors import NotSupported
+
 
 class Bucket:
     """Parameters whose gradients travel together: one dtype, one device."""
@@ -69,6 +71,11 @@ class GradSync:
             groups[-1].append(p)
             room -= size
             if id(p) not in self.handles:
+                if p._post_accumulate_grad_hooks:
+                    raise NotSupported(
+                        "a parameter has a register_post_accumulate_grad_hook, which would see this rank's gradient "
+                        "before it is averaged: work on the gradients between loss.backward() and optimizer.step()"
+                    )
                 self.handles[id(p)] = p.register_post_accumulate_grad_hook(self.arrived)
         self.buckets = [Bucket(group) for group in groups]
         self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.exchange.bulk import Form, form_of
 from nbtrain.exchange.fingerprint import SMALL, checksum
+from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind
 from nbtrain.exchange.segment import untouched
@@ -72,19 +73,20 @@ class Tensor(Kind):
         ref = walk.encode(tensor.untyped_storage())
         storage = walk.children[-1] if walk.children else None
         notes = walk.encode(vars(tensor)) if _noted(tensor) else None
+        hung = hooks.encoded(tensor, walk)
         if walk.quiet or storage is None:
             return None
-        seen = _state_of(tensor)
+        seen = _state_of(tensor, hung)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         grown = tensor.requires_grad and tensor.is_leaf
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), (tensor.is_conj(), tensor.is_neg())
-        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, view, grown, notes, seen
+        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, view, grown, notes, hung, seen
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
 
-        is_parameter, storage, dtype, (offset, size, stride, (conj, neg)), grown, notes, _ = args
+        is_parameter, storage, dtype, (offset, size, stride, (conj, neg)), grown, notes, hung, _ = args
         memory = arrival.decode(storage)
         tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
         if conj:
@@ -97,11 +99,13 @@ class Tensor(Kind):
             tensor.requires_grad_()
         if notes is not None:
             tensor.__dict__ = arrival.decode(notes)
+        if hung is not None:
+            hooks.hang(tensor, _decoded(hung, arrival))
         return tensor
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
         node.seen = args[-1]
-        if args[-2] is None:
+        if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
 
     def look(self, node: Node, walk: Walk) -> Any:
@@ -111,9 +115,10 @@ class Tensor(Kind):
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
         notes = vars(tensor)
         noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
-        if not noted and node.seen is not None and _as_it_was(tensor, node.seen):
+        hung = hooks.encoded(tensor, walk)
+        if not noted and node.seen is not None and _as_it_was(tensor, node.seen, hung):
             return None
-        seen = self._seen(node)
+        seen = self._seen(node, hung)
         if seen == node.seen and not noted:
             return None
         node.seen = seen
@@ -121,20 +126,20 @@ class Tensor(Kind):
         if walk.quiet:
             return NOTHING
         place = _storage_of(node) if _covers(tensor) else None
-        return seen, walk.buffer(tensor_bytes(tensor), place), ref
+        return seen, walk.buffer(tensor_bytes(tensor), place), ref, hung
 
-    def _seen(self, node: Node) -> tuple[Any, ...]:
+    def _seen(self, node: Node, hung: hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
         small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
         if not small or tensor.is_conj() or tensor.is_neg():
             node.memo = None
         elif node.memo is None or node.memo.form != form_of(tensor):
             node.memo = Form(tensor)
-        return _state_of(tensor)
+        return _state_of(tensor, hung)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
-        seen, where, notes = state
-        shape, dtype, grown, _ = seen
+        seen, where, notes, hung = state
+        shape, dtype, grown, _, hooked = seen
         tensor = node.obj
         same = tensor.shape == shape and tensor.dtype == dtype
         if same and _covers(tensor) and arrival.renew(where, tensor.data_ptr()):
@@ -145,6 +150,8 @@ class Tensor(Kind):
             tensor.requires_grad_(grown)
         if notes is not None and (own := arrival.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
+        if hooked != hooks.NONE or hooks.hooked(tensor):
+            hooks.hang(tensor, _decoded(hung, arrival))
         node.seen = seen
 
 
@@ -153,15 +160,22 @@ def _noted(tensor: Any) -> bool:
     return any(not name.startswith("_dynamo") for name in vars(tensor))
 
 
-def _state_of(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf, checksum(tensor)
+def _decoded(hung: hooks.Hooks | None, arrival: Arrival) -> hooks.Hooks | None:
+    return hung and [[(number, arrival.decode(hook)) for number, hook in table] for table in hung]
 
 
-def _as_it_was(tensor: Any, before: tuple[Any, ...]) -> bool:
+def _state_of(tensor: Any, hung: hooks.Hooks | None) -> tuple[Any, ...]:
+    grown = tensor.requires_grad and tensor.is_leaf
+    return tuple(tensor.shape), tensor.dtype, grown, checksum(tensor), hooks.keys_of(hung)
+
+
+def _as_it_was(tensor: Any, before: tuple[Any, ...], hung: hooks.Hooks | None) -> bool:
     """A large tensor whose memory nobody here has written to; a checksum would read all of it."""
     if tensor.nbytes < SMALL or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     if (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf) != before[:3]:
+        return False
+    if hooks.keys_of(hung) != before[4]:
         return False
     return untouched(tensor.data_ptr(), tensor.nbytes)
 
