@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.exchange.bulk import CHUNK
+from nbtrain.exchange.fingerprint import lanes
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.residence import Arrival, Table, Walk, remember
@@ -107,6 +109,50 @@ def many_tensors(directory: str) -> None:
     row("300 tensors changed: home", statistics.median(times))
 
 
+def all_but_the_bytes(directory: str) -> None:
+    """What a look at a model costs beside the summing up of its tensors' bytes, which no bookkeeping can save."""
+    notebook = Side(0, 1, directory)
+    notebook.namespace.update(model=small_model()["model"])
+    for _ in range(3):
+        notebook.walk(["model"])
+    flats = [p.detach().reshape(-1).view(torch.uint8) for p in notebook.namespace["model"].parameters()]
+    room = torch.empty(4 * CHUNK, dtype=torch.uint8)
+
+    groups: list[list[torch.Tensor]] = [[]]
+    for flat in flats:
+        groups[-1].append(flat)
+        if sum(map(len, groups[-1])) >= CHUNK:
+            groups.append([])
+    sizes = [sum(map(len, group)) for group in groups]
+
+    def summed() -> None:
+        for group, size in zip(groups, sizes, strict=True):
+            torch.cat(group, out=room[:size])
+            lanes(room.numpy()[:size])
+
+    pairs = [(timed(lambda: notebook.walk(["model"]))[0], timed(summed)[0]) for _ in range(40)]
+    whole, bytes_only = statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+    row("300 tensors: nothing changed", whole, f"their bytes alone {bytes_only:.2f}")
+    row("300 tensors: everything but the bytes", statistics.median(a - b for a, b in pairs), "goal 1")
+
+
+def containers(directory: str) -> None:
+    """Unchanged, before each cell that reads them. The budget rule: all is looked at, and from 0.2 s on it is said."""
+    words = [f"w{i}" for i in range(1_000_000)]
+    for what, value in (
+        ("list of 1,000,000 integers", list(range(1_000_000))),
+        ("list of 1,000,000 strings", words),
+        ("dict of 300,000 strings", {word: i for i, word in enumerate(words[:300_000])}),
+        ("list of 100,000 lists of 10", [[i] * 10 for i in range(100_000)]),
+        ("tuple of 1,000,000 integers", tuple(range(1_000_000))),
+        ("string of 50 MB", "x" * 50_000_000),
+    ):
+        notebook = Side(0, 1, directory)
+        notebook.namespace["value"] = value
+        notebook.pack(notebook.walk(["value"]))
+        row(f"{what}: nothing changed", median(lambda: notebook.walk(["value"]), 7))  # noqa: B023
+
+
 def one_copy(size: int) -> tuple[float, float]:
     """Milliseconds for the bytes into a fresh memfd, and into touched memory."""
     data = torch.zeros(size, dtype=torch.uint8)
@@ -161,7 +207,9 @@ def main() -> None:
     numeric.learn_atoms()
     megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
     with tempfile.TemporaryDirectory() as directory:
+        all_but_the_bytes(directory)
         many_tensors(directory)
+        containers(directory)
         large(directory, megabytes)
 
 

@@ -6,6 +6,7 @@
     derived.py     those with attributes of their own: ordered dicts, classes below them
     code.py        functions of the notebook, and what wraps them
     classes.py     its classes
+    hooks.py       hooks on the gradients of tensors
     objects.py     instances; whatever only its own pickle can move
     refused.py     what belongs to one process; its streams and its shell
     arrays.py      NumPy arrays
