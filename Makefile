@@ -10,7 +10,7 @@ NOTEBOOK := notebooks/01_first_run.ipynb
 
 help:
 	@echo 'make lab    open the first notebook in JupyterLab'
-	@echo 'make demo   run the first notebook here in the terminal'
+	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
 	@echo 'make test   every check and every test that this machine allows'
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks'

@@ -411,3 +411,13 @@ def test_long_strings_and_tuples_are_sent_once(sides: Sides) -> None:
     assert sides.unsent() == ["frozen"]
     sides.distributed("first = text[0], held[0][0], pairs[299], len(data)")
     assert sides("first") == ("w", "x", (299, "299"), 20_000)
+
+
+def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides.run("rows = [[i] for i in range(300)]; values = (1, 2); net = {'a': 1}")
+    sides.out()
+    sides.out()
+    assert sides.traffic.slow == {}
+    monkeypatch.setattr("nbtrain.session.traffic.BUDGET", 0.0)
+    sides.out(["rows", "values"])
+    assert list(sides.traffic.slow) == ["rows"]

@@ -1,0 +1,101 @@
+"""What the documentation points at exists: tests by their names, files and headings by links, options and verbs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from nbtrain.magics.options import OPTIONS
+from nbtrain.magics.verbs import VERBS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RULES = ROOT / "docs" / "namespace.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+TEST = re.compile(r"`(test_\w+\.py::[^`]+)`")
+LINE = re.compile(r"^\|.*\| `(\[.+\])` \|$", re.MULTILINE)
+"""A row of the table of lines: its last column is a case of one test."""
+
+
+def text_of(page: Path) -> str:
+    if page.suffix != ".ipynb":
+        return page.read_text(encoding="utf-8")
+    return "\n\n".join(cell.source for cell in nbformat.read(page, 4).cells if cell.cell_type == "markdown")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def slugs(page: Path) -> set[str]:
+    """What GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def promised() -> list[str]:
+    text = text_of(RULES)
+    found = TEST.findall(text) + [f"test_lines.py::test_line{case}" for case in LINE.findall(text)]
+    return list(dict.fromkeys(found))
+
+
+def cases(files: set[str]) -> dict[str, set[str]]:
+    """file::test → its cases in brackets, as pytest names them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--color=no", "-p", "no:cacheprovider"]
+    paths = [f"tests/{file}" for file in sorted(files)]
+    told = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    found: dict[str, set[str]] = defaultdict(set)
+    for line in told.stdout.splitlines():
+        name, bracket, case = line.removeprefix("tests/").partition("[")
+        if "::" in name:
+            found[name].add(bracket + case)
+    return found
+
+
+def test_every_rule_names_tests_that_exist() -> None:
+    names = promised()
+    assert len(names) > 40
+    there = cases({name.partition("::")[0] for name in names})
+    for name in names:
+        test, bracket, case = name.partition("[")
+        assert test in there, name
+        # a case of the table is run under each strategy: `[GAN-ddp]`
+        wanted = bracket + case.removesuffix("]")
+        assert not case or any(one.startswith((wanted + "]", wanted + "-")) for one in there[test]), name
+
+
+def test_every_section_of_rules_has_its_tests() -> None:
+    for section in re.split(r"^## ", text_of(RULES), flags=re.MULTILINE)[1:]:
+        assert TEST.search(section) or LINE.search(section), section.splitlines()[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(without_code(text_of(page))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, heading = target.partition("#")
+        to = (page.parent / file).resolve() if file else page
+        assert to.exists(), target
+        assert to.is_relative_to(ROOT), target
+        assert not heading or heading in slugs(to), target
+
+
+def test_the_readme_has_every_option_and_no_other() -> None:
+    rows = re.findall(r"^\| (`-[^|]+`) \|", text_of(README), re.MULTILINE)
+    told = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]*", row)}
+    assert told == {option.flag for option in OPTIONS}
+
+
+def test_the_readme_has_every_verb_and_no_other() -> None:
+    table = text_of(README).partition("| `%distributed …` | |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
+    assert {word for row in rows for word in re.findall(r"`(\w+)", row)} == set(VERBS)
