@@ -93,7 +93,7 @@ def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         return words.sum(0).cpu().numpy(), words.sum(1).cpu().numpy()
     if words.nbytes < LARGE or torch.get_num_threads() == 1:
         return _sums_alone(words.numpy())
-    count = 2 * BLOCK * torch.get_num_threads()
+    count = BLOCK * torch.get_num_threads()
     lanes, rows = torch.zeros(LANES, dtype=torch.int64), torch.empty(len(words), dtype=torch.int64)
     for start in range(0, len(words), count):
         block = words[start : start + count]
