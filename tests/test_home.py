@@ -41,6 +41,22 @@ def test_in_the_next_cell_the_handle_is_the_object_itself(book: Notebook) -> Non
     book("assert same and alias is cache and cache.pull() == [0, 10] and cache.per_rank()[1] == [1, 11]")
 
 
+def test_what_otherwise_travels_by_value_is_kept_on_every_rank(book: Notebook) -> None:
+    made = "pair = (rank, [rank]); text = f'{rank}' * 20_000; few = frozenset([rank]); many = tuple(range(rank, 400))"
+    book(f"{TWO} --keep pair,text,few,many\n{made}")
+    book("assert pair.per_rank() == {0: (0, [0]), 1: (1, [1])} and few.per_rank()[1] == {1}")
+    book(f"{TWO}\npair[1].append(2)\nseen = gather((pair, text[0], set(few), many[0]))")
+    book("assert seen == [((r, [r, 2]), str(r), {r}, r) for r in (0, 1)], seen")
+
+
+@pytest.mark.parametrize("keep", ["", "--keep a,b"])
+def test_one_object_on_a_rank_where_the_lead_has_two(book: Notebook, keep: str) -> None:
+    book(f"{TWO} {keep}\nif rank == 0: a, b = [0], [1]\nelse: a = b = [7]")
+    book("" if keep else "b.append(5); a.append(6)")
+    book(f"{TWO}\na.append(8)\nseen = gather((a, b if rank == 0 or {not keep} else None))")
+    book(f"assert seen == ([([0, 8], [1]), ([7, 8], None)] if {bool(keep)} else [([0, 6, 8], [1, 5])] * 2), seen")
+
+
 def test_what_was_pulled_is_an_ordinary_object_of_the_notebooks(book: Notebook) -> None:
     book(f"{TWO} --keep cache\ncache = [1]")
     book("cache = cache.pull(); cache.append(2)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nbtrain.exchange.kinds import frozen
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.walk import Members
 
@@ -44,7 +46,10 @@ class Ways:
             walk = Members(self.table, self.namespace)
             if isinstance(where, str):
                 if where in self.namespace and not fixed:
-                    walk.encode(self.namespace[where])
+                    value = self.namespace[where]
+                    walk.encode(value)
+                    if not by_value(value) and all(one is not value for one in walk.found):
+                        walk.found.append(value)  # a tuple, say: it travels as what it holds, but may have to stay
             elif where in self.table.nodes:
                 node = self.table.nodes[where]
                 seen, node.seen = node.seen, None
@@ -52,6 +57,11 @@ class Ways:
                 node.seen = seen
             known = self._members[where, fixed] = walk.found
         return known
+
+
+def by_value(value: Any) -> bool:
+    """It travels as it is, and nobody asks which one it is."""
+    return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= frozen.TEXT)
 
 
 def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:

@@ -65,7 +65,11 @@ class Twins:
             kept = wanted is kinds.kind_named("handle")
             if way is None or obj is None or not (kept or kinds.kind_of(obj, self.namespace) is wanted):
                 lacking.append(key)
-            elif self.table.by_id.get(wanted.identity(obj)) is None:
+                continue
+            known = self.table.by_id.get(wanted.identity(obj))
+            if known is not None and known.key != key:  # one object here for two of the lead's
+                lacking.append(key)
+            elif known is None:
                 found[key] = self.table.add(key, obj, wanted)
                 if way[0] in self.table.nodes:
                     found[way[0]] = self.table.nodes[way[0]]
