@@ -72,6 +72,8 @@ class Pull:
     """which question this is: an answer to an earlier one may still be under way"""
     drop: tuple[int, ...] = ()
     """keys that the notebook does not know any more"""
+    released: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """rank → segments of its own that the notebook has let go"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -305,3 +305,42 @@ def test_in_a_notebook(shared_kernel: Kernel) -> None:
     assert shared_kernel.complete("%distributed check odd,h") == ["odd,h"]
     assert not notebook.running()
     notebook("%distributed stop")
+
+
+RAISING = {
+    "__dict__": ("class Odd:\n    @property\n    def __dict__(self): raise RuntimeError('no dict')", "Odd()"),
+    "__class__": ("class Odd:\n    @property\n    def __class__(self): raise RuntimeError('no class')", "Odd()"),
+    "__reduce_ex__": ("class Odd:\n    def __reduce_ex__(self, p): raise KeyError('why')", "Odd()"),
+    "__getstate__": ("class Odd:\n    def __getstate__(self): raise KeyError('why')", "Odd()"),
+    "a metaclass": (
+        "class Meta(type):\n    def __getattribute__(cls, name):\n"
+        "        if name == '__reduce_ex__': raise RuntimeError('no')\n        return super().__getattribute__(name)\n"
+        "class Odd(metaclass=Meta): pass",
+        "Odd()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("classes", "made"), RAISING.values(), ids=list(RAISING))
+def test_what_raises_when_it_is_looked_at_is_named(sides: Sides, classes: str, made: str) -> None:
+    sides.run(f"{classes}\nholder = {{'deep': [{made}]}}")
+    with pytest.raises(CannotTravel, match=r"^holder\['deep'\]\[0\] .*cannot travel"):
+        sides.out(["holder"])
+
+
+def test_slots_that_a_getattr_answers_for_are_empty(sides: Sides) -> None:
+    sides.run("""
+        class Odd:
+            __slots__ = ('a', 'b')
+            def __getattr__(self, name):
+                if name in ('a', 'b'): return 7
+                raise KeyError(name)
+        odd = Odd(); odd.b = 1""")
+    sides.distributed("del odd.b; odd.a = 2; new = Odd(); new.a = 3")
+    assert (sides("odd.a"), sides("odd.b"), sides("new.a"), sides("new.b")) == (2, 7, 3, 7)
+
+
+def test_long_tuples_may_hold_modules(sides: Sides) -> None:
+    sides.run("import math; many = (math, (math, 1)) * 200")
+    sides.distributed("same = many[0] is math and len(many) == 400", ["many", "math"])
+    assert sides("same and many[1][0] is math")

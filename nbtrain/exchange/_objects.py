@@ -160,7 +160,7 @@ def _of_tensor(value: Any) -> Iterable[Any]:
 def _of_instance(value: object) -> Iterable[Any]:
     try:
         attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception:  # a property of that name may raise anything
         return ()
     if not isinstance(attributes, dict):
         return ()
@@ -171,8 +171,9 @@ def _of_instance(value: object) -> Iterable[Any]:
             for name, entry in list(dict.items(attributes))
             if name not in _QUIET_ENTRIES and (type(entry) not in _TABLES or entry)
         ]
-        hooked = [p for p in dict.values(attributes["_parameters"]) if p is not None and p._backward_hooks]
-        held += hooked
+        parameters = attributes["_parameters"]
+        if isinstance(parameters, dict):  # a scripted module has a table of its own
+            held += [p for p in dict.values(parameters) if p is not None and p._backward_hooks]
         layers = attributes["_modules"]
         # never cut: a container of two thousand layers counts whole
         return [*held, *dict.values(layers)] if isinstance(layers, dict) else held

@@ -6,6 +6,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,8 @@ def way(holder: Any, child: Any, deep: bool = False) -> list[Segment] | None:
         for segment, member in _members(obj):
             if member is child:
                 return [*before, segment]
-            if isinstance(member, _THROUGH) or (deep and not isinstance(member, _NOT_INTO)):
+            cls = type(member)  # `isinstance` would ask the object itself
+            if issubclass(cls, _THROUGH) or (deep and not issubclass(cls, _NOT_INTO)):
                 ahead.append((member, (*before, segment)))
     return None
 
@@ -89,8 +91,9 @@ def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[Segment], Any]
 
 
 def _members(obj: Any) -> Iterator[tuple[Segment, Any]]:
-    for kind, key, member in _parts(obj):
-        yield Segment(obj, kind, key), member
+    with suppress(Exception):  # a property may raise anything
+        for kind, key, member in _parts(obj):
+            yield Segment(obj, kind, key), member
 
 
 def _parts(obj: Any) -> Iterable[tuple[str, Any, Any]]:

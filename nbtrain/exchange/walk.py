@@ -96,7 +96,10 @@ class Walk:
             return value
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            kind = kinds.kind_of(value, self.namespace) if cls not in ATOMS else frozen.FROZEN
+            try:
+                kind = kinds.kind_of(value, self.namespace) if cls not in ATOMS else frozen.FROZEN
+            except Exception as error:  # what its class says of itself may be code of the user's
+                return self._cannot(value, _raised(error))
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
@@ -106,8 +109,8 @@ class Walk:
             if kind.compound:
                 try:
                     parts = kind.parts(value)
-                except CannotTravel as error:
-                    return self._cannot(value, str(error))
+                except Exception as error:
+                    return self._cannot(value, _raised(error))
                 return Packed(kind.name, tuple(map(self.encode, parts)))
             node = self.table.by_id.get(kind.identity(value))
             if node is None:
@@ -115,8 +118,8 @@ class Walk:
                     return None
                 try:
                     node = self._add(value, kind)
-                except CannotTravel as error:
-                    return self._cannot(value, str(error))
+                except Exception as error:
+                    return self._cannot(value, _raised(error))
         self.children.append(node)
         if self.remake and node.key in self.remake:
             self._make_again(node)
@@ -266,9 +269,9 @@ class Walk:
         self._holder, self.children = node, []
         try:
             state = node.kind.look(node, self)
-        except CannotTravel as error:
+        except Exception as error:
             node.seen, node.children = before, held
-            self._cannot(node.obj, str(error), inside=True)
+            self._cannot(node.obj, _raised(error), inside=True)
             return
         except BaseException:
             node.seen, node.children = before, held
@@ -396,15 +399,25 @@ def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> 
     walk = Walk(table, namespace, quiet=True)
     loosened = False
     for node in nodes:
-        if node.fixed is None:
+        try:
+            if node.fixed is None:
+                walk._holder, walk.children = node, []
+                node.kind.shell(node, walk)
+                node.fixed = walk.children
             walk._holder, walk.children = node, []
-            node.kind.shell(node, walk)
-            node.fixed = walk.children
-        walk._holder, walk.children = node, []
-        if node.kind.look(node, walk) is not None:
-            loosened = loosened or _lost(node.children, walk.children)
-            node.children = walk.children
+            if node.kind.look(node, walk) is not None:
+                loosened = loosened or _lost(node.children, walk.children)
+                node.children = walk.children
+        except Exception:  # code of the user's; who looks at it in order to send it says so
+            node.seen = None
     return loosened
+
+
+def _raised(error: Exception) -> str:
+    """Properties, `__getattr__`s and metaclasses of the user's may run, and raise, when an object is looked at."""
+    if isinstance(error, MemoryError):
+        raise error
+    return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {error}"
 
 
 def _lost(before: list[Node] | None, now: list[Node]) -> bool:

@@ -33,7 +33,7 @@ class Fetch:
         self.listen = listen
         self.leads: dict[int, int] = {}
         """handle → the rank that ran the cell which left the object behind"""
-        self._asked = 0
+        self._asked = self._expected = 0
         self._open = True
         self._thread = threading.get_ident()
 
@@ -54,17 +54,33 @@ class Fetch:
             node.obj.fetch = None
 
     def _way(self, key: int, lead: int) -> Callable[[bool], dict[int, Any]]:
-        return lambda everybody: self._fetch(key, self.ranks if everybody else (lead,), everybody)
+        return lambda everybody: self._fetch(key, self.ranks if everybody else (lead,))
 
-    def _fetch(self, key: int, ranks: tuple[int, ...], some_may_lack: bool) -> dict[int, Any]:
+    def _fetch(self, key: int, ranks: tuple[int, ...]) -> dict[int, Any]:
         if not self._open:  # other ranks may have something else under this key
             raise CannotTravel(GONE)
         if threading.get_ident() != self._thread:  # two who read from the ranks would take each other's answers
             raise CannotTravel("bring it home in a cell of its own: threads cannot speak with the ranks")
+        answers: dict[int, Pulled] = {}
+        try:
+            return self._opened(self._answers(key, ranks, answers), ranks)
+        except BaseException:  # a press on Stop: what comes too late must not take up memory
+            self._expected = 0
+            for answer in answers.values():
+                self.missed(answer)
+            raise
+
+    def missed(self, answer: Pulled) -> None:
+        """Nobody waits for it, or any more: its rank may have the memory back."""
+        if answer.asked != self._expected and answer.parcel is not None:
+            self.traffic.refuse(answer.rank, answer.parcel)
+
+    def _answers(self, key: int, ranks: tuple[int, ...], answers: dict[int, Pulled]) -> dict[int, Pulled]:
         self._asked += 1
         asked, began, said = self._asked, time.monotonic(), False
-        self.send(Pull(key=key, asked=asked, drop=self.traffic.forgotten), ranks)
-        answers: dict[int, Pulled] = {}
+        self._expected = asked
+        released = {rank: self.traffic.released(rank) for rank in ranks}
+        self.send(Pull(key=key, asked=asked, drop=self.traffic.forgotten, released=released), ranks)
         while len(answers) < len(ranks):
             for event in self.listen():
                 if isinstance(event, Pulled) and event.asked == asked:
@@ -72,6 +88,9 @@ class Fetch:
             if not said and time.monotonic() - began > SLOW:
                 said = True
                 print("bringing it home …")
+        return answers
+
+    def _opened(self, answers: dict[int, Pulled], ranks: tuple[int, ...]) -> dict[int, Any]:
         found = {
             rank: self.traffic.open_alone(rank, answer.parcel, "it")
             for rank, answer in sorted(answers.items())

@@ -10,7 +10,7 @@ import nbtrain.probes as probes
 import nbtrain.registry as registry
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Adopted, Event, RankState, Repacked
+from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
 from nbtrain.exchange.arrival import Unmakeable
 from nbtrain.exchange.residence import Node
 from nbtrain.messages import Adopt, Forget, Leave, Message
@@ -222,6 +222,8 @@ class Ranks:
                 if self.traffic is not None:
                     self.traffic.lacks(event.lacking)
             else:
+                if isinstance(event, Pulled) and self.fetch is not None:
+                    self.fetch.missed(event)
                 if isinstance(event, RankState) and event.state == "ready":
                     self._ready.add(event.rank)
                 events.append(event)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nbtrain.exchange.kinds import ATOMS, Make, numeric
@@ -117,7 +117,7 @@ class Traffic:
             parcel=parcel,
             drop=drop,
             unbind=unbind,
-            released={rank: opener.released() for rank, opener in self._openers.items()},
+            released={rank: self.released(rank) for rank in self.readers},
             streams=self._streams_to_send(),
             sources=tuple(self._sources(walk.added)),
         )
@@ -156,8 +156,7 @@ class Traffic:
     def _sources(self, added: Iterable[Node]) -> Iterable[Source]:
         """Texts of the cells in which functions were made that the ranks have not seen yet."""
         for node in added:
-            code = getattr(node.obj, "__code__", None)
-            name = getattr(code, "co_filename", None)
+            name = node.obj.__code__.co_filename if type(node.obj) is FunctionType else None
             if name is not None and name not in self._told and (found := self.source(name)) is not None:
                 yield found
 
@@ -258,6 +257,14 @@ class Traffic:
         finally:
             if not here:  # code that ran while it was opened may have needed the name; the notebook has no such name
                 self.namespace.pop(name, None)
+
+    def released(self, rank: int) -> tuple[int, ...]:
+        """Segments of its own that the notebook does not use any more."""
+        return self._openers[rank].released()
+
+    def refuse(self, rank: int, parcel: Parcel) -> None:
+        """What it packed is not wanted any more."""
+        self._openers[rank].open(parcel)
 
     # -- letting go ----------------------------------------------------------------------
 

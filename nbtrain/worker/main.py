@@ -276,6 +276,7 @@ class Rank:
         self._send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
 
     def _pull(self, message: Pull) -> None:
+        self.twins.packer.released(KERNEL, message.released.get(self.info.rank, ()))
         try:
             parcel, reason = self.twins.pull(message.key, message.drop)
         except Exception as error:  # the object's own pickle method, or no memory left

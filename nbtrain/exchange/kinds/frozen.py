@@ -6,6 +6,7 @@ They are nodes, known by their identity: the ranks get each of them once, and no
 from __future__ import annotations
 
 import pickle
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.exchange.kinds.base import ATOMS, Kind
@@ -51,4 +52,7 @@ def is_long(value: tuple[Any, ...]) -> bool:
 
 
 def _plain(value: tuple[Any, ...]) -> bool:
-    return all(type(part) in ATOMS or (type(part) is tuple and _plain(part)) for part in value)
+    return all(
+        (type(part) in ATOMS and type(part) is not ModuleType) or (type(part) is tuple and _plain(part))
+        for part in value
+    )

@@ -44,10 +44,10 @@ class Instance(Kind):
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
         """Names and values of what it holds."""
-        held = getattr(obj, "__dict__", {})
+        held = own(obj, "__dict__", {})
         keys, values = list(held), list(held.values())
         for slot in slots_of(type(obj)):
-            value = getattr(obj, slot, MISSING)
+            value = own(obj, slot, MISSING)
             if value is not MISSING:
                 keys.append(slot)
                 values.append(value)
@@ -68,9 +68,9 @@ class Instance(Kind):
         for slot in slots:
             if slot in fields:
                 object.__setattr__(obj, slot, fields.pop(slot))
-            elif hasattr(obj, slot):
+            elif own(obj, slot, MISSING) is not MISSING:
                 object.__delattr__(obj, slot)
-        held = getattr(obj, "__dict__", None)
+        held = own(obj, "__dict__", None)
         if held is not None:
             for key in [key for key in self.fields(obj)[0] if key not in fields and key in held]:
                 del held[key]
@@ -87,6 +87,14 @@ class Instance(Kind):
             if isinstance(value, tuple) and any(inner is child for inner in value):
                 return f"{address}.{key}"
         return address
+
+
+def own(obj: Any, name: str, missing: Any) -> Any:
+    """What the object holds; a `__getattr__` of its class may answer for what it does not."""
+    try:
+        return object.__getattribute__(obj, name)
+    except AttributeError:
+        return missing
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
