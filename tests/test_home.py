@@ -49,6 +49,13 @@ def test_what_otherwise_travels_by_value_is_kept_on_every_rank(book: Notebook) -
     book("assert seen == [((r, [r, 2]), str(r), {r}, r) for r in (0, 1)], seen")
 
 
+def test_numbers_come_home_all_the_same_and_say_where_they_differ(book: Notebook) -> None:
+    said = book(f"{TWO} --keep n,box\nn = 7 + rank; box = [rank]").stdout
+    assert "differ between ranks: n; the notebook has rank 0's" in said, said
+    book(f"{TWO}\nseen = gather((n, box))")
+    book("assert n == 7 and seen == [(7, [0]), (7, [1])], seen")
+
+
 @pytest.mark.parametrize("keep", ["", "--keep a,b"])
 def test_one_object_on_a_rank_where_the_lead_has_two(book: Notebook, keep: str) -> None:
     book(f"{TWO} {keep}\nif rank == 0: a, b = [0], [1]\nelse: a = b = [7]")
@@ -235,6 +242,32 @@ def test_a_copy_may_hold_what_the_notebook_let_go_of(book: Notebook) -> None:
     book(f"{ONE}\ncache[:] = [mine, box]")
     book("del mine, dropped")
     book("assert cache.pull()[0] == [1] and cache.pull()[1] is box")
+
+
+def test_what_could_not_be_told_of_a_change_is_said_as_it_is(book: Notebook) -> None:
+    book("""
+class Moody:
+    n = 0
+    def __getstate__(self):
+        import builtins
+        if hasattr(builtins, 'rank'): raise RuntimeError('not there')
+        return self.__dict__
+moody = Moody(); moody.n = 1""")
+    said = book(f"{TWO}\nmoody.n = 2\nnew = Moody()").stdout
+    assert "moody: the notebook's is as it was before this cell" in said
+    assert "new stays on the ranks, the notebook has a handle for it" in said
+    assert said.count("RuntimeError: not there") >= 1
+    book("assert moody.n == 1")
+
+
+def test_an_object_that_hides_from_everybody_stays_behind_a_handle(book: Notebook) -> None:
+    book(f"""{TWO}
+class Hidden:
+    @property
+    def __dict__(self): raise RuntimeError('no dict')
+hidden = Hidden(); other = 1""")
+    book("assert other == 1 and 'on the ranks' in repr(hidden)")
+    book(f"{TWO}\nassert isinstance(hidden, Hidden)")
 
 
 # -- what differs between ranks ---------------------------------------------------------------

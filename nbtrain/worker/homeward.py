@@ -11,6 +11,7 @@ from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.parcel import Packer, Parcel
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
+from nbtrain.exchange.ways import by_value
 from nbtrain.worker.sameness import number
 
 KERNEL = -1
@@ -31,7 +32,7 @@ class Home:
     parcel: Parcel
     news: tuple[New, ...]
     deleted: tuple[str, ...]
-    stayed: tuple[tuple[str, str], ...]
+    stayed: tuple[tuple[str, str, bool], ...]
     """path and reason of what stays on the ranks"""
 
 
@@ -59,7 +60,8 @@ class Homeward:
         own = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
         own |= {id(self.namespace.get(name)) for name in self.keep if type(self.namespace.get(name)) not in ATOMS}
         names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
-        return [(n, number(self.namespace[n], own)) for n in names if n not in self.keep]
+        own_names = {name for name in self.keep if not by_value(self.namespace.get(name))}
+        return [(n, number(self.namespace[n], own)) for n in names if n not in own_names]
 
     def pack(self, packer: Packer) -> Home:
         numeric.learn_atoms()
@@ -77,7 +79,7 @@ class Homeward:
         cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced}
         ways = Ways(self.table, self.namespace)
         news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
-        stayed = tuple((path_of(culprit), culprit.reason) for culprit in walk.stayed)
+        stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
         home = Home(packer.pack(cargo, (KERNEL,)), news, self.deleted, stayed)
         cargo.buffers = []  # they would keep alive what the next line of the user's may let go
         self._walk = walk
