@@ -155,9 +155,9 @@ SPEC = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")))
 def _unprepared(rank: int) -> str:
     here = runtime(rank)
     here.install()
-    here.begin(SPEC, {})
     model = nn.Linear(2, 2)
     optimizer = sgd(model.parameters())
+    here.begin(SPEC, {})
     model(torch.ones(1, 2)).sum().backward()
     before = model.weight.detach().clone()
     with pytest.raises(NotPrepared) as caught:
@@ -166,7 +166,7 @@ def _unprepared(rank: int) -> str:
     here.setup(model, optimizer)
     optimizer.step()
     model.extra = nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [model.extra]})
+    optimizer.param_groups[0]["params"].append(model.extra)
     model.extra.sum().backward()
     with pytest.raises(NotPrepared, match="1 parameter "):
         optimizer.step()

@@ -31,8 +31,6 @@ class Program:
     """its part of the last batch, which a loop leaves in its variables"""
     own: tuple[str, ...] = ()
     """what it computed from its parts of batches"""
-    edit: tuple[str, str] | None = None
-    """the line that is refused as it stands, and what it is replaced by, as the error says"""
 
 
 PROGRAMS = {
@@ -45,13 +43,7 @@ PROGRAMS = {
         own=("d_", "g_", "loss", "history", "snapshots", "samples", "radius", "plot_data", "generator", "discriminator",
              "opt_", "torch's stream"),
     ),
-    "kfold": Program(
-        edit=(
-            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n",
-            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-            "    model, optimizer = setup(model, optimizer)\n",
-        )
-    ),
+    "kfold": Program(),
     "lbfgs": Program(shard=("xb", "yb")),
     "learner": Program(own=("learner.history['loss']", "plot['loss']")),
     "sequences": Program(own=("history",)),
@@ -71,7 +63,7 @@ def cells(program: str) -> list[tuple[bool, str]]:
     return [(title.strip() == "distributed", code.strip("\n")) for title, code in titled]
 
 
-def run(kernel: Kernel, program: str, first_line: str, edit: tuple[str, str] = ("", "")) -> str:
+def run(kernel: Kernel, program: str, first_line: str) -> str:
     """All cells of the program from the top; what was shown."""
     kernel.run("%reset -f")
     shown = ""
@@ -80,7 +72,7 @@ def run(kernel: Kernel, program: str, first_line: str, edit: tuple[str, str] = (
     kernel.run("import random, numpy; random.seed(0); numpy.random.seed(0); torch.set_default_dtype(torch.float32)")
     kernel.run("%reset -f")
     for trains, code in found:
-        text = (f"{first_line}\n{code}" if trains and first_line else code).replace(*edit)
+        text = f"{first_line}\n{code}" if trains and first_line else code
         result = kernel.run(text)
         shown += result.text
         assert result.error is None, f"{text}\n{result.text}"
@@ -137,12 +129,7 @@ def test_under_single_it_is_the_same_to_the_last_bit(notebook: Kernel, plain: se
 def test_under_ddp_it_is_the_same_but_for_rounding(notebook: Kernel, plain: set[str], program: str) -> None:
     once(notebook, plain, program)
     told = PROGRAMS[program]
-    if told.edit is not None:
-        with pytest.raises(AssertionError, match=r"NotPrepared.*\n.*model, optimizer = setup\(model, optimizer\)"):
-            run(notebook, program, DDP)
-        shown = run(notebook, program, DDP, told.edit)
-    else:
-        shown = run(notebook, program, DDP)
+    shown = run(notebook, program, DDP)
     assert "differs from rank 0" not in shown
     found = differences(notebook, program, DDP, tolerance=1e-4, steep=STEEP, own=told.own, shard=told.shard)
     assert found == []

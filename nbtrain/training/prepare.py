@@ -84,6 +84,10 @@ class Workshop:
             if not (component.modules or component.optimizers):
                 self._close(kept)
 
+    def is_ready(self, optimizer: Optimizer) -> bool:
+        """Whether all that it trains is set up."""
+        return all(id(p) in self.ready for group in optimizer.param_groups for p in group["params"])
+
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)

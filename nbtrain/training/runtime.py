@@ -9,6 +9,8 @@ Functions of torch replaced by `install`, and why:
     _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
     all_reduce, broadcast, …             nobody waits for ranks that will not come
     torch.save                           one file, written once
+    Optimizer.__init__, add_param_group  models that the cell makes are set up
+    nn.Module.__setstate__               a copied model is one that the cell made
     and what is in `lines`
 
 Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
@@ -35,6 +37,7 @@ from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
+from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.patches import Patches
 from nbtrain.training.prepare import Workshop
@@ -69,6 +72,9 @@ class Runtime:
         self.running = False
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self.saving = Saving(self.meeting)
+        self.made = Made(lambda: self._looks_after, self._set_up_made)
+        self._looks_after = False
+        """all ranks run a cell whose models the strategy sets up"""
         self._agreement = Agreement()
         self._patches = Patches()
         self._in_backward = False
@@ -90,6 +96,7 @@ class Runtime:
         self.loaders.patch(patches)
         self.meeting.patch(patches)
         if self.info.world_size > 1:
+            self.made.patch(patches)
             lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
             for module in (torch.serialization, torch):
                 patches.wrap(module, "save", self.saving.patched)
@@ -123,12 +130,14 @@ class Runtime:
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
         self.running = True
         if not self.strategy.hands_off and run.ranks is None:
+            self.made.begin()
+            self._looks_after = self.info.world_size > 1
             self.randomness.together()
         return [] if self.strategy.hands_off else _batch_notes(objects, deal, run.accumulate)
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
-        self.running = False
+        self.running = self._looks_after = False
         self._in_backward = False
         self.randomness.apart()
         self.meeting.end(ok)
@@ -189,6 +198,10 @@ class Runtime:
         return objects[0] if len(objects) == 1 else objects
 
     # --- what torch calls ------------------------------------------------------------------------
+
+    def _set_up_made(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        if not self.workshop.is_ready(optimizer):
+            self.setup(*models, optimizer)
 
     def _reset(self) -> None:
         for prepared in self.workshop.prepared:

@@ -153,12 +153,13 @@ result["extra"] = extra.state_dict()
     Line(
         "add_param_group of a layer made in the cell, without setup",
         """
+torch.manual_seed(3)
 head = nn.Linear(2, 2)
 opt.add_param_group({"params": head.parameters(), "lr": 0.05})
 for x, y in loader:
     F.cross_entropy(head(model(x)), y).backward(); opt.step(); opt.zero_grad()
+result["head"] = head.state_dict()
 """,
-        refused=r"(?s)NotPrepared.*setup\(",
     ),
     Line(
         "an optimizer made in the cell for a model from outside",
@@ -171,7 +172,28 @@ for x, y in loader:
     Line(
         "a model and optimizer made in the cell, without setup",
         "model = Net(); opt = sgd(model)" + LOOP,
-        refused=r"(?s)NotPrepared.*model, optimizer = setup\(model, optimizer\)",
+    ),
+    Line(
+        "models made and copied in a loop, each trained by a function",
+        """
+def train(model):
+    opt = sgd(model)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    return model
+first = train(Net()); second = train(copy.deepcopy(first))
+result["both"] = first.state_dict(), second.state_dict()
+""",
+    ),
+    Line(
+        "parameters put into an optimizer behind its back",
+        """
+head = nn.Linear(2, 2)
+opt.param_groups[0]["params"] += head.parameters()
+for x, y in loader:
+    F.cross_entropy(head(model(x)), y).backward(); opt.step(); opt.zero_grad()
+""",
+        refused=r"(?s)NotPrepared.*setup\(",
     ),
     Line(
         "a model made in the cell after manual_seed, trained by hand without an optimizer",
