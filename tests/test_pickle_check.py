@@ -308,16 +308,8 @@ def test_in_a_notebook(shared_kernel: Kernel) -> None:
 
 
 RAISING = {
-    "__dict__": ("class Odd:\n    @property\n    def __dict__(self): raise RuntimeError('no dict')", "Odd()"),
-    "__class__": ("class Odd:\n    @property\n    def __class__(self): raise RuntimeError('no class')", "Odd()"),
     "__reduce_ex__": ("class Odd:\n    def __reduce_ex__(self, p): raise KeyError('why')", "Odd()"),
     "__getstate__": ("class Odd:\n    def __getstate__(self): raise KeyError('why')", "Odd()"),
-    "a metaclass": (
-        "class Meta(type):\n    def __getattribute__(cls, name):\n"
-        "        if name == '__reduce_ex__': raise RuntimeError('no')\n        return super().__getattribute__(name)\n"
-        "class Odd(metaclass=Meta): pass",
-        "Odd()",
-    ),
 }
 
 
@@ -326,6 +318,20 @@ def test_what_raises_when_it_is_looked_at_is_named(sides: Sides, classes: str, m
     sides.run(f"{classes}\nholder = {{'deep': [{made}]}}")
     with pytest.raises(CannotTravel, match=r"^holder\['deep'\]\[0\] .*cannot travel"):
         sides.out(["holder"])
+
+
+HIDING = ["__dict__", "__class__"]
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_what_hides_from_everybody_is_named(sides: Sides, name: str) -> None:
+    sides.run(f"""
+        class Odd:
+            @property
+            def {name}(self): raise RuntimeError('hidden')
+        odd = Odd(); odd.x = [1]""")
+    with pytest.raises(CannotTravel, match=r"^odd "):
+        sides.distributed("odd")
 
 
 def test_slots_that_a_getattr_answers_for_are_empty(sides: Sides) -> None:
@@ -344,3 +350,11 @@ def test_long_tuples_may_hold_modules(sides: Sides) -> None:
     sides.run("import math; many = (math, (math, 1)) * 200")
     sides.distributed("same = many[0] is math and len(many) == 400", ["many", "math"])
     assert sides("same and many[1][0] is math")
+
+
+def test_values_are_counted_and_not_said_to_go_by_name(sides: Sides) -> None:
+    sides.run("import math; from math import sqrt; pair = (1, 2); few = frozenset(['a']); text = 'x' * 50_000")
+    sides.run("long = (text,) * 300")
+    found = check(sides.here, sides.traffic, {}, [])
+    assert sorted(found.by_name) == ["math", "sqrt"]
+    assert sorted(found.sizes) == ["few", "long", "pair", "text"]

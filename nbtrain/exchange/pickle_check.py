@@ -101,22 +101,16 @@ def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[Segmen
     if namespace and name in namespace and chain and namespace[name] is not chain[0]:
         segments += way(namespace[name], chain[0]) or []  # in a tuple
     for holder, child in pairwise(chain):
-        segments += way(holder, child, deep=_opaque(holder, {})) or []
+        kind = kinds.kind_of(holder, {})
+        segments += way(holder, child, deep=kind is kinds.kind_named("opaque")) or []
     return segments
-
-
-def _opaque(obj: Any, namespace: dict[str, Any]) -> bool:
-    try:
-        return kinds.kind_of(obj, namespace) is kinds.kind_named("opaque")
-    except Exception:  # its class may raise anything: that is what is being told
-        return False
 
 
 def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[Segment], Any, str]]:
     """The culprit, or what makes it one where only its own pickle knows."""
     outer = _segments(culprit, namespace)
     top = culprit.trail[-1]
-    if not _opaque(top, namespace):
+    if kinds.kind_of(top, namespace) is not kinds.kind_named("opaque"):
         return [(outer, top, culprit.reason)]
     found: list[tuple[list[Segment], Any, str]] = []
     skip: dict[int, Any] = {}

@@ -23,6 +23,8 @@ class Culprit:
     reason: str
     trail: list[Any]
     """the name first, then each object on the way"""
+    known: bool = False
+    """both sides have it, and what changed in it cannot be told"""
 
 
 @dataclass(slots=True)
@@ -96,10 +98,7 @@ class Walk:
             return value
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            try:
-                kind = kinds.kind_of(value, self.namespace) if cls not in ATOMS else frozen.FROZEN
-            except Exception as error:  # what its class says of itself may be code of the user's
-                return self._cannot(value, _raised(error))
+            kind = kinds.kind_of(value, self.namespace) if cls not in ATOMS else frozen.FROZEN
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
@@ -320,7 +319,7 @@ class Walk:
         return self._stay(value, culprit)
 
     def _culprit(self, value: Any, reason: str, inside: bool = False) -> Culprit:
-        return Culprit(value, reason, [*self._trail(self._holder), *([] if inside else [value])])
+        return Culprit(value, reason, [*self._trail(self._holder), *([] if inside else [value])], known=inside)
 
     def _stay(self, value: Any, culprit: Culprit) -> Any:
         """The other side gets a handle for it."""

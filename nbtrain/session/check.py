@@ -132,7 +132,7 @@ class _Looked:
             size = sum(data.nbytes for data in walk.cargo.buffers[buffers:])
             if known and not part.records:
                 self.report.resident.append(name)
-            elif type(value) not in ATOMS and not part.records and len(walk.culprits) == culprits and stream < 500:
+            elif type(value) not in ATOMS and walk.cargo.names[name] is value and len(walk.culprits) == culprits:
                 self.report.by_name.append(name)
             elif len(walk.culprits) == culprits:
                 self.report.sizes[name] = size + stream

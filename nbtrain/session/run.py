@@ -275,8 +275,11 @@ class CellRun:
         done = self.finished[self.lead]
         for note in done.notes:
             print(note)
-        for path, reason in done.home.stayed:
-            print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+        for path, reason, known in done.home.stayed:
+            if known:
+                print(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
+            else:
+                print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
         for reason in traffic.unchanged:
             print(f"{reason}; the notebook's is not changed")
         if differing := self._differing():

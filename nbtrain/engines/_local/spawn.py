@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ class Spawn:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as we do
         self._theirs, self._ours = os.pipe()
+        self._hashes = str(random.SystemRandom().randrange(1, 1 << 32))
 
     @property
     def settled(self) -> bool:
@@ -42,7 +44,8 @@ class Spawn:
                 stdout=self._errors,
                 stderr=self._errors,
                 start_new_session=True,
-                env=environment(),
+                # Sets of text come in the same order on all ranks, as they do where ranks are forks of one process.
+                env={"PYTHONHASHSEED": self._hashes, **environment()},
             )
             assert process.stdin is not None
             process.stdin.write(pickle.dumps(config))

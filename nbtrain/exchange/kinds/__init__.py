@@ -69,6 +69,13 @@ def kind_named(name: str) -> Kind:
 
 def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     """How this object travels; None: as it is."""
+    try:
+        return _kind_of(obj, namespace)
+    except Exception:  # a property or a metaclass of the user's: its own pickle says what is wrong with it
+        return objects.OPAQUE
+
+
+def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     cls = type(obj)
     if cls is types.FunctionType:
         ours = obj.__globals__ is namespace
