@@ -149,7 +149,8 @@ def test_a_handle_whose_ranks_are_gone_says_so(book: Notebook) -> None:
     book("%distributed stop")
     book("assert 'gone' in repr(cache)")
     assert "are gone" in book.fails("cache.pull()").evalue
-    assert "are gone" in book.fails(f"{TWO}\nlen(cache)").evalue
+    said = book.fails(f"{TWO}\nlen(cache)").evalue
+    assert "are gone" in said and "run the cell that made it again" in said, said
 
 
 def test_keep_needs_ranks_that_live_on(book: Notebook) -> None:
@@ -270,6 +271,15 @@ hidden = Hidden(); hidden.x = [1]""")
     book(f"{TWO}\nassert isinstance(hidden, Hidden)")
 
 
+def test_a_method_of_what_stays_stays_with_it(book: Notebook) -> None:
+    book(
+        f"{TWO} --keep cache\ncache = [rank]; add = cache.append; gen = (i for i in range(3)); ahead = gen.__next__; ok = 1"
+    )
+    book("assert ok == 1 and 'on the ranks' in repr(add) and 'on the ranks' in repr(ahead)")
+    book(f"{TWO}\nadd(7); first = ahead(); assert next(gen) == 1")
+    book("assert first == 0 and cache.per_rank() == {0: [0, 7], 1: [1, 7]}")
+
+
 # -- what differs between ranks ---------------------------------------------------------------
 
 
@@ -283,6 +293,19 @@ def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> 
     said = book(f"{TWO}\nseen = gather((list(log_), same, x.item()))").stdout
     assert "differ" not in said
     book("assert seen == [([0], [1], 0)] * 2, seen")
+
+
+def test_large_things_are_compared_as_a_whole(book: Notebook) -> None:
+    book("big = torch.zeros(1_000_000); rows = [0.0] * 5000; words = {f'w{i}': str(i) for i in range(500)}")
+    same = book(f"{TWO}\nbig.add_(1); rows[7] = 1.0; words['w3'] = 'x'; new = torch.ones(900_000)").stdout
+    assert "differ" not in same
+    said = book(
+        f"{TWO}\nbig[5] = rank; rows[2500] = rank; words['w9'] = str(rank); new = torch.ones(900_000) * rank"
+    ).stdout
+    assert "differ between ranks: big, rows, words, new;" in said
+    said = book(f"{TWO}\nseen = gather((big[5].item(), rows[2500], words['w9'], new[3].item()))").stdout
+    assert "differ" not in said
+    book("assert seen == [(0, 0, '0', 0)] * 2, seen")
 
 
 def test_what_is_equal_everywhere_is_not_named(book: Notebook) -> None:

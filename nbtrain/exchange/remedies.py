@@ -111,6 +111,7 @@ TABLE = (
     Remedy(("builtins.generator", "builtins.async_generator"), "a running generator holds a frame",
            "make it inside the cell, or send list(...) of it"),
     Remedy(("builtins.coroutine",), "a coroutine holds a frame", "call the async function inside the cell"),
+    Remedy(("nbtrain.exchange.kinds.base.Handle",), "", "run the cell that made it again"),
     Remedy(("builtins.frame", "builtins.traceback"), "a frame is alive in its process only",
            "send traceback.format_exc() instead"),
 )  # fmt: skip

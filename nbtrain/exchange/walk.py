@@ -11,7 +11,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.kinds import frozen
-from nbtrain.exchange.kinds.base import ATOMS, Kind, Make, Packed, Put
+from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Make, Packed, Put, Ref
 from nbtrain.exchange.table import Node, Table
 
 
@@ -110,7 +110,10 @@ class Walk:
                     parts = kind.parts(value)
                 except Exception as error:
                     return self._cannot(value, _raised(error))
-                return Packed(kind.name, tuple(map(self.encode, parts)))
+                encoded = tuple(map(self.encode, parts))
+                if kind.asks and self.keep_home and any(type(p) is Ref and self._stays(p.key) for p in encoded):
+                    return self._stay(value, self._culprit(value, "it is a method of what stays there"))
+                return Packed(kind.name, encoded)
             node = self.table.by_id.get(kind.identity(value))
             if node is None:
                 if self.quiet:
@@ -333,6 +336,10 @@ class Walk:
         self._late.append(node)
         self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
         return node.ref
+
+    def _stays(self, key: int) -> bool:
+        node = self.table.nodes[key]
+        return node.kind.late and type(node.obj) is not Handle
 
     def _trail(self, holder: Node | str | None) -> list[Any]:
         trail: list[Any] = []

@@ -148,6 +148,8 @@ class Kind:
     """One sort of object. Stateless; one instance serves all objects of the kind."""
 
     name: str
+    asks = False
+    """True: made by asking one of its parts, which therefore must not be a handle"""
     compound = False
     """True: no identity of its own, it travels inside its holder (see `parts` and `join`)"""
 

@@ -161,7 +161,7 @@ class BuiltinMethod(Kind):
     """`list.append` of one particular list, `rng.random` of one generator."""
 
     name = "builtin method"
-    compound = True
+    compound = asks = True
 
     def parts(self, obj: Any) -> tuple[Any, ...]:
         return obj.__self__, obj.__name__
