@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -367,36 +368,42 @@ class Members(Walk):
                 for part in kind.parts(value):
                     self.encode(part)
             elif kind is not None:
-                self.found.append(value)
+                self.member(value, kind)
         return None
+
+    def member(self, value: Any, kind: Kind) -> None:
+        self.found.append(value)
+
+
+OBJECTS = 20_000
+"""so many are looked at inside one that stays, the nearest first"""
 
 
 class Inside(Members):
     """Goes into an object that only one side has."""
 
-    def known(self, obj: Any) -> list[Node]:
-        found: dict[int, Node] = {}
-        seen = {id(obj): obj}
-        todo = [obj]
-        while todo:
-            obj = todo.pop()
-            self.found = []
+    def known(self, root: Any) -> list[Node]:
+        self._nodes: dict[int, Node] = {}
+        self._seen: dict[int, Any] = {}
+        self._ahead: deque[Node] = deque([Node(0, root, kinds.kind_of(root, self.namespace))])  # type: ignore[arg-type]
+        left = OBJECTS
+        while self._ahead and left:
+            left -= 1
+            node = self._ahead.popleft()
             with suppress(Exception):  # whatever its class does when it is looked at, it stays where it is
-                kind = kinds.kind_of(obj, self.namespace)
-                node = Node(0, obj, kind)  # type: ignore[arg-type]
                 node.kind.shell(node, self)
                 if not (node.kind.leaf or node.kind.constant or node.kind is kinds.kind_named("opaque")):
                     node.seen = None
                     node.kind.look(node, self)
-            for child in self.found:
-                kind = kinds.kind_of(child, self.namespace)
-                known = self.table.by_id.get(kind.identity(child)) if kind is not None else None
-                if known is not None:
-                    found[known.key] = known
-                elif id(child) not in seen:
-                    seen[id(child)] = child
-                    todo.append(child)
-        return [found[key] for key in sorted(found)]
+        return [self._nodes[key] for key in sorted(self._nodes)]
+
+    def member(self, value: Any, kind: Kind) -> None:
+        known = self.table.by_id.get(kind.identity(value))
+        if known is not None:
+            self._nodes[known.key] = known
+        elif id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._ahead.append(Node(0, value, kind))
 
 
 @calm()
