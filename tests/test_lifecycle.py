@@ -134,6 +134,7 @@ def test_start_stop_restart_and_status(notebook: Notebook) -> None:
 
 def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
     """An interrupt that comes in the middle of a message must not make nonsense of what follows it."""
+    notebook("import nbtrain.session.run as run; run.PATIENCE = 30.0")
     for _ in range(4):
         cell = notebook.kernel.start(
             "%%distributed --devices 2 --monitor off\nprint('begun')\nwhile True: print('x' * 9_999)"
@@ -143,7 +144,8 @@ def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
         notebook.kernel.interrupt()
         assert (error := notebook.kernel.wait(cell).error) is not None
         assert error.ename == "KeyboardInterrupt"
-        assert time.monotonic() - began < PATIENCE, "both ranks answered, nobody was given up"
+        assert time.monotonic() - began < 30, "both ranks answered, nobody was given up"
+    notebook(f"run.PATIENCE = {PATIENCE}")
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])

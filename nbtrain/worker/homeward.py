@@ -61,7 +61,7 @@ class Homeward:
         own |= {id(self.namespace.get(name)) for name in self.keep if type(self.namespace.get(name)) not in ATOMS}
         names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
         own_names = {name for name in self.keep if not by_value(self.namespace.get(name))}
-        return [(n, number(self.namespace[n], own)) for n in names if n not in own_names]
+        return [(n, number(self.namespace[n], self.table, own)) for n in names if n not in own_names]
 
     def pack(self, packer: Packer) -> Home:
         numeric.learn_atoms()

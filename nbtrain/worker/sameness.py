@@ -1,12 +1,16 @@
 """A number per name, so that the notebook can tell which of them differ between ranks.
 
-Models, optimizers and loaders are left out: what a strategy keeps equal is compared in `training.agreement`. Of a long
-list its length and both its ends are looked at, of a large tensor only its shape: this runs after every cell.
+Models, optimizers and loaders are left out: what a strategy keeps equal is compared in `training.agreement`. Tensors,
+arrays and lists of plain values are looked at as a whole, but for memory that nobody here has written to; of a long
+list of other objects only its length and both its ends: this runs after every cell.
 """
 
 from __future__ import annotations
 
 import collections
+import io
+import pickle
+import re
 import sys
 import types
 import zlib
@@ -14,27 +18,34 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.fingerprint import array_checksum, checksum
 from nbtrain.exchange.kinds import ATOMS
+from nbtrain.exchange.segment import untouched
+from nbtrain.exchange.table import Table
 
 ITEMS = 1000
-"""Looked at below one name."""
+"""Objects looked at below one name."""
 DEEP = 100
 """Levels."""
 LARGE = 1 << 20
-"""Bytes up to which tensors, arrays and strings are read."""
+"""Bytes up to which strings are read; from here on it is asked whether memory was written to at all."""
 LISTS = (list, tuple, collections.deque)
+MANY = 100
+"""Elements from which a list of plain values is packed to be compared."""
+NOT_PLAIN = {types.ModuleType, re.Pattern}
 SETS = (set, frozenset)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
-def number(value: Any, passed_by: Iterable[int] = ()) -> int:
-    """`passed_by`: ids of objects that stay here, each rank's own."""
-    return _Look(passed_by).at(value)
+def number(value: Any, table: Table, passed_by: Iterable[int] = ()) -> int:
+    """`table` knows checksums of what came from the notebook. `passed_by`: ids of objects that stay here, each rank's
+    own."""
+    return _Look(table, passed_by).at(value)
 
 
 class _Look:
-    def __init__(self, passed_by: Iterable[int]) -> None:
+    def __init__(self, table: Table, passed_by: Iterable[int]) -> None:
+        self.table = table
         self.left = ITEMS
         self.depth = 0
         self.seen: dict[int, int] = dict.fromkeys(passed_by, 0)
@@ -58,6 +69,10 @@ class _Look:
         cls: Any = type(value)
         if cls in ATOMS:
             return _atom(value)
+        if cls in LISTS or cls in DICTS:
+            whole = _plain(value) if len(value) > MANY else None
+            if whole is not None:
+                return self._all(cls, len(value), [whole])
         if cls in LISTS:
             return self._all(cls, len(value), map(self.at, self._ends(value)))
         if cls in SETS:
@@ -85,18 +100,29 @@ class _Look:
     def _all(cls: type, size: int, numbers: Iterable[int]) -> int:
         return zlib.crc32(repr((cls.__name__, size, *numbers)).encode())
 
-    @staticmethod
-    def _memory(value: Any) -> int:
+    def _memory(self, value: Any) -> int:
         torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and type(value) is torch.Tensor:
             shape = f"{value.dtype}{tuple(value.shape)}"
-            small = value.numel() * value.element_size() <= LARGE
-            return zlib.crc32(f"{shape}{checksum(value) if small else 0}".encode())
+            plain = value.nbytes > LARGE and value.device.type == "cpu" and value.is_contiguous()
+            known = self._known(value, 3) if plain and untouched(value.data_ptr(), value.nbytes) else None
+            return zlib.crc32(f"{shape}{checksum(value) if known is None else known}".encode())
         if np is not None and type(value) is np.ndarray:
             shape = f"{value.dtype}{value.shape}"
-            small = value.nbytes <= LARGE and not value.dtype.hasobject
-            return zlib.crc32(value.tobytes() if small else b"", zlib.crc32(shape.encode()))
+            if value.dtype.hasobject:
+                return zlib.crc32(shape.encode())
+            plain = value.nbytes > LARGE and value.flags.c_contiguous
+            known = self._known(value, 2) if plain and untouched(value.ctypes.data, value.nbytes) else None
+            return zlib.crc32(f"{shape}{array_checksum(value) if known is None else known}".encode())
         return 0
+
+    def _known(self, value: Any, where: int) -> int | None:
+        """The checksum of memory that nobody has written to since it came."""
+        node = self.table.find(value)
+        if node is None or type(node.seen) is not tuple or len(node.seen) <= where:
+            return None
+        found = node.seen[where]
+        return found if type(found) is int and not (where == 2 and node.fixed) else None
 
 
 def _atom(value: Any) -> int:
@@ -107,6 +133,18 @@ def _atom(value: Any) -> int:
     if type(value) in (str, bytes) and len(value) > LARGE:
         value = len(value), value[: LARGE // 2], value[-LARGE // 2 :]
     return zlib.crc32(repr(value).encode())
+
+
+def _plain(value: Any) -> int | None:
+    """Of nothing but atoms; None: it holds other objects."""
+    parts = (value, value.values()) if isinstance(value, dict) else (value,)
+    if not all(set(map(type, part)) <= ATOMS - NOT_PLAIN for part in parts):
+        return None
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.fast = True  # two equal strings may be one object on some ranks
+    pickler.dump(list(value.items()) if isinstance(value, dict) else list(value))
+    return zlib.crc32(file.getbuffer())
 
 
 def _learns(cls: type) -> bool:
