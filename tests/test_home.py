@@ -280,6 +280,19 @@ def test_a_method_of_what_stays_stays_with_it(book: Notebook) -> None:
     book("assert first == 0 and cache.per_rank() == {0: [0, 7], 1: [1, 7]}")
 
 
+def test_after_a_failure_kept_objects_hold_what_the_notebook_has(book: Notebook) -> None:
+    book(
+        "import numpy as np; array = np.zeros(6); part = array[2:4]; tensor = torch.from_numpy(array); notes = {'a': [1]}"
+    )
+    book(f"{TWO} --keep box\nbox = [array, part, tensor, notes, notes['a']]")
+    book.fails(f"{TWO}\narray[2] = 5; tensor += 1; notes['a'].append(2); notes['b'] = 1; box.append(1); 1/0")
+    book(f"""{TWO}
+mine = [array, part, tensor, notes, notes['a']]
+same = gather([a is b for a, b in zip(box, mine)])
+found = array.tolist(), part.tolist(), tensor.tolist(), notes""")
+    book("assert same == [[True] * 5] * 2 and found == ([0] * 6, [0] * 2, [0] * 6, {'a': [1]}), (same, found)")
+
+
 # -- what differs between ranks ---------------------------------------------------------------
 
 

@@ -235,7 +235,8 @@ class Traffic:
         self.table.drop(gone)
         for node in self.table.nodes.values():
             if node not in handles:
-                node.seen = None
+                view = node.kind.name == "array" and node.fixed  # its owner tells of its content
+                node.seen = node.seen if view else None
                 self._lacking.add(node.key)
         for name, keys in before._roots.items():
             value = self.namespace.get(name)
