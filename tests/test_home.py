@@ -293,6 +293,22 @@ found = array.tolist(), part.tolist(), tensor.tolist(), notes""")
     book("assert same == [[True] * 5] * 2 and found == ([0] * 6, [0] * 2, [0] * 6, {'a': [1]}), (same, found)")
 
 
+def test_a_handle_is_no_way_to_everything_the_notebook_has(book: Notebook) -> None:
+    book("""
+import threading
+lock = threading.Lock(); settings = [1]
+def locked(): return lock
+class Reader:
+    def read(self): return list(settings)""")
+    book(f"{TWO} --keep box\nbox = [Reader()]")
+    book(f"{TWO}\nseen = box[0].read()")
+    book("settings = seen + [2]")
+    book(f"{TWO}\nseen = box[0].read()")
+    book("assert seen == [1, 2]; settings.append(3)")
+    book(f"{TWO}\nseen = box[0].read()")
+    book("assert seen == [1, 2, 3]")
+
+
 # -- what differs between ranks ---------------------------------------------------------------
 
 

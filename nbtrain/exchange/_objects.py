@@ -23,6 +23,7 @@ from types import (
 from typing import Any
 
 from nbtrain.exchange._code import function_names
+from nbtrain.exchange.kinds.base import Handle
 
 ELEMENTS = 1000
 """so many elements of one list, dict or set are looked at"""
@@ -211,4 +212,5 @@ _OPENERS: dict[type, Opener] = {
     set: _elements(set),
     frozenset: _elements(frozenset),
     deque: _elements(deque),
+    Handle: lambda value: value.holds,  # not the way to the ranks
 }

@@ -51,7 +51,7 @@ class Fetch:
     def close(self) -> None:
         self._open = False
         for node in kept.handles(self.traffic.table):
-            node.obj.fetch = None
+            node.obj.fetch, node.obj.holds = None, []
 
     def _way(self, key: int, lead: int) -> Callable[[bool], dict[int, Any]]:
         return lambda everybody: self._fetch(key, self.ranks if everybody else (lead,))

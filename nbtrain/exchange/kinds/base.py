@@ -97,6 +97,8 @@ class Handle:
         self.text = text
         self.kept = kept
         """it could travel, and so it is worth something: nobody lets go of it unasked"""
+        self.holds: list[Any] = []
+        """the notebook's own objects that are in it"""
         self.fetch: Callable[[bool], dict[int, Any]] | None = None
         """brings copies, by rank, from the lead or from all; None: the ranks that had the object are gone"""
 

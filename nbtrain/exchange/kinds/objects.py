@@ -338,6 +338,8 @@ class Kept(Kind):
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         node.children = [arrival.node(ref.key) for ref in state]
+        if type(node.obj) is Handle:
+            node.obj.holds = [child.obj for child in node.children]
 
 
 INSTANCE = Instance()
