@@ -168,7 +168,10 @@ def test_a_handle_is_one_thing_wherever_it_is_held(book: Notebook) -> None:
     said = book(f"{TWO}\ninside[0].append(5)").stdout  # nothing that stays may differ
     assert "differ" not in said, said
     book("assert inside[0].per_rank() == {0: [0, 5], 1: [1, 5]}")
-    assert "inside[0].pull()" in book.refused(f"{ONE}\npass")
+    book(f"{TWO} --keep more\nmore = [1]")
+    book("aside = [more]; Out['aside'] = aside; del more, aside")  # what only the history holds ends with its ranks
+    assert "UsageError: inside[0]: what" in book.refused(f"{ONE}\npass")
+    book("assert Out.pop('aside')[0].pull() == [1]")
     book.fails(f"{TWO}\n1/0")
     book("assert inside[0].per_rank() == {0: [0, 5], 1: [1, 5]}")
     book(f"{TWO}\ninside[0].append(6)")
@@ -222,6 +225,15 @@ def test_what_changes_through_a_kept_object_comes_home_and_goes_out(book: Notebo
     book("more.append(2)")
     book(f"{ONE}\nseen = list(pair[2]); pair[2].append(3)")
     book("assert seen == [1, 2] and more == [1, 2, 3]")
+
+
+def test_a_kept_view_shows_the_notebooks_memory(book: Notebook) -> None:
+    book("import numpy as np; whole = torch.zeros(4); array = np.zeros(4)")
+    book(f"{ONE} --keep part,rest\npart = whole[2:]; rest = array[1:]")
+    book(f"{ONE}\npart += 1; rest += 1")
+    book("assert whole.tolist() == [0, 0, 1, 1] and array.tolist() == [0, 1, 1, 1]; whole += 10; array += 10")
+    book(f"{ONE}\nseen = part.tolist(), rest.tolist()")
+    book("assert seen == ([11, 11], [11, 11, 11])")
 
 
 def test_a_kept_optimizer_steps_the_notebooks_model_after_a_failure(book: Notebook) -> None:

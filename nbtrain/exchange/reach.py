@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.exchange.kinds.objects import MISSING, slots_of
 
 FAR = 20_000
@@ -51,7 +51,7 @@ _THROUGH = (
 )  # fmt: skip
 """They have no way of their own: they travel inside their holder."""
 
-_NOT_INTO = (str, bytes, int, float, types.ModuleType)
+_NOT_INTO = (str, bytes, int, float, types.ModuleType, Handle)
 
 
 def way(holder: Any, child: Any, deep: bool = False) -> list[Segment] | None:

@@ -395,7 +395,15 @@ class Inside(Members):
                 if not (node.kind.leaf or node.kind.constant or node.kind is kinds.kind_named("opaque")):
                     node.seen = None
                     node.kind.look(node, self)
+        self._showing()
         return [self._nodes[key] for key in sorted(self._nodes)]
+
+    def _showing(self) -> None:
+        """What is written to memory that both sides know is told by the tensors that show it."""
+        memory = {key for key, node in self._nodes.items() if node.kind.name == "storage"}
+        for node in self.table.nodes.values() if memory else ():
+            if node.kind.name == "tensor" and any(held.key in memory for held in node.fixed or ()):
+                self._nodes[node.key] = node
 
     def member(self, value: Any, kind: Kind) -> None:
         known = self.table.by_id.get(kind.identity(value))
