@@ -164,6 +164,7 @@ def test_a_handle_is_one_thing_wherever_it_is_held(book: Notebook) -> None:
     book(f"{TWO} --keep cache\ncache = [rank]")
     book("other = copy.copy(cache); inside = [copy.deepcopy(cache)]; assert other is cache is inside[0]")
     assert "pull" in book.fails("pickle.dumps(cache)").evalue
+    assert "set .size in a %%distributed cell" in book.fails("cache.size = 5").evalue
     book("del cache, other")
     said = book(f"{TWO}\ninside[0].append(5)").stdout  # nothing that stays may differ
     assert "differ" not in said, said

@@ -86,6 +86,9 @@ class Put:
     state: Any
 
 
+_OF_A_HANDLE = frozenset(("type_name", "text", "kept", "holds", "fetch"))
+
+
 class Handle:
     """An object that stays on the ranks: it cannot travel, it is too large, or it was to be kept there.
 
@@ -133,6 +136,14 @@ class Handle:
         if self.fetch is None:
             return f"<{self.type_name} on ranks that are gone: {self.text}>"
         return f"<{self.type_name} on the ranks: {self.text}{'; .pull() brings a copy home' if self.kept else ''}>"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OF_A_HANDLE:  # nobody would ever see it
+            raise AttributeError(
+                f"this {self.type_name} lives on the ranks, and here is a handle for it: set .{name} in a "
+                "%%distributed cell, or on a copy that .pull() brings"
+            )
+        object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # what copy, pickle and displays ask for
