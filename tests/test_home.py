@@ -294,9 +294,8 @@ def test_a_method_of_what_stays_stays_with_it(book: Notebook) -> None:
 
 
 def test_after_a_failure_kept_objects_hold_what_the_notebook_has(book: Notebook) -> None:
-    book(
-        "import numpy as np; array = np.zeros(6); part = array[2:4]; tensor = torch.from_numpy(array); notes = {'a': [1]}"
-    )
+    book("import numpy as np; array = np.zeros(6); part = array[2:4]; tensor = torch.from_numpy(array)")
+    book("notes = {'a': [1]}")
     book(f"{TWO} --keep box\nbox = [array, part, tensor, notes, notes['a']]")
     book.fails(f"{TWO}\narray[2] = 5; tensor += 1; notes['a'].append(2); notes['b'] = 1; box.append(1); 1/0")
     book(f"""{TWO}
@@ -439,3 +438,19 @@ model = nn.Linear(4, 1, bias=False)""")
     book("other = nn.Linear(2, 2); _ = other.weight.register_post_accumulate_grad_hook(lambda p: None)")
     assert "before it is averaged" in book.fails("%%distributed --devices 2\nother(torch.ones(1, 2)).sum()").evalue
     book("%%distributed --devices 1\nother(torch.ones(1, 2)).sum().backward()")
+
+
+def test_what_was_kept_and_is_dropped_is_said(book: Notebook) -> None:
+    book(TRAIN)
+    book(f"{TWO} --keep model,opt{LOOP}")
+    failed = book.kernel.run(f"{TWO}\n1/0")
+    assert failed.error is not None
+    assert "model, opt: what --keep had left on the ranks is dropped" in failed.stdout.replace(
+        "opt, model", "model, opt"
+    )
+    assert "--keep" not in book.kernel.run(f"{TWO}\n1/0").stdout
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    assert "cache: lived on these ranks only" in book("%distributed restart").stdout
+    book(f"{TWO} --keep model,opt{LOOP}")
+    book(f"{TWO}\n_ = model, opt")
+    assert "--keep" not in book("%distributed stop").stdout

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nbtrain.exchange import parcel as parcels
+from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.parcel import LARGE, SPARE, Opener, Packer
 from nbtrain.exchange.segment import STAGE, Map, Segment, untouched
-from nbtrain.exchange.walk import Cargo
 from tests.sides import Sides
 
 SIZE = 2 * LARGE

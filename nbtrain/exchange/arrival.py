@@ -9,10 +9,10 @@ from typing import Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
+from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.trace import path_to
-from nbtrain.exchange.walk import Cargo
 
 Buffers = Callable[[int], memoryview]
 

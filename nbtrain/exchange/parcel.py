@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.segment import Map, Segment
 from nbtrain.exchange.stream import dump, load
-from nbtrain.exchange.walk import Cargo
 
 ALIGN = 64
 INLINE = 1 << 16

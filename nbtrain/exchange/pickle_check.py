@@ -14,10 +14,10 @@ import cloudpickle.cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
+from nbtrain.exchange.cargo import Culprit
 from nbtrain.exchange.origin import Cells, Place
 from nbtrain.exchange.reach import Segment, read, way
 from nbtrain.exchange.remedies import instead
-from nbtrain.exchange.walk import Culprit
 
 NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 SEVERAL = 20

@@ -14,6 +14,7 @@ identity, aliases and cycles hold on both sides.
 
     table.py     the nodes of one side
     walk.py      what changed, and what cannot travel
+    cargo.py     what it found
     arrival.py   a parcel opened and put in place
     ways.py      which of its own objects another rank has under a key
 """
@@ -21,9 +22,10 @@ identity, aliases and cycles hold on both sides.
 from __future__ import annotations
 
 from nbtrain.exchange.arrival import Arrival
+from nbtrain.exchange.cargo import Cargo, Culprit, Stay
 from nbtrain.exchange.kinds.base import Handle
 from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.walk import Cargo, Culprit, Stay, Walk, remember
+from nbtrain.exchange.walk import Walk, remember
 from nbtrain.exchange.ways import Way, Ways, find_all
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 import cloudpickle.cloudpickle as cp
 
 from nbtrain.exchange.calm import calm
+from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
-from nbtrain.exchange.walk import Cargo
 
 
 class _Quick(pickle.Pickler):

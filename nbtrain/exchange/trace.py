@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.kinds.base import Make, Packed, Ref
 from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.walk import Cargo
 
 Step = tuple[int, str]
 """A key, and what is appended to the holder's address to come to it."""

@@ -14,6 +14,7 @@ from nbtrain.session.cell import Cell
 from nbtrain.session.check import Report, check
 from nbtrain.session.names import captured, check_kept
 from nbtrain.session.ranks import Ranks
+from nbtrain.session.report import mourn
 from nbtrain.session.run import CellRun
 from nbtrain.session.status import report
 from nbtrain.specs import PoolSpec, RunSpec
@@ -29,7 +30,9 @@ class Session:
         self.ranks.on_idle = on_idle
         self.aging = Aging(shell)
         shell.events.register("post_run_cell", self._between_cells)
-        atexit.register(self.stop)  # who forks ranks from a nursery has others to clean up; who spawns them has not
+        atexit.register(
+            self.ranks.stop
+        )  # who forks ranks from a nursery has others to clean up; who spawns them has not
 
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
@@ -53,6 +56,7 @@ class Session:
         self.ranks.rest()
 
     def stop(self) -> None:
+        mourn(self.ranks.traffic, self.shell.user_ns)
         self.ranks.stop()
 
     def restart(self) -> None:
@@ -80,7 +84,7 @@ class Session:
     def close(self) -> None:
         """Leave nothing behind: ranks, the process they are forked from, files."""
         self.shell.events.unregister("post_run_cell", self._between_cells)
-        atexit.unregister(self.stop)
+        atexit.unregister(self.ranks.stop)
         self.stop()
         from nbtrain.engines._local import warm
 

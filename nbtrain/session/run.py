@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from nbtrain.events import Display, Event, Failed, Finished, Output, RankState
+from nbtrain.exchange.kinds import ATOMS
 from nbtrain.exchange.names import Captured
+from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Run, Source
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
 from nbtrain.session.hints import hint
-from nbtrain.session.kept import kept
 from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
-from nbtrain.session.traffic import Outgoing, Traffic
+from nbtrain.session.report import drop_ahead, mourn, report, slow
+from nbtrain.session.traffic import MISSING, Outgoing, Traffic
 from nbtrain.shield import shielded
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose
@@ -28,10 +29,6 @@ STUCK = 1.0
 """Seconds after an interrupt in which a rank must have ended; it waits in a collective, so the pool is ended."""
 PATIENCE = 3.0
 """The same for Stop: user code may have something to finish."""
-
-
-SHOWN = 8
-"""Names in one line of a report."""
 
 
 class CellRun:
@@ -94,7 +91,7 @@ class CellRun:
         said = set(traffic.slow)
         out = traffic.outgoing(self.names.hard, self.names.soft, spec.options, everything_goes=forks)
         for name in traffic.slow.keys() - said:
-            print(_slow(name, self.shell.user_ns[name], traffic.slow[name]))
+            print(slow(name, self.shell.user_ns[name], traffic.slow[name]))
         try:
             self._post(out, sources, traffic if forks else None)
         except BaseException:  # what was not sent must not be taken for sent
@@ -220,12 +217,12 @@ class CellRun:
                 held.forget()
                 raise
             figures_can_be_shown()
-            self._report(traffic)
+            report(traffic, self.finished, self.lead)
             return
         if held.deaths:
             deaths = held.deaths
             tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
-            self._mourn(traffic)
+            mourn(traffic, self.shell.user_ns)
             held.lose()
             raise failure.died(deaths, tails)
         stuck = set(range(self.spec.pool.world_size)) - set(self.finished) - set(self.failed)
@@ -240,16 +237,13 @@ class CellRun:
                 lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic.left),
             )  # fmt: skip
         if stuck or not self._in_step():
-            self._mourn(traffic)
+            mourn(traffic, self.shell.user_ns)
             held.lose()
         else:
+            drop_ahead(traffic)
             held.forget()
         self._over = True
         raise error
-
-    def _mourn(self, traffic: Traffic) -> None:
-        if lost := kept(traffic.table, self.shell.user_ns):
-            print(f"{_list(lost)}: lived on these ranks only, which are ended; to be made again")
 
     def _in_step(self) -> bool:
         """Whether the ranks have taken part in the same collectives. If not, the next one would pair up with one that
@@ -265,63 +259,12 @@ class CellRun:
         for rank, finished in self.finished.items():
             traffic.packer.released(rank, finished.released)
         done = self.finished[self.lead] = replace(done, home=self.held.home(self.lead, done.home, done.streams))
+        traffic.ahead.difference_update(self.names.hard, self.names.soft)
+        for name in self.spec.keep:
+            if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
+                traffic.ahead.add(name)
         others = [rank for rank in self.ranks if rank != self.lead]
         if self.everybody:
             self.held.adopt(done.home.news, others)
         else:
             traffic.others_are_behind(done.home)
-
-    def _report(self, traffic: Traffic) -> None:
-        done = self.finished[self.lead]
-        for note in done.notes:
-            print(note)
-        for path, reason, known in done.home.stayed:
-            if known:
-                print(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
-            else:
-                print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
-        for reason in traffic.unchanged:
-            print(f"{reason}; the notebook's is not changed")
-        if differing := self._differing():
-            traffic.differs(differing)
-            print(f"differ between ranks: {_list(differing)}; the notebook has rank {self.lead}'s")
-        disagreements = self._disagreements()
-        for line in disagreements:
-            print(line)
-        if disagreements:
-            traffic.distrust()
-
-    def _differing(self) -> list[str]:
-        """Names that do not hold the same everywhere."""
-        values = [dict(done.values) for done in self.finished.values() if done.values is not None]
-        if len(values) < 2:
-            return []
-        names = dict.fromkeys(name for found in values for name in found)
-        return [name for name in names if len({found.get(name) for found in values}) > 1]
-
-    def _disagreements(self) -> list[str]:
-        """What should be equal on every rank and is not. The lead's came home; the others get it with the next cell."""
-        lead = dict(self.finished[self.lead].agreement or ())
-        differing: dict[str, list[int]] = {}
-        for rank, finished in self.finished.items():
-            for name, number in finished.agreement or ():
-                if lead.get(name, number) != number:
-                    differing.setdefault(name, []).append(rank)
-        return [
-            f"rank {', '.join(map(str, ranks))} differs from rank {self.lead} in {name}; rank {self.lead}'s came home"
-            for name, ranks in differing.items()
-        ]
-
-
-def _list(names: Iterable[str]) -> str:
-    """The first of them, and how many more."""
-    found = list(names)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
-
-
-def _slow(name: str, value: Any, seconds: float) -> str:
-    return (
-        f"looking for changes in {name}, a {type(value).__name__} of {len(value):,}, took {seconds:.1f} s, and does so "
-        "before each cell that reads it; an array, a tensor or a tuple of the same costs next to nothing"
-    )

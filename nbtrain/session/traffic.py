@@ -65,6 +65,8 @@ class Traffic:
         self.left: dict[str, str] = {}
         """of the names that the last cell might assign before it reads them, those that could not be sent → why"""
         self._told: set[str] = set()
+        self.ahead: set[str] = set()
+        """names of the notebook's own objects that ranks were to keep: theirs may have changed since"""
         self.unchanged: list[str] = []
         """the notebook's own objects that the last cell changed, and whose class did not let it happen here"""
         self.slow: dict[str, float] = {}

@@ -1,0 +1,84 @@
+"""What a cell says when it is over, below its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nbtrain.events import Finished
+from nbtrain.session.kept import kept
+from nbtrain.session.traffic import Traffic
+
+SHOWN = 8
+"""Names in one line."""
+
+
+def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int) -> None:
+    """After a cell that came home. What differs between ranks is also sent anew, from the notebook."""
+    done = finished[lead]
+    for note in done.notes:
+        print(note)
+    for path, reason, known in done.home.stayed:
+        if known:
+            print(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
+        else:
+            print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+    for reason in traffic.unchanged:
+        print(f"{reason}; the notebook's is not changed")
+    if differing := _differing(finished):
+        traffic.differs(differing)
+        print(f"differ between ranks: {listed(differing)}; the notebook has rank {lead}'s")
+    if disagreements := _disagreements(finished, lead):
+        print("\n".join(disagreements))
+        traffic.distrust()
+
+
+def mourn(traffic: Traffic | None, namespace: Mapping[str, Any]) -> None:
+    """The ranks end: what lives nowhere else is gone."""
+    if traffic is not None and (lost := kept(traffic.table, namespace)):
+        print(f"{listed(lost)}: lived on these ranks only, which are ended; to be made again")
+    drop_ahead(traffic)
+
+
+def drop_ahead(traffic: Traffic | None) -> None:
+    """The ranks take the notebook's objects anew."""
+    if traffic is not None and traffic.ahead:
+        print(f"{listed(traffic.ahead)}: what --keep had left on the ranks is dropped; the notebook's is as it was")
+        traffic.ahead.clear()
+
+
+def slow(name: str, value: Any, seconds: float) -> str:
+    return (
+        f"looking for changes in {name}, a {type(value).__name__} of {len(value):,}, took {seconds:.1f} s, and does so "
+        "before each cell that reads it; an array, a tensor or a tuple of the same costs next to nothing"
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of them, and how many more."""
+    found = list(names)
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more
+
+
+def _differing(finished: Mapping[int, Finished]) -> list[str]:
+    """Names that do not hold the same everywhere."""
+    values = [dict(done.values) for done in finished.values() if done.values is not None]
+    if len(values) < 2:
+        return []
+    names = dict.fromkeys(name for found in values for name in found)
+    return [name for name in names if len({found.get(name) for found in values}) > 1]
+
+
+def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
+    """What should be equal on every rank and is not. The lead's came home; the others get it with the next cell."""
+    expected = dict(finished[lead].agreement or ())
+    differing: dict[str, list[int]] = {}
+    for rank, done in finished.items():
+        for name, number in done.agreement or ():
+            if expected.get(name, number) != number:
+                differing.setdefault(name, []).append(rank)
+    return [
+        f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name}; rank {lead}'s came home"
+        for name, ranks in differing.items()
+    ]
