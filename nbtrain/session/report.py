@@ -43,7 +43,8 @@ def mourn(traffic: Traffic | None, namespace: Mapping[str, Any]) -> None:
 def drop_ahead(traffic: Traffic | None) -> None:
     """The ranks take the notebook's objects anew."""
     if traffic is not None and traffic.ahead:
-        print(f"{listed(sorted(traffic.ahead))}: what --keep had left on the ranks is dropped; the notebook's is as it was")
+        names = listed(sorted(traffic.ahead))
+        print(f"{names}: what --keep had left on the ranks is dropped; the notebook's is as it was")
         traffic.ahead.clear()
 
 
