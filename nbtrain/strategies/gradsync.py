@@ -54,6 +54,7 @@ class GradSync:
         self.handles: dict[int, Any] = {}
         self.pending: set[int] = set()  # arrived while `no_sync` was on
         self.averaged: set[int] = set()  # since their optimizer's last step
+        self.spent: set[int]  # stepped while the backward goes on, by a hook
         self.build()
         self.step_handle = register_optimizer_step_pre_hook(self.before_step)
 
@@ -85,12 +86,14 @@ class GradSync:
         """Forget a backward under way: at its end, or because it raised."""
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         self.got: set[int] = set()
+        self.spent = set()
         self.under_way: list[tuple[Bucket, torch.Tensor, bool, Any]] = []
         self.armed = False
 
     def arrived(self, p: torch.Tensor) -> None:
         """Autograd has put a gradient into `p.grad`."""
         key = id(p)
+        self.averaged.discard(key)
         if not self.armed:
             if not self.on:
                 self.pending.add(key)
@@ -166,7 +169,7 @@ class GradSync:
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = _unflatten_dense_tensors(flat, bucket.shapes)  # type: ignore[no-untyped-call]
-        if whole and bucket.contiguous:  # no need to look at the flags, and no wait for the device
+        if whole and bucket.contiguous and not self.spent:  # no need to look at the flags, and no wait for the device
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g
             self.averaged |= bucket.ids
@@ -178,7 +181,7 @@ class GradSync:
             flags = (tail.real if tail.is_complex() else tail).gt(0).tolist()
             used, sparse = flags[:count], flags[count:]
         for p, g, some, thin in zip(bucket.parameters, views, used, sparse, strict=False):
-            if not some:
+            if not some or id(p) in self.spent:
                 continue
             if thin:
                 if p.grad is None:  # not used here, but elsewhere: this rank must take part
@@ -224,6 +227,9 @@ class GradSync:
         if not keys <= self.averaged:
             self.catch_up(held)
         self.averaged -= keys
+        if self.armed:
+            self.spent |= keys
+            return
         if [p.requires_grad for p in self.parameters] != self.trainable:
             self.build()
 

@@ -212,8 +212,8 @@ class Patient:
             try:
                 return bool(self.work.wait(SLICE))
             except RuntimeError:
-                if self.work.is_completed():
-                    raise
+                if self.work.is_completed():  # it has failed, or came to its end just after this slice of time
+                    return bool(self.work.wait())
             self.look()
 
     def __getattr__(self, name: str) -> Any:

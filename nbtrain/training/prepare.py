@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Workshop:
         self.world_size = world_size
         self.kept: list[Kept] = []
         self.ready: set[int] = set()
-        self.known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.known: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         self._last: tuple[Mapping[str, object], list[Any]] | None = None
 
     @property
@@ -84,29 +84,44 @@ class Workshop:
             if not (component.modules or component.optimizers):
                 self._close(kept)
 
+    def sweep(self) -> None:
+        """Let go of the models that nobody else holds: a cell may make them in a loop, one after another."""
+        for kept in self.kept[:]:
+            component = kept.prepared.component
+            groups: tuple[dict[str, Any], ...] = (component.modules, component.optimizers, component.schedulers)
+            held = [(group, name, id(item), ref(item)) for group in groups for name, item in group.items()]
+            for group in groups:
+                group.clear()
+            for group, name, number, reference in held:
+                item = reference()
+                if item is None:
+                    kept.objects -= {number}
+                else:
+                    group[name] = item
+                del item
+            if not (component.modules or component.optimizers or component.loose):
+                self._close(kept)
+
     def is_ready(self, optimizer: Optimizer) -> bool:
         """Whether all that it trains is set up."""
         return all(id(p) in self.ready for group in optimizer.param_groups for p in group["params"])
 
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self.known.get(optimizer) == size:
+        groups = [group["params"] for group in optimizer.param_groups]
+        held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
+        if self.known.get(optimizer) == held:
             return
-        loose = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None and id(p) not in self.ready
-        ]
-        if loose:
+        loose = [p for group in groups for p in group if id(p) not in self.ready]
+        if not loose:
+            self.known[optimizer] = held
+        elif any(p.grad is not None for p in loose):
             count = "1 parameter" if len(loose) == 1 else f"{len(loose)} parameters"
             raise NotPrepared(
                 f"{type(optimizer).__name__} trains {count} on {self.world_size} ranks without having been set up, so "
                 "that every rank would train a model of its own. Was it made inside the cell? Then write before the "
                 "loop:\n    model, optimizer = setup(model, optimizer)"
             )
-        self.known[optimizer] = size
 
     def _set_up(self, component: Component) -> None:
         groups = (component.modules, component.optimizers, component.schedulers)

@@ -10,7 +10,8 @@ order, so that shuffling is what one process with the same seed would see, and t
 
 `torch.manual_seed` starts the shared stream anew, as it would in one process; from the next loader on, the ranks' own
 streams are numbers derived from it, so that dropout differs again. To see it even when the same seed is set again, the
-seed that torch remembers beside its state is replaced by a mark while the ranks are apart.
+seed that torch remembers beside its state is replaced by a mark while the ranks are apart. After each such seed it is
+another mark: a state from before it that is set again (`fork_rng`) brings its own shared stream back.
 
 All of it follows from where the notebook's streams stand when the cell begins.
 """
@@ -28,7 +29,9 @@ import torch
 
 States = dict[str, Any]
 MARK = 0x6E62747261696E
-"""What `torch.initial_seed()` says on a rank until the cell sets a seed of its own."""
+"""What `torch.initial_seed()` says on a rank until the cell sets a seed of its own; then one more."""
+REMEMBERED = 32
+"""marks whose shared stream can be brought back"""
 
 
 def capture() -> States:
@@ -71,6 +74,8 @@ class Randomness:
         self.began: States = {}
         self.seed: int | None = None  # what the notebook's torch remembers as its seed
         self.cuda_seed: int | None = None
+        self.mark = self.last_mark = MARK
+        self.left: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         self.depth = 0
         self.is_together = False
         self._said: States | None = None  # what the notebook knows of these streams
@@ -121,7 +126,7 @@ class Randomness:
             if key in states and key in self.began and _same(states[key], self.began[key]):
                 states[key] = _copy(shared)
         seed = states["torch"][:8].view(torch.int64)
-        if self.seed is not None and seed.item() == MARK:
+        if self.seed is not None and MARK <= seed.item() <= self.last_mark:
             seed.fill_(self.seed)
         return states
 
@@ -135,14 +140,8 @@ class Randomness:
             finally:
                 self.depth -= 1
             return
-        if torch.initial_seed() != MARK:  # the cell has set a seed, on every rank
-            state = self.shared_states["torch"] = torch.get_rng_state()
-            if self.rank:  # from here on their own draws differ again
-                torch.default_generator.manual_seed(derive(state, self.rank))
-                if torch.cuda.is_initialized():
-                    torch.cuda.manual_seed(derive(state, self.rank))
-            self._mark()
-            self.began["torch"] = torch.get_rng_state()
+        if torch.initial_seed() != self.mark:
+            self._follow(torch.initial_seed())
         own = {key: state for key, state in capture().items() if key in self.shared_states}
         restore(self.shared_states)
         self.depth += 1
@@ -154,7 +153,7 @@ class Randomness:
             self.shared_states.update({key: state for key, state in capture().items() if key in self.shared_states})
             if self.rank == 0 and "torch" in own and torch.equal(own["torch"], self.began["torch"]):
                 # Nothing but loaders drew: this rank goes on as one process would, with a model made after an epoch.
-                own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], MARK)
+                own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], self.mark)
             restore(own)
 
     def stand(self) -> torch.Tensor:
@@ -175,7 +174,7 @@ class Randomness:
         self.shared_states["torch"] = state
         self._said = None
         if self.rank == 0:
-            own = _with_seed(state, MARK)
+            own = _with_seed(state, self.mark)
             torch.set_rng_state(own)
             self.began["torch"] = own
 
@@ -211,12 +210,30 @@ class Randomness:
             self.cuda_seed = seed
             torch.cuda.manual_seed(derive(seed, self.rank) if self.rank else seed)
 
+    def _follow(self, seed: int) -> None:
+        """The cell has set a seed, or a state from before that: on every rank."""
+        self.left[self.mark] = self.shared_states["torch"], self.began["torch"], self.seed
+        self.left = dict([*self.left.items()][-REMEMBERED:])
+        if seed in self.left:
+            self.mark = seed
+            self.shared_states["torch"], self.began["torch"], self.seed = self.left.pop(seed)
+            return
+        state = self.shared_states["torch"] = torch.get_rng_state()
+        if self.rank:  # from here on their own draws differ again
+            torch.default_generator.manual_seed(derive(state, self.rank))
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed(derive(state, self.rank))
+        self.last_mark += 1
+        self.mark = self.last_mark
+        self._mark()
+        self.began["torch"] = torch.get_rng_state()
+
     def _mark(self) -> None:
         state = torch.get_rng_state()
         seed = state[:8].view(torch.int64)
         if self.rank == 0:
             self.seed = int(seed.item())
-        seed.fill_(MARK)
+        seed.fill_(self.mark)
         torch.set_rng_state(state)
 
 

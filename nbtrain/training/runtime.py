@@ -201,7 +201,10 @@ class Runtime:
 
     def _set_up_made(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
         if not self.workshop.is_ready(optimizer):
+            self.workshop.sweep()
             self.setup(*models, optimizer)
+        elif self.accumulation is not None:
+            self.accumulation.gate(optimizer)
 
     def _reset(self) -> None:
         for prepared in self.workshop.prepared:

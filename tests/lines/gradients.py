@@ -4,6 +4,20 @@ from tests.lines import Line
 
 LINES = [
     Line(
+        "an optimizer for each parameter, stepped while the backward goes on",
+        """
+own = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+def step(p):
+    own[p].step(); own[p].zero_grad()
+handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward()
+for handle in handles:
+    handle.remove()
+del handle, handles, own, step
+""",
+    ),
+    Line(
         "clip_grad_norm_",
         """
 for x, y in loader:

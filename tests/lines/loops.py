@@ -10,6 +10,26 @@ STEP = """
 
 LINES = [
     Line(
+        "a seed for validation only, within fork_rng",
+        """
+for epoch in range(3):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        result.setdefault("seen", []).append(sum(reduce(x[0, 0].item()) for x, y in held_out))
+""",
+        before="held_out = batches(4, 8, shuffle=True)",
+        alone="""
+for epoch in range(3):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        result.setdefault("seen", []).append(sum((x[0, 0].item() + x[1, 0].item()) / 2 for x, y in held_out))
+""",
+    ),
+    Line(
         "early break on one rank only",
         "for i, (x, y) in enumerate(loader):"
         + STEP

@@ -186,6 +186,45 @@ result["both"] = first.state_dict(), second.state_dict()
 """,
     ),
     Line(
+        "models made one after another, and none of them held for longer",
+        """
+import weakref
+made = []
+for fold in range(4):
+    probe = Net(); step = sgd(probe); made.append(weakref.ref(probe))
+    for x, y in loader:
+        F.cross_entropy(probe(x), y).backward(); step.step(); step.zero_grad()
+result["alive"] = sum(one() is not None for one in made)
+del made
+""",
+    ),
+    Line(
+        "an optimizer made in the cell, with --accumulate",
+        "opt = torch.optim.SGD(model.parameters(), 0.1)" + LOOP,
+        flags="--split-batches --accumulate 2",
+        alone="""
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for i, (x, y) in enumerate(loader):
+    loss = F.cross_entropy(model(x), y)
+    (loss / 2).backward()
+    if i % 2:
+        opt.step(); opt.zero_grad()
+    losses.append(loss.item())
+""",
+    ),
+    Line(
+        "an optimizer that is given another model's parameters",
+        """
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+other = Net()
+opt.param_groups[0]["params"] = list(other.parameters())
+for x, y in loader:
+    F.cross_entropy(other(x), y).backward(); opt.step(); opt.zero_grad()
+""",
+        refused=r"(?s)NotPrepared.*setup\(",
+    ),
+    Line(
         "parameters put into an optimizer behind its back",
         """
 head = nn.Linear(2, 2)
