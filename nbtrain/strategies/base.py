@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Of a `LazyLinear` that has not seen a batch."""
+    return hasattr(tensor, "materialize")
+
+
 @dataclass(slots=True)
 class Component:
     """What hangs together among modules, optimizers and schedulers. Changed in place by `set_up`."""
@@ -27,14 +32,14 @@ class Component:
     """parameters that an optimizer holds and no module owns"""
 
     def parameters(self) -> list[torch.Tensor]:
-        """Every parameter once, in an order that is the same on every rank."""
+        """Every parameter once, in an order that is the same on every rank. Lazy ones have nothing to train yet."""
         found: list[torch.Tensor] = [p for module in self.modules.values() for p in module.parameters()]
         found += self.loose.values()
-        return list({id(p): p for p in found}.values())
+        return list({id(p): p for p in found if not is_lazy(p)}.values())
 
     def buffers(self) -> list[torch.Tensor]:
         found = [b for module in self.modules.values() for b in module.buffers()]
-        return list({id(b): b for b in found}.values())
+        return list({id(b): b for b in found if not is_lazy(b)}.values())
 
 
 class Prepared:

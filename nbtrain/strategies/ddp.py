@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nbtrain.errors import UsageError
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
 from nbtrain.strategies.gradsync import GradSync
 
 
@@ -46,9 +46,10 @@ class Replicated(Prepared):
             for path, part in module.named_modules():
                 at = f"{where}.{path}" if path else where
                 for name, parameter in part.named_parameters(recurse=False):
-                    yield f"{at}.{name}", parameter
+                    if not is_lazy(parameter):
+                        yield f"{at}.{name}", parameter
                 for name, buffer in part.named_buffers(recurse=False):
-                    if not (isinstance(part, _NormBase) and name.startswith("running_")):
+                    if not is_lazy(buffer) and not (isinstance(part, _NormBase) and name.startswith("running_")):
                         yield f"{at}.{name}", buffer
         yield from self.component.loose.items()
 

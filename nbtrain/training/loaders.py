@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,8 @@ class Loaders:
         self.deal = Deal(index=0, count=1)
         self.padded = 0
         self.unshared: set[str] = set()
+        self.at_end: Callable[[], None] = lambda: None
+        """what to do when a loader has handed out its last batch"""
 
     def patch(self, patches: Patches) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -126,6 +128,7 @@ class Loaders:
                 batch = old(iterator)
             except StopIteration:
                 self.steps.exhausted(iterator)
+                self.at_end()
                 raise
             self.steps.got(samples_in(batch))
             return batch if self.device.type == "cpu" else move(batch, self.device)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotPrepared
 from nbtrain.exchange.fingerprint import checksum
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
 from nbtrain.training.collectives import equalise
 
 PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
@@ -153,7 +153,8 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
     found: list[Any] = []
     for item in objects.values():
         if isinstance(item, nn.Module):
-            found += [(id(p), p.dtype, p.shape, p.device) for p in (*item.parameters(), *item.buffers())]
+            tensors = (p for p in (*item.parameters(), *item.buffers()) if not is_lazy(p))
+            found += [(id(p), p.dtype, p.shape, p.device) for p in tensors]
         elif isinstance(item, Optimizer):
             found += [id(p) for group in item.param_groups for p in group["params"]]
     return found

@@ -11,6 +11,7 @@ Functions of torch replaced by `install`, and why:
     torch.save                           one file, written once
     Optimizer.__init__, add_param_group  models that the cell makes are set up
     nn.Module.__setstate__               a copied model is one that the cell made
+    _NormBase.reset_running_stats        update_bn counts the batches of all ranks
     and what is in `lines`
 
 Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
@@ -39,6 +40,7 @@ from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
 from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
+from nbtrain.training.norms import Recounted
 from nbtrain.training.patches import Patches
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
@@ -73,6 +75,8 @@ class Runtime:
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self.saving = Saving(self.meeting)
         self.made = Made(lambda: self._looks_after, self._set_up_made)
+        self.recounted = Recounted(lambda: self._looks_after)
+        self.loaders.at_end = self.recounted.share
         self._looks_after = False
         """all ranks run a cell whose models the strategy sets up"""
         self._agreement = Agreement()
@@ -97,6 +101,7 @@ class Runtime:
         self.meeting.patch(patches)
         if self.info.world_size > 1:
             self.made.patch(patches)
+            self.recounted.patch(patches)
             lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
             for module in (torch.serialization, torch):
                 patches.wrap(module, "save", self.saving.patched)
@@ -131,6 +136,7 @@ class Runtime:
         self.running = True
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
+            self.recounted.begin()
             self._looks_after = self.info.world_size > 1
             self.randomness.together()
         return [] if self.strategy.hands_off else _batch_notes(objects, deal, run.accumulate)

@@ -69,6 +69,19 @@ before = AveragedModel(model)
         after="result['before'] = before.state_dict()",
     ),
     Line(
+        "update_bn counts the batches of all ranks",
+        """
+from torch.optim.swa_utils import AveragedModel, update_bn
+average = AveragedModel(net)
+update_bn(loader, average); update_bn(loader, net)
+result["means"] = [net[1].running_mean, net[1].running_var, average.module[1].running_mean]
+result["apart"] = max(abs(m - average.module[1].running_mean.sum().item()) for m in gather(
+    average.module[1].running_mean.sum().item()))
+""",
+        before="torch.manual_seed(2); net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))",
+        flags="",
+    ),
+    Line(
         "GAN",
         """
 for x, y in loader:
@@ -184,6 +197,19 @@ def train(model):
 first = train(Net()); second = train(copy.deepcopy(first))
 result["both"] = first.state_dict(), second.state_dict()
 """,
+    ),
+    Line(
+        "lazy layers, which get their shape in the cell",
+        """
+torch.manual_seed(6)
+for lazy in (before, nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(2))):
+    lazy.eval()(X[:2])
+    step = sgd(lazy)
+    for x, y in loader:
+        F.cross_entropy(lazy(x), y).backward(); step.step(); step.zero_grad()
+    result.setdefault("lazy", []).append(lazy.state_dict())
+""",
+        before="before = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))",
     ),
     Line(
         "models made one after another, and none of them held for longer",

@@ -1,0 +1,48 @@
+"""`update_bn`: running statistics that are counted anew, over a whole loader, without a backward.
+
+Each rank has seen its share of the batches; the mean over the ranks is what one process counts. It is found by what the
+function does, which a program may also have written itself: `reset_running_stats` and a loader to its end, without
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from nbtrain.training.collectives import reduce
+from nbtrain.training.patches import Patches
+
+
+class Recounted:
+    """Layers whose statistics were reset, until a loader has come to its end."""
+
+    def __init__(self, active: Callable[[], bool]) -> None:
+        self.active = active
+        self.norms: list[_NormBase] = []
+
+    def begin(self) -> None:
+        self.norms.clear()
+
+    def patch(self, patches: Patches) -> None:
+        patches.wrap(_NormBase, "reset_running_stats", self._reset)
+
+    def _reset(self, old: Callable[[_NormBase], None]) -> Callable[[_NormBase], None]:
+        def reset(norm: _NormBase) -> None:
+            old(norm)
+            if not torch.is_grad_enabled() and self.active():
+                self.norms.append(norm)
+
+        return reset
+
+    def share(self) -> None:
+        """At the end of a loader. Collective, if there is anything to share."""
+        if not self.norms or torch.is_grad_enabled():
+            return
+        norms, self.norms = self.norms, []
+        for norm in norms:
+            for buffer in (norm.running_mean, norm.running_var):
+                if buffer is not None and norm.training and norm.num_batches_tracked:
+                    buffer.copy_(reduce(buffer))
