@@ -40,6 +40,8 @@ class Loaders:
         patches.wrap(DataLoader, "__iter__", self._iter)
         patches.wrap(_BaseDataLoaderIter, "__init__", self._iterator_init)
         patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
+        if "randperm" in vars(torch.utils.data.dataset):
+            patches.wrap(torch.utils.data.dataset, "randperm", self._split)
 
     def begin(self, deal: Deal, hands_off: bool) -> None:
         self.running, self.deal, self.hands_off = True, deal, hands_off
@@ -104,6 +106,17 @@ class Loaders:
             return iterator
 
         return iterate
+
+    def _split(self, old: Any) -> Any:
+        """`random_split`: by numbers of its own, a rank would train on what another one validates with."""
+
+        def randperm(*args: Any, **kwargs: Any) -> Any:
+            if not self._shares or kwargs.get("generator") not in (None, torch.default_generator):
+                return old(*args, **kwargs)
+            with self.randomness.shared():
+                return old(*args, **kwargs)
+
+        return randperm
 
     def _iterator_init(self, old: Any) -> Any:
         def init(iterator: Any, loader: DataLoader[Any]) -> None:

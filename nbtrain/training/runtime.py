@@ -6,6 +6,7 @@ Functions of torch replaced by `install`, and why:
     clip_grad_norm_, clip_grad_value_    a strategy may know better; accumulation
     DataLoader.__iter__, _index_sampler  batches are dealt out; counting
     _BaseDataLoaderIter.__init__         the order of batches is drawn from a stream that all ranks share
+    randperm, for random_split           so are splits
     _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
     all_reduce, broadcast, …             nobody waits for ranks that will not come
     torch.save                           one file, written once

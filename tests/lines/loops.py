@@ -10,6 +10,20 @@ STEP = """
 
 LINES = [
     Line(
+        "a new random_split after other training",
+        """
+from torch.utils.data import random_split
+for fold in range(3):
+    fit, held_out = random_split(data, [40, 8])
+    probe = Net(); step = sgd(probe)
+    for x, y in DataLoader(fit, batch_size=8, shuffle=True):
+        F.cross_entropy(probe(x), y).backward(); step.step(); step.zero_grad()
+    result.setdefault("splits", []).append(sorted(held_out.indices))
+    result.setdefault("different", []).append(len({tuple(each) for each in gather(held_out.indices)}))
+result["probe"] = probe.state_dict()
+""",
+    ),
+    Line(
         "a seed for validation only, within fork_rng",
         """
 for epoch in range(3):
