@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from nbtrain.strategies.base import is_lazy
 from nbtrain.training.patches import Patches
 
 Held = dict[int, ref[nn.Module]]
@@ -56,9 +57,19 @@ class Made:
                 found[id(owner)] = owner
         return list(found.values())
 
+    def alike(self, models: Iterable[nn.Module], ready: Callable[[Any], bool]) -> list[nn.Module]:
+        """Others that the cell made in the shape of one of these and that nobody has set up: copies taken before the
+        optimizer was made, for an average of the weights. In the order in which they were made."""
+        shapes = [[p.shape for p in model.parameters()] for model in models]
+        apart = [owner() for owner in self._owners.values()]
+        own = [p for module in apart if module is not None for p in module.parameters(recurse=False)]
+        others = self.models(p for p in own if not ready(p))
+        return [one for one in others if [p.shape for p in one.parameters() if not is_lazy(p)] in shapes]
+
     def _note(self, held: Held) -> Callable[[nn.Module, str, Any], None]:
         def registered(module: nn.Module, name: str, item: Any) -> None:
             if item is not None and self.active():
+                held.pop(id(item), None)  # so that they stay in the order of their making
                 held[id(item)] = ref(module)
 
         return registered
@@ -70,7 +81,10 @@ class Made:
             old(module, state)
             if self.active():
                 for held, items in ((self._owners, module._parameters), (self._parents, module._modules)):
-                    held.update((id(item), ref(module)) for item in items.values() if item is not None)  # type: ignore[attr-defined]
+                    for item in items.values():  # type: ignore[attr-defined]
+                        if item is not None:
+                            held.pop(id(item), None)
+                            held[id(item)] = ref(module)
 
         return setstate
 

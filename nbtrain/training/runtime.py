@@ -210,6 +210,9 @@ class Runtime:
         if not self.workshop.is_ready(optimizer):
             self.workshop.sweep()
             self.setup(*models, optimizer)
+            copies = self.made.alike(models, lambda p: id(p) in self.workshop.ready)
+            if len(set(collectives.gather(len(copies)))) == 1:  # an average may be kept on rank 0 alone
+                collectives.equalise([t for copy in copies for t in (*copy.parameters(), *copy.buffers())], checksum)
         elif self.accumulation is not None:
             self.accumulation.gate(optimizer)
 

@@ -199,6 +199,24 @@ result["both"] = first.state_dict(), second.state_dict()
 """,
     ),
     Line(
+        "averages of models that are made one after another",
+        """
+for fold in range(2):
+    probe = Net(); average = copy.deepcopy(probe)
+    mine = copy.deepcopy(probe) if rank == 0 and not fold else None
+    step = sgd(probe)
+    for x, y in loader:
+        F.cross_entropy(probe(x), y).backward(); step.step(); step.zero_grad()
+        with torch.no_grad():
+            for slow, p in zip(average.parameters(), probe.parameters()):
+                slow.lerp_(p, 0.1)
+    numbers_of = gather(sum(p.double().sum().item() for p in average.parameters()))
+    result.setdefault("apart", []).append(max(numbers_of) - min(numbers_of))
+    result.setdefault("average", []).append(average.state_dict())
+del mine
+""",
+    ),
+    Line(
         "lazy layers, which get their shape in the cell",
         """
 torch.manual_seed(6)
