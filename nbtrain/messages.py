@@ -40,6 +40,8 @@ class Run:
     filename: str
     quiet: bool
     """the cell ends in a semicolon: its last value is not shown"""
+    sent: float
+    """when, by the machine's monotonic clock: interrupts from then on are for this cell"""
     ranks: tuple[int, ...]
     """who runs it; the first of them is the lead, whose changes come home"""
     parcel: Any = None

@@ -48,8 +48,6 @@ class CellRun:
         self.finished: dict[int, Finished] = {}
         self.failed: dict[int, Failed] = {}
         self.stopped = False
-        self._stopped_at = 0.0
-        """by the clock that ranks stamp their events with"""
         self._asked: float | None = None
         """when the ranks were last told to end"""
         self._running = False
@@ -97,17 +95,18 @@ class CellRun:
         except BaseException:  # what was not sent must not be taken for sent
             held.lose() if forks else held.forget()
             raise
-        self._sent = time.monotonic()
 
     def _post(self, out: Outgoing, sources: list[Source], fork_with: Traffic | None) -> None:
         held, spec = self.held, self.spec
         if fork_with is not None:
             held.fork(spec.pool, fork_with)
+        self._sent = time.monotonic()
         run = Run(
             spec=replace(spec, options={}),
             code=self.cell.code,
             filename=self.cell.filename,
             quiet=self.cell.quiet,
+            sent=self._sent,
             ranks=self.ranks,
             parcel=out.parcel,
             drop=out.drop,
@@ -144,7 +143,7 @@ class CellRun:
                 events = []
                 if self.stopped:  # a second press: no more waiting
                     return
-                self.stopped, self._stopped_at = True, time.time()
+                self.stopped = True
                 self._interrupt(everybody - set(self.finished) - set(self.failed))
 
     def _interrupt(self, ranks: set[int]) -> None:
@@ -174,7 +173,7 @@ class CellRun:
             elif isinstance(event, Failed):
                 self.failed[event.rank] = event
             elif isinstance(event, RankState):
-                if event.state == "running" and self.stopped and event.time > self._stopped_at:  # it was deaf then
+                if event.state == "starting" and self._asked is not None:  # it was deaf until now
                     self._interrupt({event.rank})
                 elif event.state == "running" and event.rank == self.lead:
                     self._say(event.notes)

@@ -25,6 +25,7 @@ from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Forget, Leave, Pull, Run
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.worker.homeward import KERNEL, LIMIT
+from nbtrain.worker.interrupts import Interrupts
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
 from nbtrain.worker.output import Outputs
@@ -85,7 +86,7 @@ class Rank:
     # -- life ----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.interrupts = Interrupts()
         self._state("starting")
         try:
             self._take_place()
@@ -210,14 +211,16 @@ class Rank:
         """The user's code: the only time in which an interrupt is listened to."""
         from nbtrain.training.subset import only
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            with only(run.ranks, self.info.world_size):
-                return self.shell.run(run.code, run.filename, run.quiet)
-        except KeyboardInterrupt as late:  # it came between the cell's last line and here
-            return late, []
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                self.interrupts.listen(run.sent)
+                with only(run.ranks, self.info.world_size):
+                    return self.shell.run(run.code, run.filename, run.quiet)
+            finally:
+                self.interrupts.ignore()
+        except KeyboardInterrupt as outside:  # it came before the cell's first line or after its last
+            self.interrupts.ignore()
+            return outside, []
 
     def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.surroundings)
