@@ -118,7 +118,7 @@ TABLE = (
 
 _BY_NAME = {name: remedy for remedy in TABLE for name in remedy.types}
 
-OURS = ("nbtrain.worker.", "nbtrain.session.", "nbtrain.engines.", "nbtrain.magics.")
+OURS = ("nbtrain.worker.", "nbtrain.session.", "nbtrain.engines.", "nbtrain.magics.", "nbtrain.training.")
 _OURS = Remedy((), "it is a part of nbtrain that is running", "leave it out of what the cell reads")
 
 _SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")

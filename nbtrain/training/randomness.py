@@ -107,7 +107,8 @@ class Randomness:
             if self.rank:
                 self._seed(self.shared_states)
             self._mark()
-            self.began = capture()
+            # Rank 0 goes on where all stand: its streams are these, but for the mark.
+            self.began = capture() if self.rank else {**self.shared_states, "torch": torch.get_rng_state()}
 
     def collect(self) -> States | None:
         """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared

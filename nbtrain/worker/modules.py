@@ -59,11 +59,18 @@ def local_modules() -> Iterator[tuple[str, str]]:
             yield name, path
 
 
+@cache
+def at_birth() -> dict[str, str]:
+    """Those that a rank has from the beginning. Asked before it is forked: to look at every module is to have a page
+    of one's own for each."""
+    return dict(local_modules())
+
+
 class Modules:
     """A rank's. From its making on it hears of every local file that is imported."""
 
     def __init__(self) -> None:
-        self._files: dict[str, tuple[str, Stamp | None]] = {name: (path, stamp(path)) for name, path in local_modules()}
+        self._files: dict[str, tuple[str, Stamp | None]] = {n: (path, stamp(path)) for n, path in at_birth().items()}
         self._others: dict[str, Stamp | None] = {}
         self._owed: tuple[str, ...] = ()
         """to be loaded again, because the last attempt failed"""

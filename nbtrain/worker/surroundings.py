@@ -5,10 +5,10 @@ They are the notebook's: what a cell changed of them on a rank is put back befor
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Mapping
+from importlib.machinery import FileFinder
 from typing import Any
 
 from nbtrain.messages import Surroundings
@@ -56,7 +56,7 @@ class Taken:
             self._shell.colors = new.colors
         if self._flags is not None:
             _set_torch(self._flags)
-        importlib.invalidate_caches()  # files may have been made since Python last looked
+        _look_again()
         stale = self._shell.packages.look(self._modules.as_read)
         return [*self._enter(), *(change.sentence("the ranks still run", "%distributed restart") for change in stale)]
 
@@ -84,6 +84,17 @@ class Taken:
             del os.environ[name]
         os.environ.update({**self._environ, **self._own})
         self._raw = dict(raw or ())
+
+
+def _look_again() -> None:
+    """Files may have been made since Python last listed the folders of the path. `importlib.invalidate_caches` would do
+    the same for every package that was ever imported: a quarter of a millisecond."""
+    for folder in sys.path:
+        finder = sys.path_importer_cache.get(folder or ".", _look_again)
+        if finder is None:  # it did not exist
+            del sys.path_importer_cache[folder]
+        elif isinstance(finder, FileFinder):
+            finder.invalidate_caches()
 
 
 def _directory() -> str | None:

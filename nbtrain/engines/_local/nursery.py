@@ -107,9 +107,11 @@ class Nursery:
         """Everything a rank needs before its first step. Single-threaded: nothing here computes."""
         for name in PRELOADED:
             import_module(name)
+        from nbtrain.worker.modules import at_birth
         from nbtrain.worker.shell import make_shell
 
         self.shell = make_shell()
+        at_birth()
         gc.collect()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
 
