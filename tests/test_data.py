@@ -16,8 +16,8 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.training.data import move, samples_in
-from nbtrain.training.randomness import capture
 from nbtrain.training.runtime import Runtime
+from nbtrain.training.streams import capture
 from tests.ranks import run_on_ranks
 
 Batches = list[list[int]]

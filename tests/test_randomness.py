@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.ddp import DDP
-from nbtrain.training.randomness import States, capture, derive, restore
+from nbtrain.training.randomness import derive
 from nbtrain.training.runtime import Runtime
+from nbtrain.training.streams import States, capture, restore
 
 SAMPLES = 20
 

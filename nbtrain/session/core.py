@@ -30,9 +30,8 @@ class Session:
         self.ranks.on_idle = on_idle
         self.aging = Aging(shell)
         shell.events.register("post_run_cell", self._between_cells)
-        atexit.register(
-            self.ranks.stop
-        )  # who forks ranks from a nursery has others to clean up; who spawns them has not
+        # Who forks ranks from a nursery has others to clean up; who spawns them has not.
+        atexit.register(self.ranks.stop)
 
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
@@ -79,7 +78,7 @@ class Session:
     def check(self, names: list[str]) -> Report:
         """Whether these names, or all, can travel; nothing is sent."""
         self.ranks.listen(0)
-        return check(self.shell.user_ns, self.ranks.traffic, self.ranks._numbers(), names)
+        return check(self.shell.user_ns, self.ranks.traffic, self.ranks.numbers(), names)
 
     def close(self) -> None:
         """Leave nothing behind: ranks, the process they are forked from, files."""

@@ -16,7 +16,7 @@ def exception(
     freed: Iterable[int],
     world_size: int,
     open_packed: Callable[[int, bytes], Any],
-    hint: Callable[[Failed], str] = lambda failed: "",
+    hint: Callable[[Failed], str],
 ) -> BaseException:
     """The first failure that was not an interruption by us, raised as what it was. `hint`: what else is to be said."""
     first = min(failed.values(), key=lambda f: (f.interrupted, f.time))

@@ -16,7 +16,7 @@ from nbtrain.session import kept
 from nbtrain.session.traffic import Traffic
 
 SLOW = 2.0
-"""Seconds after which fetching says that it goes on."""
+"""Seconds after which something that is not the cell itself says what it is."""
 
 
 class Fetch:

@@ -12,10 +12,9 @@ from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
 from nbtrain.exchange.arrival import Unmakeable
-from nbtrain.exchange.residence import Node
 from nbtrain.messages import Adopt, Forget, Leave, Message
 from nbtrain.session import failure
-from nbtrain.session.handles import Fetch
+from nbtrain.session.handles import SLOW, Fetch
 from nbtrain.session.idle import MINUTES, Idle
 from nbtrain.session.kept import handles, kept
 from nbtrain.session.surroundings import Mirror
@@ -27,8 +26,6 @@ BEAT = 0.1
 """Seconds between two looks at the clock while nothing happens."""
 LONG = 10.0
 """Seconds in which idle ranks must have answered a question that takes them milliseconds."""
-SLOW = 2.0
-"""Seconds after which something that is not the cell itself says what it is."""
 
 
 def starting(count: int) -> str:
@@ -112,7 +109,7 @@ class Ranks:
         self.traffic = traffic
 
     def fork_traffic(self, spec: PoolSpec) -> Traffic:
-        return Traffic(self.shell.user_ns, "", range(spec.world_size), self._numbers())
+        return Traffic(self.shell.user_ns, "", range(spec.world_size), self.numbers())
 
     @property
     def everybody_ready(self) -> bool:
@@ -139,7 +136,7 @@ class Ranks:
         if self.traffic is not None:
             self.traffic.close()
         ranks = [info.rank for info in self.pool.ranks]
-        self.traffic = Traffic(self.shell.user_ns, self.pool.directory, ranks, self._numbers())
+        self.traffic = Traffic(self.shell.user_ns, self.pool.directory, ranks, self.numbers())
         if spared and traffic is not None:
             self.traffic.inherit(traffic)
         if fetch is not None:
@@ -148,7 +145,7 @@ class Ranks:
         if spared and fetch is not None:
             self.fetch.inherit(fetch)
 
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
         """File names of cells → their numbers; IPython 7 has none."""
         found: dict[str, int] = getattr(self.shell.compile, "_filename_map", {})
         return found
@@ -232,29 +229,28 @@ class Ranks:
     def home(self, lead: int, home: Home, streams: Any) -> Home:
         """Take home what the lead packed. What the notebook cannot make stays there, behind a handle."""
         assert self.traffic is not None
-        for _ in range(len(home.news)):
+        left: set[int] = set()
+        while True:
             try:
-                self._left_behind(self.traffic.homecoming(lead, home, streams), lead)
-                return home
+                touched = self.traffic.homecoming(lead, home, streams)
             except Unmakeable as error:
-                if error.key not in {key for key, _, _ in home.news}:
+                if error.key not in {key for key, _, _ in home.news} - left:
                     raise
+                left.add(error.key)
                 cause = error.__cause__
                 why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
                 self.send(Leave(key=error.key, reason=f"it cannot be made in the notebook: {why}"), [lead])
                 home = self._repacked()
-        self._left_behind(self.traffic.homecoming(lead, home, streams), lead)
-        return home
+            else:
+                if self.fetch is not None:
+                    self.fetch.attach(touched, lead)
+                return home
 
     def _repacked(self) -> Home:
         while True:
             for event in self._answers():
                 if isinstance(event, Repacked):
                     return event.home
-
-    def _left_behind(self, nodes: Iterable[Node], lead: int) -> None:
-        if self.fetch is not None:
-            self.fetch.attach(nodes, lead)
 
     def _answers(self) -> list[Event]:
         """What ranks say that were asked something between two cells."""

@@ -14,8 +14,9 @@ from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Run, Source
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
+from nbtrain.session.handles import SLOW
 from nbtrain.session.hints import hint
-from nbtrain.session.ranks import BEAT, SLOW, Ranks, starting
+from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.report import drop_ahead, mourn, report, slow
 from nbtrain.session.traffic import MISSING, Outgoing, Traffic

@@ -69,8 +69,7 @@ class Made:
     def _note(self, held: Held) -> Callable[[nn.Module, str, Any], None]:
         def registered(module: nn.Module, name: str, item: Any) -> None:
             if item is not None and self.active():
-                held.pop(id(item), None)  # so that they stay in the order of their making
-                held[id(item)] = ref(module)
+                _hold(held, item, module)
 
         return registered
 
@@ -83,8 +82,7 @@ class Made:
                 for held, items in ((self._owners, module._parameters), (self._parents, module._modules)):
                     for item in items.values():  # type: ignore[attr-defined]
                         if item is not None:
-                            held.pop(id(item), None)
-                            held[id(item)] = ref(module)
+                            _hold(held, item, module)
 
         return setstate
 
@@ -110,6 +108,11 @@ class Made:
     def _look(self, optimizer: Optimizer) -> None:
         if self.active():
             self.set_up(self.models(p for group in optimizer.param_groups for p in group["params"]), optimizer)
+
+
+def _hold(held: Held, item: Any, module: nn.Module) -> None:
+    held.pop(id(item), None)  # so that they stay in the order of their making
+    held[id(item)] = ref(module)
 
 
 def _holder(held: Held, item: Any, table: str) -> nn.Module | None:

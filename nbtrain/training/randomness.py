@@ -27,33 +27,12 @@ from typing import Any
 
 import torch
 
-States = dict[str, Any]
+from nbtrain.training.streams import States, capture, restore
+
 MARK = 0x6E62747261696E
 """What `torch.initial_seed()` says on a rank until the cell sets a seed of its own; then one more."""
 REMEMBERED = 32
 """marks whose shared stream can be brought back"""
-
-
-def capture() -> States:
-    """The states of the process's default streams. numpy and CUDA only where they are in use."""
-    states: States = {"torch": torch.get_rng_state(), "random": random.getstate()}
-    if numpy := sys.modules.get("numpy"):
-        states["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore(states: States) -> None:
-    """Set the default streams. CUDA's only where it is in use: this must not be what starts it."""
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def derive(state: Any, rank: int) -> int:

@@ -104,8 +104,7 @@ class Runtime:
             self.made.patch(patches)
             self.recounted.patch(patches)
             lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
-            for module in (torch.serialization, torch):
-                patches.wrap(module, "save", self.saving.patched)
+            self.saving.patch(patches)
         patches.keep(register_optimizer_step_pre_hook(self._before_step))
         patches.keep(register_optimizer_step_post_hook(self._after_step))
         _installed = self

@@ -17,7 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from nbtrain.training.meeting import Meeting
+from nbtrain.training.patches import Patches
 
 PATIENCE = 10.0
 """Seconds after which a rank writes by itself: two files at a time do no harm, they are moved into place whole."""
@@ -33,7 +36,11 @@ class Saving:
     def begin(self) -> None:
         self.calls.clear()
 
-    def patched(self, old: Callable[..., Any]) -> Callable[..., Any]:
+    def patch(self, patches: Patches) -> None:
+        for module in (torch.serialization, torch):
+            patches.wrap(module, "save", self._saving)
+
+    def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             if not self.meeting.open or not isinstance(f, (str, os.PathLike)):
                 return old(obj, f, *args, **kwargs)

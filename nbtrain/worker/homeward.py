@@ -57,11 +57,11 @@ class Homeward:
     def values(self) -> list[tuple[str, int]]:
         """A number for what each name holds here."""
         handle = kinds.kind_named("handle")
-        own = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
-        own |= {id(self.namespace.get(name)) for name in self.keep if type(self.namespace.get(name)) not in ATOMS}
         names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
-        own_names = {name for name in self.keep if not by_value(self.namespace.get(name))}
-        return [(n, number(self.namespace[n], self.table, own)) for n in names if n not in own_names]
+        kept = {name: value for name in self.keep if not by_value(value := self.namespace.get(name))}
+        ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
+        ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
+        return [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
 
     def pack(self, packer: Packer) -> Home:
         numeric.learn_atoms()
