@@ -20,7 +20,7 @@ from tests.notebook import Notebook
 from tests.sides import Sides
 
 CELL = """\
-import threading, socket, sqlite3, torch
+import functools, numpy, threading, socket, sqlite3, torch
 class Odd:
     def __init__(self):
         self.tricks = {"ok": 1, "guard": threading.Lock()}
@@ -51,6 +51,10 @@ class Bag(dict): pass
 bag = Bag(a=[threading.Lock()], b=open('/dev/null'))
 bag['c'] = (i for i in 'c')
 pair = (1, [threading.Lock()])
+part = functools.partial(print,
+    end=threading.Lock())
+grid = numpy.array([None, None])
+grid[1] = threading.Lock()
 """
 LINES = {
     "odd.tricks['guard']": 4,
@@ -65,6 +69,8 @@ LINES = {
     "bag['b']": 29,
     "bag['c']": 30,
     "pair[1][0]": 31,
+    "part.keywords['end']": 33,
+    "grid.flat[1]": 34,
 }
 
 
@@ -90,7 +96,7 @@ def checked(sides: Sides, *names: str) -> Report:
 
 def test_every_culprit_has_its_path_and_the_line_that_made_it(sides: Sides) -> None:
     cell(sides, CELL)
-    found = checked(sides, "odd", "net", "clo", "bad", "two", "sl", "bag", "pair").findings
+    found = checked(sides, "odd", "net", "clo", "bad", "two", "sl", "bag", "pair", "part", "grid").findings
     sides("clo.__closure__[0].cell_contents").close()
     sides("bag['b']").close()
     sides("bad.conn").close()

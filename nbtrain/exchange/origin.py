@@ -109,7 +109,7 @@ def _refined(binding: _Binding, rest: Sequence[Segment]) -> int:
             inner = next((v for k, v in pairs if isinstance(k, ast.Constant) and k.value == segment.key), None)
         elif segment.kind == "item" and isinstance(value, (ast.List, ast.Tuple)) and isinstance(segment.key, int):
             inner = value.elts[segment.key] if segment.key < len(value.elts) else None
-        elif segment.kind in ("attr", "item") and isinstance(value, ast.Call):
+        elif segment.kind in ("attr", "item", "keyword") and isinstance(value, ast.Call):
             inner = next((one.value for one in value.keywords if one.arg == segment.key), None)
         if inner is None:
             break

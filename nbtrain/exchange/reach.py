@@ -1,4 +1,7 @@
-"""The way from one object to another that it holds, as a person would write it."""
+"""The way from one object to another that it holds, as a person would write it.
+
+The one place that knows how: addresses of what a strategy prepares, and every error that names an object, come from it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, Handle
-from nbtrain.exchange.kinds.objects import MISSING, slots_of
+from nbtrain.exchange.kinds.objects import MISSING, own, slots_of
 
 FAR = 20_000
 """so many objects are looked at on the way into one that only its own pickle can move"""
@@ -42,6 +46,8 @@ _WORDS = {
     "base": " (its base class {})",
     "element": " (an element)",
     "key": " (a key)",
+    "keyword": ".keywords[{!r}]",
+    "flat": ".flat[{}]",
     "through": "",
 }
 
@@ -54,6 +60,11 @@ _THROUGH = (
 _NOT_INTO = (str, bytes, int, float, types.ModuleType, Handle)
 
 
+def step(holder: Any, child: Any) -> str:
+    """What is appended to the holder's address; nothing where the way cannot be told."""
+    return "".join(map(str, way(holder, child) or ()))
+
+
 def way(holder: Any, child: Any, deep: bool = False) -> list[Segment] | None:
     """None: not found. `deep`: through other objects too."""
     ahead: deque[tuple[Any, tuple[Segment, ...]]] = deque([(holder, ())])
@@ -63,12 +74,12 @@ def way(holder: Any, child: Any, deep: bool = False) -> list[Segment] | None:
         if id(obj) in seen:
             continue
         seen.add(id(obj))
-        for segment, member in _members(obj):
+        for kind, key, member in _members(obj):
             if member is child:
-                return [*before, segment]
+                return [*before, Segment(obj, kind, key)]
             cls = type(member)  # `isinstance` would ask the object itself
             if issubclass(cls, _THROUGH) or (deep and not issubclass(cls, _NOT_INTO)):
-                ahead.append((member, (*before, segment)))
+                ahead.append((member, (*before, Segment(obj, kind, key))))
     return None
 
 
@@ -77,7 +88,8 @@ def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[Segment], Any]
     name = next((one for one in sorted(namespace, key=len, reverse=True) if path.startswith(one)), "")
     obj, rest, segments = namespace.get(name), path[len(name) :], list[Segment]()
     while name and rest:
-        found = [(str(s), s, member) for s, member in _members(obj)]
+        steps = [(Segment(obj, kind, key), member) for kind, key, member in _members(obj)]
+        found = [(str(segment), segment, member) for segment, member in steps]
         fitting = [one for one in found if one[0] and rest.startswith(one[0])]
         if not fitting:
             through = [one for one in found if not one[0]]
@@ -90,10 +102,9 @@ def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[Segment], Any]
     return name, segments, obj
 
 
-def _members(obj: Any) -> Iterator[tuple[Segment, Any]]:
+def _members(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     with suppress(Exception):  # a property may raise anything
-        for kind, key, member in _parts(obj):
-            yield Segment(obj, kind, key), member
+        yield from _parts(obj)
 
 
 def _parts(obj: Any) -> Iterable[tuple[str, Any, Any]]:
@@ -154,17 +165,16 @@ def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "attr", "func", obj.func
         yield "attr", "args", obj.args
         yield "attr", "keywords", obj.keywords
-    try:
-        held = object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        held = {}
+        for key, value in obj.keywords.items():
+            yield "keyword", key, value
+    elif numeric.kind_of(obj) is numeric.OBJECTS:
+        for index, value in enumerate(obj.flat):
+            yield "flat", index, value
+    held = own(obj, "__dict__", None)
     if isinstance(held, dict):
         yield from _of_tables(held)
     for slot in slots_of(cls):
-        try:
-            value = object.__getattribute__(obj, slot)
-        except AttributeError:
-            value = MISSING
+        value = own(obj, slot, MISSING)
         if value is not MISSING:
             yield "attr", slot, value
     if cls.__module__ == "__main__":

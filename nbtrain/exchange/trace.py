@@ -8,6 +8,7 @@ from typing import Any
 
 from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.kinds.base import Make, Packed, Ref
+from nbtrain.exchange.reach import step
 from nbtrain.exchange.table import Node, Table
 
 Step = tuple[int, str]
@@ -52,7 +53,7 @@ def _kind_of(key: int, cargo: Cargo) -> str:
 
 def _held(node: Node, address: str) -> Iterator[Step]:
     for child in node.children:
-        yield child.key, node.kind.address(address, node.obj, child.obj)
+        yield child.key, address + step(node.obj, child.obj)
 
 
 def _steps(kind: str, state: Any, address: str) -> Iterator[Step]:

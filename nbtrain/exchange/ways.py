@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union
 
 from nbtrain.exchange.kinds import frozen
 from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.reach import step
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.walk import Members
 
 Way = tuple[int | str, bool, int, int]
 """How to come to an object: a key or name, whether among what it is made of, which one, of how many."""
+
+Trail = Union[str, "tuple[Node, Trail]"]
+"""A name, or the holder and how it was come to."""
 
 
 class Ways:
@@ -69,23 +73,32 @@ def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -
     found: dict[str, Any] = {}
     parts: set[int] = set()
     seen: set[int] = set()
-    todo: list[tuple[str, Node]] = []
+    todo: list[tuple[Node, Trail]] = []
     for name, value in names.items():
         node = table.find(value)
         if node is not None:
-            todo.append((name, node))
+            todo.append((node, name))
     todo.reverse()
     while todo:
-        address, node = todo.pop()
+        node, trail = todo.pop()
         if node.key in seen:
             continue
         seen.add(node.key)
         if isinstance(node.obj, wanted) and id(node.obj) not in parts:
-            found[address] = node.obj
+            found[_address(node, trail)] = node.obj
             if hasattr(node.obj, "modules"):
                 parts.update(map(id, node.obj.modules()))
         if node.kind.whole:
             continue
         below = [*(node.fixed or ()), *node.children]  # the first: what a function closes over
-        todo.extend((node.kind.address(address, node.obj, child.obj), child) for child in reversed(below))
+        todo.extend((child, (node, trail)) for child in reversed(below))
     return found
+
+
+def _address(node: Node, trail: Trail) -> str:
+    """Put together for what was found only: to look for each object's place in its holder would take longest of all."""
+    address = ""
+    while not isinstance(trail, str):
+        holder, trail = trail
+        address, node = step(holder.obj, node.obj) + address, holder
+    return trail + address

@@ -122,9 +122,6 @@ class Objects(Kind):
             node.obj.flat[index] = arrival.decode(value)
         node.seen = None
 
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        return next((f"{address}.flat[{i}]" for i, value in enumerate(holder.flat) if value is child), address)
-
 
 class Memmap(Kind):
     """`np.memmap` travels by its file's name: it may be larger than memory."""

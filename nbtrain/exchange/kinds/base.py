@@ -209,10 +209,6 @@ class Kind:
     def settle(self, node: Node) -> None:
         """After everything of a parcel was put in place."""
 
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        """How a person writes the way from `holder`, reached as `address`, to `child`."""
-        return address
-
     def parts(self, obj: Any) -> tuple[Any, ...]:
         raise TypeError(self.name)
 

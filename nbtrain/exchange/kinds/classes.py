@@ -120,16 +120,6 @@ class Class(Kind):
             vars(cls.__members__[name])[attribute] = value
         node.seen = None
 
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        if any(child is base for base in holder.__bases__):  # not `in`: an array would be compared number by number
-            return f"{address} (its base class {child.__name__})"
-        for name, value in vars(holder).items():
-            if value is child or getattr(value, "__func__", None) is child:
-                return f"{address}.{name}"
-            if isinstance(value, property) and any(f is child for f in (value.fget, value.fset, value.fdel)):
-                return f"{address}.{name}"
-        return address
-
 
 def _is_enum(cls: type) -> bool:
     return issubclass(cls, enum.Enum)

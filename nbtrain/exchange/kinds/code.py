@@ -101,23 +101,6 @@ class Function(Kind):
             fn.__type_params__ = arrival.decode(type_params[0])  # type: ignore[attr-defined]
         node.seen = None
 
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False):
-            if cell is child:
-                return f"{address} (its closure variable {name!r})"
-        code = holder.__code__
-        defaults = holder.__defaults__ or ()
-        names = code.co_varnames[: code.co_argcount]
-        # From the last backwards: somebody may have given it more defaults than it has arguments.
-        pairs = zip(reversed(names), reversed(defaults), strict=False)
-        for name, value in [*pairs, *(holder.__kwdefaults__ or {}).items()]:
-            if value is child:
-                return f"{address} (default of its argument {name!r})"
-        for name, value in vars(holder).items():
-            if value is child:
-                return f"{address}.{name}"
-        return address
-
 
 class Cell(Kind):
     """One closure variable."""
@@ -253,15 +236,6 @@ class Partial(Kind):
         keywords, held = ({key: arrival.decode(value) for key, value in field} for field in fields)
         node.obj.__setstate__((node.obj.func, tuple(map(arrival.decode, args)), keywords, held))
         node.seen = None
-
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        for index, value in enumerate(holder.args):
-            if value is child:
-                return f"{address}.args[{index}]"
-        for key, value in holder.keywords.items():
-            if value is child:
-                return f"{address}.keywords[{key!r}]"
-        return f"{address}.func"
 
 
 class NewType(Kind):

@@ -66,23 +66,6 @@ def atomic(values: Any) -> bool:
     return set(map(type, values)) <= ATOMS
 
 
-def item_address(address: str, holder: Any, child: Any) -> str:
-    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-    for key, value in items:
-        if value is child:
-            return f"{address}[{_key(key)}]"
-        if isinstance(value, tuple):
-            for index, inner in enumerate(value):
-                if inner is child:
-                    return f"{address}[{_key(key)}][{index}]"
-    return address
-
-
-def _key(key: Any) -> str:
-    """A parameter, the key of an optimizer's state, would be printed with its numbers, which takes a millisecond."""
-    return repr(key) if type(key) in ATOMS else f"<{type(key).__name__}>"
-
-
 class Sequence(Kind):
     """Lists and deques."""
 
@@ -112,9 +95,6 @@ class Sequence(Kind):
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         node.obj[:] = self.values(state, arrival)
         node.seen = Block(state) if type(state) is bytes else None
-
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        return item_address(address, holder, child)
 
 
 class Deque(Sequence):
@@ -147,9 +127,6 @@ class Set(Sequence):
         node.obj.clear()
         node.obj.update(values)
         node.seen = Block(state) if type(state) is bytes else None
-
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        return f"{address} (an element)"
 
 
 class Mapping(Kind):
@@ -187,9 +164,6 @@ class Mapping(Kind):
         node.obj.clear()
         for key, value in items:
             node.obj[key] = value
-
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        return item_address(address, holder, child)
 
 
 class Counter(Mapping):

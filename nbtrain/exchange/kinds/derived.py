@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.exchange.kinds.base import Kind
-from nbtrain.exchange.kinds.containers import Mapping, Sequence, item_address, same_items
+from nbtrain.exchange.kinds.containers import Mapping, Sequence, same_items
 from nbtrain.exchange.kinds.objects import INSTANCE
 
 if TYPE_CHECKING:
@@ -87,10 +87,6 @@ class Derived(Kind):
             node.obj.default_factory = arrival.decode(values[0])
             keys, values = keys[1:], values[1:]
         INSTANCE.put(node, (keys, values), arrival)
-
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        found = item_address(address, self.plain(holder), child)
-        return found if found != address else INSTANCE.address(address, holder, child)
 
 
 def _fill_list(obj: Any, items: Any) -> None:

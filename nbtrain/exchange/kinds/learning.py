@@ -92,16 +92,6 @@ class Module(Kind):
             for name in obj.parametrizations:
                 inject._inject_property(obj, name)
 
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        if type(holder) is child:
-            return f"{address} (its class {child.__name__})"
-        held = vars(holder)
-        for name in BOXES:
-            for key, value in held[name].items():
-                if value is child:
-                    return f"{address}[{key}]" if key.isdigit() else f"{address}.{key}"
-        return next((f"{address}.{key}" for key, value in held.items() if value is child), address)
-
 
 def _parametrized(obj: Any) -> bool:
     """Whether torch has put it into a class of its own (`weight_norm` and the like)."""

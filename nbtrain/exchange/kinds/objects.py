@@ -77,17 +77,6 @@ class Instance(Kind):
             held.update(fields)
         node.seen = None
 
-    def address(self, address: str, holder: Any, child: Any) -> str:
-        if type(holder) is child:
-            return f"{address} (its class {child.__name__})"
-        keys, values = self.fields(holder)
-        for key, value in zip(keys, values, strict=True):
-            if value is child:
-                return f"{address}.{key}"
-            if isinstance(value, tuple) and any(inner is child for inner in value):
-                return f"{address}.{key}"
-        return address
-
 
 def own(obj: Any, name: str, missing: Any) -> Any:
     """What the object holds; a `__getattr__` of its class may answer for what it does not."""
