@@ -357,8 +357,7 @@ class Inside(Members):
             node = self._ahead.popleft()
             with suppress(Exception):  # whatever its class does when it is looked at, it stays where it is
                 node.kind.shell(node, self)
-                if not (node.kind.leaf or node.kind.constant or node.kind is kinds.kind_named("opaque")):
-                    node.seen = None
+                if not node.kind.whole:
                     node.kind.look(node, self)
         self._showing()
         return [self._nodes[key] for key in sorted(self._nodes)]

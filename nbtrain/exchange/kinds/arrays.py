@@ -30,8 +30,7 @@ class Array(Kind):
         if owner is not array:
             node.seen = _view(array, owner)
             return walk.encode(owner), node.seen, array.flags.writeable, None
-        if walk.quiet:
-            node.seen = node.seen or _seen(array)
+        if walk.quiet:  # what its bytes are, a look remembers
             return None
         node.seen = _seen(array)
         if walk.arrays is not None:
