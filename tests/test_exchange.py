@@ -291,6 +291,17 @@ def test_what_the_notebook_drops_is_freed_on_both_sides(sides: Sides) -> None:
     assert not any(sides.traffic.packer._readers.values())
 
 
+def test_a_class_that_a_cell_defines_anew_is_freed_on_both_sides(sides: Sides) -> None:
+    sides.run("class A:\n    data = bytearray(1 << 20)\na = A()")
+    sides.out()
+    mine, twin = weakref.ref(sides("A")), weakref.ref(sides.there("A"))
+    sides.run("class A: pass\na = A()")
+    sides.out()
+    gc.collect()
+    assert mine() is None
+    assert twin() is None
+
+
 def test_what_a_cell_rebinds_does_not_pile_up(sides: Sides) -> None:
     sides.run("import torch\nw = torch.ones(3); x = w; loss = None; pair = (w, [1])")
     counts = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 
@@ -124,7 +123,6 @@ _OURS = Remedy((), "it is a part of nbtrain that is running", "leave it out of w
 _SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")
 
 
-@lru_cache(maxsize=4096)
 def remedy_for(cls: Any) -> Remedy | None:
     """For objects of this class; None when a class of the user's says how it is pickled, or nothing is known."""
     if cls.__module__.startswith(OURS):

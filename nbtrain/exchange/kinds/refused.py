@@ -6,6 +6,7 @@ import builtins
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
@@ -84,8 +85,8 @@ class LogHandler(Instance):
 REFUSED: Kind = Refused()
 BY_NAME: Kind = ByName()
 LOG_HANDLER: Kind = LogHandler()
-_PLAIN: set[type] = set()
-"""classes about which there is nothing to say here"""
+_PLAIN: WeakSet[type] = WeakSet()
+"""classes about which there is nothing to say here; one that a cell defined anew is let go"""
 
 
 def kind_of(obj: Any) -> Kind | None:
