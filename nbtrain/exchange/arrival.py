@@ -16,6 +16,9 @@ from nbtrain.exchange.trace import path_to
 
 Buffers = Callable[[int], memoryview]
 
+UNOPENED = " was packed but cannot be made again: "
+"""Between the path and the reason, by which the sender finds both in what the receiver said."""
+
 
 class Unmakeable(CannotTravel):
     """One object that could be packed cannot be made here; nothing of the receiver's was touched."""
@@ -195,8 +198,8 @@ class Arrival:
             path = path_to(key, self._cargo, self.table, self.namespace)
             reason = f"{type(error).__name__}: {error}"
             raise Unmakeable(
-                f"{path} was packed but cannot be made again: {reason}; make it inside the "
-                "cell, or give its class __getstate__ and __setstate__ that fit together",
+                f"{path}{UNOPENED}{reason}; make it inside the cell, or give its "
+                "class __getstate__ and __setstate__ that fit together",
                 key,
                 f"{path}: {reason}",
             ) from error

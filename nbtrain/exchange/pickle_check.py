@@ -14,6 +14,7 @@ import cloudpickle.cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
+from nbtrain.exchange.arrival import UNOPENED
 from nbtrain.exchange.cargo import Culprit
 from nbtrain.exchange.origin import Cells, Place
 from nbtrain.exchange.reach import Segment, read, way
@@ -22,9 +23,6 @@ from nbtrain.exchange.remedies import instead
 NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 SEVERAL = 20
 """so many culprits are looked for inside one object that only its own pickle can move"""
-
-
-UNOPENED = " was packed but cannot be made again: "
 
 
 @dataclass(frozen=True, slots=True)
