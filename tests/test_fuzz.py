@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -18,6 +20,23 @@ EXAMPLES = int(os.environ.get("EXAMPLES", "0"))
 """`make fuzz` asks for more than the seeded sample of `make test`: so many on one rank, the others in proportion."""
 SAMPLE = 120
 SEED = int(os.environ.get("SEED", "0"))
+LIMIT = 14400 if EXAMPLES else 600
+
+MEANT = {
+    "nesting": r"\{'k': \[|\[\[",
+    "redefinition": r"^class (\w+).*^class \1\b",
+    "deletion": r"^ *del \w+$",
+    "shadowing": r"^ *(list|sum|device|log|rank) = ",
+    "aliases": r"^ *([a-p]) = [a-p]$",
+    "views": r"\[1:\]|\[2:[46]\]|\.T\b|\.reshape\(-1\)",
+    "memory of arrays and tensors": r"from_numpy|\.numpy\(\)",
+    "cycles": r"\b(\w+)\['self'\] = \1|\b(\w+)\.(append\(|right = |y = )\2\b",
+    "shared tensors": r"\.weight = [\w.]+\.weight",
+    "slots": "__slots__",
+    "weak references": r"= weakref\.\w+\(",
+    "a cell that fails": "raise ValueError",
+}
+"""What has to be in some programs of the sample, as they are typed."""
 
 
 def check(notebook: Live, program: Program) -> None:
@@ -36,18 +55,22 @@ def check(notebook: Live, program: Program) -> None:
         assert where is None, f"after\n{cell.text}\n{where}"
 
 
+def drawn(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=not EXAMPLES,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+    )
+
+
 def fuzz(options: str, examples: int) -> None:
     with live(options) as notebook:
 
-        @settings(
-            max_examples=-(-EXAMPLES * examples // SAMPLE) or examples,
-            deadline=None,
-            derandomize=not EXAMPLES,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-            report_multiple_bugs=False,
-        )
+        @drawn(-(-EXAMPLES * examples // SAMPLE) or examples)
         @given(programs())
         def same(program: Program) -> None:
             check(notebook, program)
@@ -55,7 +78,20 @@ def fuzz(options: str, examples: int) -> None:
         (seed(SEED)(same) if EXAMPLES else same)()
 
 
-@pytest.mark.limit(14400)
+def test_the_sample_has_what_it_is_for() -> None:
+    found: Counter[str] = Counter()
+
+    @drawn(SAMPLE)
+    @given(programs())
+    def count(program: Program) -> None:
+        if any(cell.distributed for cell in program.cells):
+            found.update(name for name, pattern in MEANT.items() if re.search(pattern, repr(program), re.M | re.S))
+
+    count()
+    assert [name for name in MEANT if found[name] < 3] == [], found
+
+
+@pytest.mark.limit(LIMIT)
 @pytest.mark.parametrize(
     ("options", "examples"),
     [
@@ -68,7 +104,7 @@ def test_a_random_notebook_ends_as_in_one_process(options: str, examples: int) -
     fuzz(options, examples)
 
 
-@pytest.mark.limit(14400)
+@pytest.mark.limit(LIMIT)
 def test_with_forks_of_a_notebook() -> None:
     """In a process of its own: what other tests ran here has left threads of torch's, with which nobody may fork."""
     code = "from tests.test_fuzz import fuzz; fuzz('-d 1 --start fork --monitor off', 4)"

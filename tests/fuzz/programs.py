@@ -24,6 +24,17 @@ import numpy as np, torch
 torch.manual_seed(0)
 """.strip()
 
+STARTS = (
+    "a = np.arange(6.); b = a[2:4]; c = torch.from_numpy(a)",
+    "a = torch.arange(8.); b = a.detach()[2:6]; c = [a.data.view(2, 4).T]; d = a.numpy()",
+    "o = torch.nn.Linear(2, 2); p = torch.nn.Sequential(o, torch.nn.Linear(2, 2)); p[1].weight = o.weight",
+    "o = torch.nn.Linear(2, 2); d = torch.optim.SGD(o.parameters(), 0.1, momentum=0.9); a = o.weight.detach()",
+    "a = [1]; b = {'k': a}; b['self'] = b; a.append((a, b)); c = a",
+    "class C:\n    __slots__ = ('left', 'right', '__weakref__')\na = C(); a.left = [a]; b = weakref.ref(a)\n"
+    "c = weakref.WeakKeyDictionary({a: [a.left]})",
+)
+"""What chance alone hardly ever comes to: views, shared weights, cycles, what is held weakly."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -52,8 +63,7 @@ class OneProcess:
     def __init__(self) -> None:
         self.module = types.ModuleType("__main__")
         self.namespace = vars(self.module)
-        self.namespace.update(__builtins__=__builtins__, rank=0)
-        del self.namespace["rank"]
+        self.namespace["__builtins__"] = __builtins__
 
     def run(self, text: str) -> BaseException | None:
         with _main(self.module), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -82,6 +92,10 @@ def programs(draw: st.DrawFn) -> Program:
     oracle.run(PRELUDE)
     scene = Scene(oracle.namespace, lambda count: draw(st.integers(0, count - 1)))
     cells = [Cell(PRELUDE, False, False, form_of(oracle.namespace))]
+    if scene.chance(2):
+        start = scene.pick(STARTS)
+        oracle.run(start)
+        cells.append(Cell(start, scene.chance(3), False, form_of(oracle.namespace)))
     for _ in range(2 + scene.choose(5)):
         distributed = scene.choose(2) == 0
         fails = distributed and scene.chance(12)

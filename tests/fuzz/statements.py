@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.fuzz.values import ATOMS, KEYS, Scene, there, value
+from tests.fuzz.values import ATOMS, KEYS, Scene, shown, there, value
 
 NAMES = ("a", "b", "c", "d", "o", "p")
 OTHER = ("f", "g", "C", "D")
@@ -124,7 +124,7 @@ FUNCTIONS = (
     "@functools.singledispatch\ndef {F}(x=1): return 1\n@{F}.register\ndef _(x: str): return {n}",
 )  # fmt: skip
 LINES = (
-    "{n} = {v}", "{n} = {v}", "{n} = {v}", "{n} = {there}", "{n} = {there}", "del {e}", "{n}, {m_} = {v}, {v}",
+    "{n} = {v}", "{n} = {v}", "{n} = {v}", "{n} = {there}", "{n} = {shown}", "del {e}", "{n}, {m_} = {v}, {v}",
     "if {e}: {n} = {v}\nelse: {m_} = {v}", "{n} = [q for q in ({v}, {v})]", "{n} = {{k: {e} for k in 'ab'}}",
     "for {n} in ({v}, {v}): pass", "try:\n    {n} = {e}[5]\nexcept Exception:\n    {m_} = {v}", "{n} = {m_} = {v}",
     "with contextlib.suppress(Exception):\n    {n} = {v}\n    {m_} = {e}.nothing", "{s} = {v}", "del {s}",
@@ -190,10 +190,10 @@ _FIELDS: dict[str, Callable[[Scene], str]] = {
     "n": lambda scene: scene.pick(NAMES),
     "m_": lambda scene: scene.pick(NAMES),
     "s": lambda scene: scene.pick(SHADOWING),
-    "e": lambda scene: _one(scene, "None", where=lambda obj: True) if scene.chance(3) else scene.pick(NAMES),
+    "e": lambda scene: _one(scene, "None") if scene.chance(3) else scene.pick(NAMES),
     "there": there,
+    "shown": lambda scene: shown(scene) or there(scene),
     "m": lambda scene: _one(scene, "torch.nn.Linear(2, 2)", torch.nn.Module),
-    "t": lambda scene: _one(scene, "torch.ones(2)", torch.Tensor),
     "P": lambda scene: _one(scene, "torch.nn.Parameter(torch.ones(2))", torch.nn.Parameter),
     "f": lambda scene: _one(scene, "(lambda *x: None)", types.FunctionType),
     "C": lambda scene: _one(scene, "object", type, where=lambda c: c.__module__ == "__main__"),
