@@ -133,30 +133,30 @@ EDITS = {
 }
 
 
+BEFORE = {
+    "del net.head": EDITS["a replaced layer"],
+    "cfg.popitem()": "cfg['last'] = 1",
+    "hooks.pop().remove()": EDITS["a hook"],
+    "del side.forward": EDITS["patched forward"],
+    "side.half()": "side.float()",
+}
+"""edit → what makes it one"""
+
+
 @pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
 def test_edits_of_either_side_are_seen_on_the_other(room: Notebook, edit: str) -> None:
+    first = f"{BEFORE[edit]}\n--- ranks\nlook();\n--- here\n" if edit in BEFORE else ""
     play(
         room,
-        f"""_was = look()
+        f"""{first}_was = look()
 {edit}
 assert look() != _was, 'this edits nothing'
 --- ranks
 there = look()
 --- here
 assert _sent[-1][0] > 0 and there == look(), (there, look())
-_was = look()
-""",
-    )
-    if edit.startswith(("del", "hooks.pop", "cfg.popitem")):  # there is nothing left to remove: put it back first
-        again = {"del net.head": "net.head = nn.Linear(1, 2).requires_grad_(False)",
-                 "cfg.popitem()": "cfg['last'] = 1", "hooks.pop().remove()": EDITS["a hook"],
-                 "del side.forward": EDITS["patched forward"]}[edit]  # fmt: skip
-        room(f"{again}\n_was = look()")
-    elif edit == EDITS["half"]:
-        room("side.float(); _was = look()")
-    play(
-        room,
-        f"""--- ranks
+{first}_was = look()
+--- ranks
 {edit}
 there = look()
 --- here
@@ -192,6 +192,24 @@ def test_what_is_no_edit_sends_nothing(room: Notebook, cell: str) -> None:
         f"{cell}\n--- ranks\nlook();\n--- here\nassert _sent[-1] == [0, 0], _sent[-1]\n"
         f"--- ranks\n{cell}\nlook();\n--- here\nassert _came[-1] == [0], _came[-1]\n"
         "--- ranks\nlook();\n--- here\nassert _sent[-1] == [0, 0] and _came[-1] == [0], (_sent[-1], _came[-1])",
+    )
+
+
+def test_only_what_was_edited_travels(room: Notebook) -> None:
+    edit = "net.a.bias.data[0] += 1; cfg['k'].append(0)"
+    play(
+        room,
+        f"""--- ranks
+net.train(); opt.zero_grad(); look();
+--- ranks
+{edit}; look();
+--- here
+assert _came[-1] == [2], _came[-1]
+{edit}
+--- ranks
+look();
+--- here
+assert _sent[-1] == [2, net.a.bias.nbytes], _sent[-1]""",
     )
 
 
