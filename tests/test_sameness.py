@@ -74,9 +74,9 @@ def test_one_object_twice_is_what_two_equal_ones_are() -> None:
 
 def test_a_long_text_costs_nothing() -> None:
     text = "é" * 50_000_000
-    began = time.perf_counter()
+    began = time.thread_time()  # what others do on this machine does not count
     number(text)
-    assert time.perf_counter() - began < 0.1
+    assert time.thread_time() - began < 0.1
 
 
 def test_attributes_of_the_notebooks_classes_are_looked_at_without_asking_them() -> None:

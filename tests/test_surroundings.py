@@ -1,12 +1,15 @@
-"""The ranks run what is on the disk: local modules and packages that changed since they were imported."""
+"""The ranks have the notebook's surroundings, and run what is on the disk: modules and packages that changed, too."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import time
 import timeit
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from nbtrain.worker.modules import Modules
 from nbtrain.worker.packages import Packages
 from tests.kernels import Kernel
 from tests.notebook import Notebook
+from tests.story import play
 
 
 class Files:
@@ -52,6 +56,50 @@ def notebook(shared_kernel: Kernel) -> Notebook:
     return Notebook(shared_kernel, first="")
 
 
+# -- directory, path, environment, settings of torch --------------------------------------------------
+
+
+def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> None:
+    play(
+        notebook,
+        """
+        import os, sys, torch
+        def look():
+            return (os.environ.get('NBTRAIN_TEST_A'), os.environ.get('NBTRAIN_TEST_B'),
+                    [p for p in sys.path if p.startswith('/of_')], os.getcwd(),
+                    torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+                    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+        def change(a, b, folders, where, dtype, deterministic, precision, benchmark):
+            for name, value in (('NBTRAIN_TEST_A', a), ('NBTRAIN_TEST_B', b)):
+                os.environ.pop(name, None)
+                if value: os.environ[name] = value
+            sys.path[:] = [p for p in sys.path if not p.startswith('/of_')] + folders
+            os.chdir(where); torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(deterministic)
+            torch.set_float32_matmul_precision(precision); torch.backends.cudnn.benchmark = benchmark
+        before = look()
+        ours = ('1', None, ['/of_the_notebook'], '/', torch.float64, True, 'high', True)
+        theirs = (None, '2', ['/of_a_rank'], '/usr', torch.bfloat16, False, 'medium', False)
+        --- ranks
+        assert look() == before, look()
+        --- here
+        change(*ours)
+        --- ranks
+        assert look() == ours, look()
+        change(*theirs)
+        --- here
+        assert look() == ours, look()
+        --- ranks
+        assert look() == ours, look()
+        --- here
+        change(*before)
+        --- ranks
+        assert look() == before, look()
+        --- here
+        %distributed stop""",
+    )
+
+
 # -- local modules -----------------------------------------------------------------------------------
 
 
@@ -82,12 +130,12 @@ def test_changed_module_is_loaded_again_before_the_cell_and_the_output_names_it(
 def test_notebook_that_reloads_by_itself_is_told_nothing(notebook: Notebook, files: Files) -> None:
     files("tools.py", "def f(): return 1\n")
     notebook("%load_ext autoreload\n%autoreload 2\nimport tools")
-    notebook("%%distributed\nprint(tools.f())")
+    notebook("%%distributed\nprint('f', tools.f())")
     path = files("tools.py", "def f(): return 2\n")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 2))  # autoreload compares seconds
-    shown = notebook("%%distributed\nprint(tools.f())").stdout
+    shown = notebook("%%distributed\nprint('f', tools.f())").stdout
     notebook("%autoreload 0")
-    assert "2" in shown
+    assert "f 2" in shown
     assert "importlib.reload" not in shown
     assert "loaded again: tools" in shown
 
@@ -208,7 +256,7 @@ def test_looking_costs_next_to_nothing_when_nothing_changed(tmp_path: Path, monk
             return modules.refresh({}), packages.look(modules.as_read)
 
         assert look() == (([], []), [])
-        assert min(timeit.repeat(look, number=20, repeat=5)) / 20 < 300e-6
+        assert min(timeit.repeat(look, timer=time.thread_time, number=20, repeat=5)) / 20 < 300e-6
         (tmp_path / f"{names[3]}.py").write_text("x = 22\n")
         assert modules.refresh({}) == ([names[3]], [])
         assert sys.modules[names[3]].x == 22
@@ -223,8 +271,6 @@ def test_looking_costs_next_to_nothing_when_nothing_changed(tmp_path: Path, monk
 
 def wheel(where: Path, name: str, version: str) -> Path:
     """A package of one module, which does not know its own version."""
-    import zipfile
-
     path = where / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     texts = {
@@ -241,12 +287,13 @@ def wheel(where: Path, name: str, version: str) -> Path:
 
 def install(package: Path, target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    for old in (
-        *target.glob(f"{package.name.partition('-')[0]}*"),
-        *target.glob("__pycache__"),
-    ):  # --target leaves them
-        subprocess.run(["rm", "-r", str(old)], check=True)
+    remove(package.name.partition("-")[0], target)  # --target leaves it
     subprocess.run([*command, "--target", str(target), str(package)], check=True)
+
+
+def remove(name: str, target: Path) -> None:
+    for old in (*target.glob(f"{name}*"), *target.glob(f"__pycache__/{name}*")):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def test_package_that_was_replaced_or_removed_is_said_once(notebook: Notebook, tmp_path: Path) -> None:
@@ -276,8 +323,7 @@ def test_package_that_was_replaced_or_removed_is_said_once(notebook: Notebook, t
         shown = notebook("%%distributed --devices 2\nimport other\nprint('v', other.v())").text
         assert "v 1.0" in shown, "what is new simply works"
         assert "still" not in shown
-        for old in (*target.glob("tiny*"), *target.glob("__pycache__/tiny*")):
-            subprocess.run(["rm", "-r", str(old)], check=True)
+        remove("tiny", target)
         assert "tiny was removed, and the ranks still run 2.0: %distributed restart" in notebook(cell).text
     finally:
         notebook("import sys; sys.path.pop(); sys.modules.pop('tiny', None)")
