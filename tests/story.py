@@ -41,3 +41,9 @@ def warm_ranks(module_kernel: Kernel) -> Iterator[None]:
     assert module_kernel.run("%%distributed --devices 2\npass").error is None
     yield
     assert module_kernel.run("%distributed stop").error is None
+
+
+@pytest.fixture
+def notebook(shared_kernel: Kernel, warm_ranks: None) -> Notebook:
+    """An empty notebook before ranks that earlier tests have used."""
+    return Notebook(shared_kernel, "")

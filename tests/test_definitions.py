@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels import Kernel
 from tests.notebook import Notebook
-from tests.story import play, warm_ranks
+from tests.story import notebook, play, warm_ranks
 
-__all__ = ["warm_ranks"]
+__all__ = ["notebook", "warm_ranks"]
 
 pytestmark = pytest.mark.kernel
-
-
-@pytest.fixture
-def notebook(shared_kernel: Kernel, warm_ranks: None) -> Notebook:
-    return Notebook(shared_kernel, "")
 
 
 # Each story is said twice: everything defined here and used there, and the reverse.

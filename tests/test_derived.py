@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sides import Sides
+from tests.sides import Sides, namespace, run
 
 NOTEBOOK = """
     import collections, types
@@ -71,11 +71,10 @@ def test_an_edit_is_seen_and_made_in_place(sides: Sides, edit: str, where: str) 
         assert sides.unsent()
         sides.out()
         assert repr(sides.there(look, 1)) == repr(sides(look))
-    expected = Sides.__new__(Sides)
-    expected.here = {"__name__": "__main__"}
-    expected.run(NOTEBOOK)
-    expected.run(change)
-    assert repr(sides(look)) == repr(expected(look))
+    alone = namespace()
+    run(NOTEBOOK, alone)
+    run(change, alone)
+    assert repr(sides(look)) == repr(eval(look, alone))
     assert [id(thing) for thing in sides("holder")] == before
     assert [id(thing) for thing in sides.there("holder", 1)] == twins
     assert sides.unsent() == []

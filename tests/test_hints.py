@@ -29,8 +29,8 @@ def test_names_in_strings(notebook: Notebook) -> None:
         error = notebook.fails(f"%%distributed --devices 2\n{line}")
         assert name in error.ename or error.ename == "UndefinedVariableError", error.ename
         assert said in error.traceback, line
-    assert "5" in notebook("%%distributed --devices 2\nx\nprint(eval('x + 1'))").stdout
-    assert "2" in notebook("%%distributed --devices 2\nx\nprint(len(frame.query('a < @x')))").stdout
+    assert "is 5\n" in notebook("%%distributed --devices 2\nx\nprint('is', eval('x + 1'))").stdout
+    assert "is 2\n" in notebook("%%distributed --devices 2\nx\nprint('is', len(frame.query('a < @x')))").stdout
     # what the notebook has not, what is another dict's, and what the cell itself deleted
     for line in ("eval('nobody')", "{}['x']", "del y['x']; y['x']", "del x\neval('x')"):
         assert "The notebook has" not in notebook.fails(f"%%distributed --devices 2\n{line}").traceback, line

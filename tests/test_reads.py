@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import Kernel
 from tests.notebook import Notebook
-from tests.story import play, warm_ranks
+from tests.story import notebook, play, warm_ranks
 
-__all__ = ["warm_ranks"]
+__all__ = ["notebook", "warm_ranks"]
 
 pytestmark = pytest.mark.kernel
-
-
-@pytest.fixture
-def notebook(shared_kernel: Kernel, warm_ranks: None) -> Notebook:
-    return Notebook(shared_kernel, "")
 
 
 STORIES = {
@@ -486,8 +480,10 @@ STORIES = {
         341 + 1
         --- ranks
         5 * 70
+        --- ranks
+        last = _; Out['made there'] = 1; In.append('made there')
         --- here
-        assert '_' not in [] and In and 'get_ipython' in globals()""",
+        assert _ == 342 and last != 342 and 'made there' not in Out and 'made there' not in In, (_, last)""",
 }
 
 
