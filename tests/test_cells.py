@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.absent import absent
 from tests.kernels import Kernel
 from tests.notebook import LOOP, TRAIN, Notebook
 
@@ -393,9 +394,10 @@ def test_what_the_notebook_lets_go_is_let_go(notebook: Notebook) -> None:
     notebook("assert alive() is None and weight() is None")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here: apt-get install g++")
 def test_a_model_that_the_cell_compiled_comes_home(notebook: Notebook) -> None:
     """By torch.compile's default, which leaves functions of its own in the namespace of the ranks."""
+    if shutil.which("g++") is None:
+        absent("no C++ compiler", "apt-get install g++")
     notebook(f"{TRAIN}; own = model; w = model[0].weight")
     line = "%%distributed --devices 2\n"
     notebook(f"{line}model = torch.compile(model)\n{LOOP}", timeout=120)

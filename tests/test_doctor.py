@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbtrain import cuda_watch, devices, doctor, probes
@@ -159,8 +160,6 @@ def test_strategies_are_all_named() -> None:
 
 
 # ---------------------------------------------------------------- which cell woke CUDA
-
-torch = pytest.importorskip("torch")
 
 WAKE = "torch.cuda._queued_calls[-1][0]()"
 """What `torch.cuda._lazy_init` does with what was queued, for a torch that has no CUDA to initialise."""

@@ -133,7 +133,6 @@ def test_what_cannot_be_done_is_one_line_and_starts_nothing(nb: Notebook, line: 
 
 
 def test_strategies_shows_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch", reason="strategies are torch's")
     nb.run("%distributed strategies")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["strategy", "shards", "available", "options"]

@@ -13,6 +13,7 @@ import types
 from typing import Any
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from nbtrain.exchange._code import code_names
 from nbtrain.exchange._flow import _compiled
@@ -142,7 +143,7 @@ MAGICS: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("cell", "reads", "writes"), MAGICS, ids=[cell for cell, _, _ in MAGICS])
 def test_magic(cell: str, reads: str, writes: str) -> None:
-    transform = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager().transform_cell
+    transform = TransformerManager().transform_cell
     names = analyse(transform(cell))
     assert names.reads - BUILTIN == words(reads)
     assert names.writes == words(writes)
@@ -430,7 +431,6 @@ plain.table = torch.zeros(3)
 
 
 def test_torch_objects() -> None:
-    pytest.importorskip("torch")
     assert hard("model(1)", TORCH) == {"model", "Block", "scale", "width", "nn"}
     assert hard("scheduler.step()", TORCH) == {"scheduler", "decay"}
     assert hard("for b in loader: b", TORCH) == {"loader", "Data", "collate", "width", "shift"}

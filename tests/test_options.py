@@ -173,7 +173,6 @@ def test_a_flag_says_what_it_takes(typed: str, word: str | None, says: str) -> N
 
 
 def test_flags_of_different_strategies_mean_the_same() -> None:
-    pytest.importorskip("torch", reason="strategies are torch's")
     assert flags.clashes({name: entry.load() for name, entry in registry.strategies().items()}) == []
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain import probes
+from tests.absent import absent
 
 GIB = 2**30
 V1_UNLIMITED = "9223372036854771712"
@@ -191,7 +192,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, Process *p) {
 def driver(where: Path, *flags: str) -> str:
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler here, so no stand-in for the driver's library")
+        absent("no C compiler", "install gcc: it makes a stand-in for the driver's library")
     library = where / f"libdriver{len(list(where.iterdir()))}.so"
     command = [compiler, "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library), "-DFAIL=0", *flags]
     subprocess.run(command, input=DRIVER, text=True, check=True)
