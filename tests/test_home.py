@@ -366,6 +366,7 @@ def test_sets_of_text_have_one_order_on_spawned_ranks(book: Notebook) -> None:
 
 def test_a_model_that_the_cell_rebuilt_is_still_the_notebooks_model(book: Notebook) -> None:
     book("""
+import numpy as np
 class Grown(nn.Module):
     def __init__(self):
         super().__init__()
@@ -378,12 +379,14 @@ model.second = nn.Linear(4, 2)
 model.seen = torch.arange(5.)
 model.register_buffer('extra', torch.ones(1))
 model.notes.append('changed there'); model.epoch = 3; model.table = {{'lr': [0.1]}}
+model.mean = torch.ones(2); model.grid = np.arange(4.)
 model.first.weight.data.mul_(2); model.first.weight.requires_grad_(False)
 model.eval()""")
     book("""
 assert model.first is first and first.weight is weight and not weight.requires_grad
 assert model.notes is notes == ['made here', 'changed there'] and model.epoch == 3 and model.table == {'lr': [0.1]}
 assert model.second.weight.shape == (2, 4) and isinstance(model.second, nn.Linear) and not model.second.training
+assert model.mean.tolist() == [1, 1] and model.grid.tolist() == [0, 1, 2, 3]
 assert model.seen.tolist() == [0, 1, 2, 3, 4] and 'extra' in dict(model.named_buffers())""")
     book(f"{TWO}\ndel model.second, model.epoch\nmodel.first = nn.Identity()")
     book("assert not hasattr(model, 'second') and not hasattr(model, 'epoch') and type(model.first) is nn.Identity")

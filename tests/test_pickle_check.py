@@ -279,7 +279,7 @@ def test_surprising_weight_is_said(sides: Sides) -> None:
     """)
     warned = checked(sides, "small", "part", "predict").warnings
     assert len(warned) == 3
-    assert warned[0].startswith("small shows 12 bytes of 40 MB")
+    assert warned[0].startswith("small shows 12 B of 40 MB")
     assert "small = small.clone()" in warned[0]
     assert "part['p'] = part['p'].copy()" in warned[1]
     assert warned[2].startswith("predict reads cache, so 32 MB come along")

@@ -68,8 +68,8 @@ def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> N
             return (os.environ.get('NBTRAIN_TEST_A'), os.environ.get('NBTRAIN_TEST_B'),
                     [p for p in sys.path if p.startswith('/of_')], os.getcwd(),
                     torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-                    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
-        def change(a, b, folders, where, dtype, deterministic, precision, benchmark):
+                    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_grad_enabled())
+        def change(a, b, folders, where, dtype, deterministic, precision, benchmark, grad):
             for name, value in (('NBTRAIN_TEST_A', a), ('NBTRAIN_TEST_B', b)):
                 os.environ.pop(name, None)
                 if value: os.environ[name] = value
@@ -77,9 +77,10 @@ def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> N
             os.chdir(where); torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(deterministic)
             torch.set_float32_matmul_precision(precision); torch.backends.cudnn.benchmark = benchmark
+            torch.set_grad_enabled(grad)
         before = look()
-        ours = ('1', None, ['/of_the_notebook'], '/', torch.float64, True, 'high', True)
-        theirs = (None, '2', ['/of_a_rank'], '/usr', torch.bfloat16, False, 'medium', False)
+        ours = ('1', None, ['/of_the_notebook'], '/', torch.float64, True, 'high', True, False)
+        theirs = (None, '2', ['/of_a_rank'], '/usr', torch.bfloat16, False, 'medium', False, True)
         --- ranks
         assert look() == before, look()
         --- here

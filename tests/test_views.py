@@ -14,9 +14,10 @@ import pytest
 from nbtrain.errors import UsageError
 from nbtrain.events import Event, Failed, Finished, Memory, Metric, Progress, RankState, Throughput
 from nbtrain.views import NoView, choose
-from nbtrain.views.base import POINTS, Curve, Figures, Rate, duration, metric, place, quantity, size
+from nbtrain.views.base import POINTS, Curve, Figures, Rate, duration, metric, place, quantity
 from nbtrain.views.html import ROWS, HtmlView, sparkline
 from nbtrain.views.text import TextView
+from nbtrain.words import size
 
 MB = 10**6
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import nbtrain.words as words
 from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.names import CellNames, private, reach
@@ -55,10 +56,10 @@ class Report:
             largest = sorted(self.sizes, key=lambda name: -self.sizes[name])
             total = sum(self.sizes.values())
             worth = [name for name in largest[:SHOWN] if self.sizes[name] >= total / 100] or largest[:1]
-            listed = [f"{name} {size_of(self.sizes[name])}" for name in worth]
+            listed = [f"{name} {words.size(self.sizes[name])}" for name in worth]
             if more := largest[len(worth) :]:
-                listed.append(f"{len(more)} more {size_of(sum(self.sizes[name] for name in more))}")
-            parts.append(f"{size_of(total)} would be sent: {', '.join(listed)}")
+                listed.append(f"{len(more)} more {words.size(sum(self.sizes[name] for name in more))}")
+            parts.append(f"{words.size(total)} would be sent: {', '.join(listed)}")
         if self.resident:
             parts.append(f"on the ranks already: {_some(self.resident)}")
         if self.by_name:
@@ -140,14 +141,6 @@ class _Looked:
         return None
 
 
-def size_of(count: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
 def _some(names: list[str]) -> str:
     more = len(names) - 2 * SHOWN
     return ", ".join(names[: 2 * SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -180,7 +173,7 @@ def _views(walk: Walk) -> Iterable[str]:
         path = path_of(Culprit(views[0].obj, "", [*trail, views[0].obj]))
         copy = "clone()" if views[0].kind.name == "tensor" else "copy()"
         yield (
-            f"{path} shows {size_of(used)} of {size_of(whole)} of memory, and all of it travels: "
+            f"{path} shows {words.size(used)} of {words.size(whole)} of memory, and all of it travels: "
             f"{path} = {path}.{copy} sends what is shown"
         )
 
@@ -192,5 +185,5 @@ def _dragged(report: Report, asked: list[str], namespace: dict[str, Any]) -> Ite
             continue
         for one in asked:
             if name in reach(CellNames(reads=frozenset({one})), namespace).hard:
-                yield f"{one} reads {name}, so {size_of(size)} come along: give it what it needs as an argument"
+                yield f"{one} reads {name}, so {words.size(size)} come along: give it what it needs as an argument"
                 break

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import nbtrain.probes as probes
+import nbtrain.words as words
 from nbtrain.engines.base import Pool
 from nbtrain.session.traffic import Traffic
 
@@ -20,7 +21,7 @@ def report(pool: Pool | None, traffic: Traffic | None) -> str:
         pid = pids.get(info.rank)
         memory = None if pid is None else probes.private_memory(pid)
         state = "starting" if pid is None else f"process {pid}"
-        used = f" · {memory / 1e6:,.0f} MB of its own" if memory is not None else ""
+        used = f" · {words.size(memory)} of its own" if memory is not None else ""
         lines.append(f"  rank {info.rank}: {info.device} · {info.threads} threads · {state}{used}")
     if spec.kind == "cuda":
         lines += _kernel_holds()
@@ -32,7 +33,7 @@ def report(pool: Pool | None, traffic: Traffic | None) -> str:
 def _kernel_holds() -> list[str]:
     """What this very process has of the cards, and how to park it."""
     return [
-        f"  the kernel itself holds {user.memory / 1e6:,.0f} MB of GPU {gpu.index}; "
+        f"  the kernel itself holds {words.size(user.memory)} of GPU {gpu.index}; "
         "model.cpu() and torch.cuda.empty_cache() give it to the ranks"
         for gpu in probes.gpus()
         for user in gpu.users
@@ -45,7 +46,7 @@ def _resident(traffic: Traffic) -> str:
     if not names:
         return "  nothing of the notebook's is resident"
     size = sum(_size(node.obj) for node in traffic.table.nodes.values() if node.kind.name in ("storage", "array"))
-    return f"  resident: {', '.join(names)} ({size / 1e6:,.1f} MB in {len(traffic.table.nodes):,} objects)"
+    return f"  resident: {', '.join(names)} ({words.size(size)} in {len(traffic.table.nodes):,} objects)"
 
 
 def _size(obj: Any) -> int:

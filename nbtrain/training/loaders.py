@@ -53,10 +53,8 @@ class Loaders:
         self.running = False
         notes = []
         if self.padded:
-            word = "sample" if self.padded == 1 else "samples"
-            notes.append(
-                f"the last batches were uneven: {self.padded} {word} were seen twice, so that every rank got as many"
-            )
+            count = "1 sample was" if self.padded == 1 else f"{self.padded} samples were"
+            notes.append(f"the last batches were uneven: {count} seen twice, so that every rank got as many")
         if "iterable" in self.unshared and self.deal.count > 1:
             stride = "itertools.islice(data, rank, None, world_size)"
             notes.append(

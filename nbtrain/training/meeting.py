@@ -245,7 +245,7 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
     one, other = places.values()
     ways = ", ".join(f"rank {rank} is {_words(place)}" for rank, place in places.items())
-    if one[:8] == other[:8] and one[3] == BACKWARD:
+    if one[:7] == other[:7] and one[3] == BACKWARD:  # at the same batch of loaders that were not iterated alike
         return f"rank {next(iter(places))}: {DRAWN}"
     if one[3] == other[3] == BACKWARD:
         hint = (

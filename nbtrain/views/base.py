@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from nbtrain.events import Event, Failed, Finished, Memory, Metric, Progress, RankState, Throughput
+from nbtrain.words import size
 
 QUIET = 2.0
 """a cell shorter than this (seconds) shows nothing"""
@@ -216,15 +217,6 @@ def _memories(sizes: list[int]) -> str:
     if low.split()[1] == high.split()[1]:
         low = low.split()[0]
     return f"{low}–{high} per rank"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 310 MB, 1.2 GB (powers of ten, as disks and models are sold)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if count >= 99.5 or unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,8 @@ from html import escape
 from typing import Any
 
 from nbtrain.events import Event
-from nbtrain.views.base import CURVES, QUIET, Curve, Figures, RankFigures, duration, metric, place, quantity, size
+from nbtrain.views.base import CURVES, QUIET, Curve, Figures, RankFigures, duration, metric, place, quantity
+from nbtrain.words import size
 
 Bundle = Mapping[str, str]
 Publish = Callable[[Bundle, bool], object]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import nbtrain.words as words
 from nbtrain.exchange import kinds
 from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.parcel import Packer, Parcel
@@ -16,7 +17,7 @@ from nbtrain.worker.sameness import number
 
 KERNEL = -1
 """The reader of what goes home."""
-LIMIT = 1 << 30
+LIMIT = 10**9
 """Bytes up to which what is new under a name comes home by itself."""
 ASKED = "--keep"
 MISSING = object()
@@ -69,7 +70,7 @@ class Homeward:
         walk, weights = self._look()
         heavy = {name: size for name, size in weights.items() if name in bound and size > self.limit}
         for name, size in heavy.items():
-            reason = f"it is {_amount(size)}, and up to {_amount(self.limit)} come by themselves"
+            reason = f"it is {words.size(size)}, and up to {words.size(self.limit)} come by themselves"
             self._staying[id(self.namespace[name])] = Stay(f"{reason}; {name}.pull() brings it", True)
         if heavy:
             walk.undo()
@@ -135,7 +136,3 @@ def spared(table: Table, keys: Iterable[int]) -> list[tuple[int, Any]]:
     """What the notebook has handles for."""
     handle = kinds.kind_named("handle")
     return [(key, table.nodes[key].obj) for key in keys if key in table.nodes and table.nodes[key].kind is handle]
-
-
-def _amount(size: float) -> str:
-    return f"{size / 2**30:,.1f} GB" if size >= 2**30 else f"{size / 2**20:,.0f} MB"

@@ -21,6 +21,7 @@ def torch_flags() -> dict[str, Any] | None:
     if torch is None or not hasattr(torch, "backends"):
         return None
     return {
+        "grad": torch.is_grad_enabled(),
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -109,6 +110,7 @@ def _set_torch(flags: Mapping[str, Any]) -> None:
         return
     import torch
 
+    torch.set_grad_enabled(flags["grad"])
     torch.set_default_dtype(getattr(torch, flags["dtype"]))
     if now is None or (now["deterministic"], now["warn_only"]) != (flags["deterministic"], flags["warn_only"]):
         # Setting it imports the compiler, which takes a second.

@@ -267,6 +267,17 @@ for epoch in range(3):
         refused=r"on some ranks only.*generator=torch\.Generator\(\)",
     ),
     Line(
+        "the training loader itself on rank 0 only, then training goes on",
+        """
+for epoch in range(2):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    if rank == 0:
+        for x, y in loader: pass
+""",
+        refused=r"on some ranks only.*generator=torch\.Generator\(\)",
+    ),
+    Line(
         "validation on rank 0 only, as that error says",
         """
 for epoch in range(3):

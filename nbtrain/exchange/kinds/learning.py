@@ -111,7 +111,7 @@ def _is_hook(key: str) -> bool:
 
 
 def _empty_hook(key: str, value: Any) -> bool:
-    return not value and _is_hook(key)
+    return _is_hook(key) and not value  # in this order: not every value is true or false
 
 
 class _ModuleSeen:
