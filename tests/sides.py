@@ -88,6 +88,7 @@ class Sides:
         for twin in self.twins:
             twin.forget(lambda: None)
         mapped = self.traffic.packer._count
+        del self.traffic  # what came home may be mapped, too
         self.twins.clear()
         self._cell = None
         if mapped:

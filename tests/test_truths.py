@@ -107,3 +107,49 @@ def test_a_generic_class(alike: Alike) -> None:
 
 def test_a_name_that_the_cell_assigns_and_deletes(alike: Alike) -> None:
     alike(notebook="a = 0; b = 1", ranks="a = 2; del a\nif b > 1:\n    b = 2; del b")
+
+
+MOVED = "w = torch.ones(4); v = w[:2]; o = torch.arange(4.)"
+
+
+def test_a_tensor_that_got_other_memory_in_the_notebook_leaves_its_view_behind(alike: Alike) -> None:
+    alike(
+        notebook=MOVED, ranks="w; v", notebook_2="w.data = torch.zeros(4)", ranks_2="w; v", ranks_3="w[0] = 3; v[1] = 4"
+    )
+
+
+def test_a_tensor_that_got_other_memory_on_the_ranks_leaves_its_view_behind(alike: Alike) -> None:
+    alike(notebook=MOVED, ranks="w.data = torch.zeros(4); v", notebook_2="w[0] = 3", ranks_2="v[1] = 4; w")
+
+
+def test_a_tensor_that_got_the_memory_of_another_shares_it(alike: Alike) -> None:
+    alike(notebook=MOVED, ranks="w; o", notebook_2="w.data = o[1:3]", ranks_2="w[0] = 7")
+    alike(ranks="v.data = w", notebook="w[1] = 9", ranks_2="o[1] = 5; v[1] = 6; w")
+
+
+def test_weights_laid_into_one_vector_stay_views_of_it(alike: Alike) -> None:
+    alike(notebook="net = torch.nn.Linear(3, 2)\nflat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()")
+    alike(
+        ranks="net", notebook="torch.nn.utils.vector_to_parameters(flat, net.parameters())", ranks_2="flat.mul_(2); net"
+    )
+    alike(ranks="net.half(); old = net.weight.data", notebook="net.weight.data[0] = 1", ranks_2="old")
+
+
+def test_a_named_tuple_whose_class_leads_to_one_of_its_own(alike: Alike) -> None:
+    alike(notebook="C = collections.namedtuple('C', 'left right', defaults=(1, 2))\ndef f(x=C(), *, k=0): return x")
+    alike(notebook="C.bump = f", ranks="C.bump.__defaults__[0].left")
+
+
+def test_what_a_class_holds_is_seen_through_its_view(alike: Alike) -> None:
+    alike(notebook="class C: z = 1\nclass D(C): pass\nd = [vars(C), vars(D)]", ranks="d; C.z = 4; D.z = 5")
+    alike(notebook="assert d[0]['z'] == 4 and d[1]['z'] == 5", ranks="assert d[0]['z'] == 4; C.z = 6")
+
+
+def test_views_of_arrays_of_objects_show_their_array(alike: Alike) -> None:
+    alike(notebook="a = np.array([1, 'a', None, [2]], dtype=object); b = a[1:]", ranks="b[0] = [3]; c = a[::-1]")
+    alike(notebook="c[0] = 7; a[1].append(4)", ranks="a[2] = 'z'; c", ranks_2="d = np.full((2, 3), None).T; e = d[1:]")
+    alike(notebook="d[1, 0] = 9", ranks="e[0, 1] = 8; b = a[:2]", notebook_2="b[1] = 0")
+
+
+def test_what_was_written_before_a_tensor_got_other_memory_is_seen_by_those_that_show_it(alike: Alike) -> None:
+    alike(notebook="a = torch.arange(8.); b = a[2:6]", ranks="a[3] = 5; a.data = a.data.clone(); a[4] = 6")

@@ -51,7 +51,7 @@ class Walk:
         self._queue: list[Node] = []
         self._leaves: list[Node] = []
         self._late: list[Node] = []
-        self._looked: list[tuple[Node, Any, list[Node]]] = []
+        self._looked: list[tuple[Node, Any, list[Node], list[Node] | None]] = []
         self._replaced: set[int] = set()
         self._new: set[int] = set()
 
@@ -165,8 +165,8 @@ class Walk:
 
     def undo(self) -> None:
         """Nothing was sent: what this walk learned is not what the other side has."""
-        for node, before, held in reversed(self._looked):
-            node.seen, node.children = before, held
+        for node, before, held, fixed in reversed(self._looked):
+            node.seen, node.children, node.fixed = before, held, fixed
         self._looked = []
         self.table.drop([node.key for node in self.added])
         self.added = []
@@ -195,7 +195,7 @@ class Walk:
         """Tell the other side how to make it."""
         outer, self._holder = self._holder, node
         held, self.children = self.children, []
-        before = node.seen, node.children
+        before = node.seen, node.children, node.fixed
         try:
             made = node.kind.shell(node, self)
             self.loosened = self.loosened or _lost(node.fixed, self.children)
@@ -215,7 +215,7 @@ class Walk:
         self.remake.discard(node.key)
         self._new.add(node.key)
         seen = node.seen
-        self._looked.append((node, seen, node.children))
+        self._looked.append((node, seen, node.children, node.fixed))
         self._make(node)
         node.seen = seen if node.kind.whole and node.seen is not None else None
         node.walk = None
@@ -231,18 +231,18 @@ class Walk:
             self.table.bulk.looked()
 
     def _look(self, node: Node) -> None:
-        before, held = node.seen, node.children
+        before, held, fixed = node.seen, node.children, node.fixed
         if self.remake and any(child.key in self.remake for child in held):
             node.seen = None  # who lacks the child holds something else in its place
         self._holder, self.children = node, []
         try:
             state = node.kind.look(node, self)
         except Exception as error:
-            node.seen, node.children = before, held
+            node.seen, node.children, node.fixed = before, held, fixed
             self._cannot(node.obj, _raised(error), inside=True)
             return
         except BaseException:
-            node.seen, node.children = before, held
+            node.seen, node.children, node.fixed = before, held, fixed
             raise
         if state is None:
             if node.children:
@@ -253,8 +253,8 @@ class Walk:
         if node.fixed:
             self._enqueue(node, node.fixed)
         node.children = self.children
-        self.loosened = self.loosened or _lost(held, self.children)
-        self._looked.append((node, before, held))
+        self.loosened = self.loosened or _lost(held, self.children) or _lost(fixed, node.fixed or [])
+        self._looked.append((node, before, held, fixed))
         if self.quiet:
             return
         if type(state) is Make:

@@ -34,7 +34,7 @@ class Ways:
         for fixed in (False, True):
             members = self.members(where, fixed)
             for index, obj in enumerate(members):
-                if node.kind.identity(obj) == node.kind.identity(node.obj):
+                if type(obj) is type(node.obj) and node.kind.identity(obj) == node.kind.identity(node.obj):
                     return where, fixed, index, len(members)
         return None
 

@@ -71,8 +71,11 @@ class Twins:
                 lacking.append(key)
             elif known is None:
                 found[key] = self.table.add(key, obj, wanted)
-                if way[0] in self.table.nodes:
-                    found[way[0]] = self.table.nodes[way[0]]
+                where, fixed, index, _ = way
+                if where in self.table.nodes:
+                    holder = found[where] = self.table.nodes[where]
+                    if fixed and holder.fixed and index < len(holder.fixed):  # it was made with another
+                        holder.fixed[index] = found[key]
         for node in found.values():
             node.seen = None
         remember(self.table, self.namespace, found.values())

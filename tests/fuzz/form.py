@@ -13,6 +13,7 @@ import decimal
 import enum
 import fractions
 import functools
+import gc
 import re
 import sys
 import types
@@ -196,6 +197,10 @@ class _Walk:
         elif isinstance(obj, BaseException):
             told["args"] = self._all(obj.args)
         attributes = getattr(obj, "__dict__", {})
+        if isinstance(obj, torch.nn.Module):  # each process numbers its hooks by itself
+            hooks = [name for name, table in attributes.items() if "_hooks" in name and isinstance(table, dict)]
+            told["hooks"] = [(name, self._all(attributes[name].values())) for name in hooks]
+            attributes = {name: value for name, value in attributes.items() if name not in hooks}
         told["attributes"] = self._pairs({k: v for k, v in attributes.items() if k != "cache_parameters"})
         told["slots"] = [
             (name, self.form(member.__get__(obj)))
@@ -293,7 +298,7 @@ def _parts(obj: Any) -> tuple[Any, list[Any]] | None:
     if isinstance(obj, functools.cached_property):
         return "cached_property", [obj.func, obj.attrname]
     if isinstance(obj, types.MappingProxyType):
-        return "mappingproxy", [dict(obj)]
+        return "mappingproxy", [*gc.get_referents(obj)]
     if isinstance(obj, enum.Enum):
         return "member", [type(obj), obj.name]
     return None

@@ -45,8 +45,9 @@ EDITS: dict[type, tuple[str, ...]] = {
         "{x}.register_forward_hook({f})", "{x}.forward = {f}",
         "[{x}(torch.ones(2, 2).to(next({x}.parameters()).dtype)) for _ in (1, 2)]",
     ),
-    # Not here: what gives a tensor other memory (`.data = …`, `resize_`). Content and shape follow, sharing does not.
+    # Not here: `resize_`. Content and shape follow, sharing does not.
     torch.Tensor: (
+        "{x}.data = {x}.data.clone()", "{x}.data = {x}.data[:1]", "{x}.data = {x}.data.double()",
         "{x}.data[0] = 5", "{x}.data.mul_(2)", "{x}.data.add_(1)",
          "{x}.requires_grad_(not {x}.requires_grad)",
         "{x}.detach().zero_()", "{x}.note = {v}",

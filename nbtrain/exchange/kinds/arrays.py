@@ -93,19 +93,40 @@ class Array(Kind):
 
 
 class Objects(Kind):
-    """An array of Python objects."""
+    """An array of Python objects, or a view of one, which tells of what is in it."""
 
     name = "object array"
 
     def shell(self, node: Node, walk: Walk) -> Any:
-        return node.obj.shape
+        array = node.obj
+        owner = _shown(array)
+        if owner is array:
+            return None, array.shape
+        node.seen = _view(array, owner)
+        return walk.encode(owner), node.seen
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import numpy as np
 
-        return np.empty(args, dtype=object)
+        owner, form = args
+        if owner is None:
+            return np.empty(form, dtype=object)
+        _, shape, strides, offset = form
+        cells = arrival.decode(owner).reshape(-1, order="A")[offset // np.dtype(object).itemsize :]
+        return np.lib.stride_tricks.as_strided(cells, shape, strides)
+
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        owner, form = args
+        if owner is not None:
+            node.seen, node.fixed = form, [arrival.node(owner.key)]
 
     def look(self, node: Node, walk: Walk) -> Any:
+        owner = _shown(node.obj)
+        if owner is not node.obj:
+            if node.seen == _view(node.obj, owner):
+                return None
+            made = self.shell(node, walk)
+            return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
         shape, items = node.obj.shape, list(node.obj.flat)
         if node.seen is not None and node.seen[0] == shape and same_items(items, node.seen[1]):
             return None
@@ -190,6 +211,16 @@ def array_at(address: int, size: int, walk: Walk) -> Any:
 def memory_in(array: Any, offset: int, size: int) -> Any:
     """These bytes of an array."""
     return _memory(array)[offset : offset + size]
+
+
+def _shown(array: Any) -> Any:
+    """The array of objects that this one is a view of, or itself."""
+    import numpy as np
+
+    owner = array
+    while type(owner.base) is np.ndarray and owner.base.dtype == object:
+        owner = owner.base
+    return owner if owner.flags.c_contiguous or owner.flags.f_contiguous else array
 
 
 def _order(array: Any) -> Any:

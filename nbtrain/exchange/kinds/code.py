@@ -275,16 +275,22 @@ class Alias(Kind):
 
 
 class Proxy(Kind):
-    """A read-only view of a dict: the dict is what both sides know."""
+    """A read-only view of a dict, or of what a class holds: the dict, or the class, is what both sides know."""
 
     name = "mappingproxy"
     compound = True
 
     def parts(self, obj: Any) -> tuple[Any, ...]:
-        return (gc.get_referents(obj)[0],)
+        held = gc.get_referents(obj)[0]
+        if "__module__" in held and "__doc__" in held:
+            for holder in gc.get_referrers(held):
+                if isinstance(holder, type):
+                    return (holder,)
+        return (held,)
 
     def join(self, parts: tuple[Any, ...]) -> Any:
-        return types.MappingProxyType(parts[0])
+        (held,) = parts
+        return vars(held) if isinstance(held, type) else types.MappingProxyType(held)
 
 
 class Running(Kind):

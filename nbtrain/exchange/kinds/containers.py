@@ -246,10 +246,7 @@ class Named(Kind):
 
     def join(self, parts: tuple[Any, ...]) -> Any:
         cls, *values = parts
-        make = getattr(cls, "_make", None)
-        if make is not None:
-            return make(values)
-        # `torch.Size` insists on its own; a class of the user's may want other arguments.
+        # `torch.Size` insists on its own; a class of the user's may want other arguments, or be half made.
         return tuple.__new__(cls, values) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls, values)
 
 

@@ -39,7 +39,7 @@ class Storage(Kind):
             array = array_at(storage.data_ptr(), size, walk)
             if array is not None:
                 return "array", size, (walk.encode(array), storage.data_ptr() - array.ctypes.data)
-        return device, size, walk.buffer(_bytes(storage if device == "cpu" else storage.cpu()), node)
+        return device, size, walk.buffer(_bytes(storage), node)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
@@ -80,19 +80,13 @@ class Tensor(Kind):
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         grown = tensor.requires_grad and tensor.is_leaf
-        view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), (tensor.is_conj(), tensor.is_neg())
-        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, view, grown, notes, hung, seen
+        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), grown, notes, hung, seen
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
 
-        is_parameter, storage, dtype, (offset, size, stride, (conj, neg)), grown, notes, hung, _ = args
-        memory = arrival.decode(storage)
-        tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
-        if conj:
-            tensor = torch._conj(tensor)
-        if neg:
-            tensor = torch._neg_view(tensor)
+        is_parameter, storage, dtype, window, grown, notes, hung, _ = args
+        tensor = _shown(arrival.decode(storage), dtype, window)
         if is_parameter:
             tensor = torch.nn.Parameter(tensor, grown)
         elif grown:
@@ -116,17 +110,36 @@ class Tensor(Kind):
         notes = vars(tensor)
         noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
         hung = hooks.encoded(tensor, walk)
-        if not noted and node.seen is not None and _as_it_was(tensor, node.seen, hung):
+        moved = _moved(node)
+        if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hung):
             return None
         seen = self._seen(node, hung)
-        if seen == node.seen and not noted:
+        if seen == node.seen and not noted and not moved:
             return None
+        reshaped = node.seen is not None and seen[:2] != node.seen[:2]
         node.seen = seen
         ref = walk.encode(notes) if _noted(tensor) else None
+        left = node.fixed[0] if moved and node.fixed else None
+        memory = self._memory(node, walk) if moved or reshaped else None
         if walk.quiet:
             return NOTHING
-        place = _storage_of(node) if _covers(tensor) else None
-        return seen, walk.buffer(tensor_bytes(tensor), place), ref, hung
+        if memory is not None and walk.is_new(memory):  # its bytes go with it
+            where = None
+        else:
+            where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
+        # The other side may show what this side does not any more, and the cell may have written to it before.
+        old = walk.buffer(_bytes(left.obj)) if left is not None and walk.keep_home and _written(left.obj) else None
+        return seen, where, ref, hung, memory and (memory.ref, _window(tensor), left and left.key, old)
+
+    def _memory(self, node: Node, walk: Walk) -> Node | None:
+        """What it shows now: `.data = …` gave it other memory, or another part of it, and views of what it had do not
+        see any more what becomes of it."""
+        walk.encode(node.obj.untyped_storage())
+        held = walk.children[-1] if walk.children else None
+        if held is None or held.kind is not STORAGE:
+            return None
+        node.fixed = [held, *(node.fixed or ())[1:]]
+        return held
 
     def _seen(self, node: Node, hung: hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
@@ -138,11 +151,20 @@ class Tensor(Kind):
         return _state_of(tensor, hung)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
-        seen, where, notes, hung = state
+        import torch
+
+        seen, where, notes, hung, memory = state
         shape, dtype, grown, _, hooked = seen
         tensor = node.obj
+        if memory is not None:
+            shown, window, left, old = memory
+            if old is not None and left in arrival.table.nodes:
+                _flat(arrival.twin(left)).copy_(_content(arrival.buffer(old), torch.uint8, (-1,)))
+            if _fits(arrival.decode(shown), dtype, window):
+                tensor.data = _shown(arrival.decode(shown), dtype, window)
+                node.fixed = [arrival.node(shown.key), *(node.fixed or ())[1:]]
         same = tensor.shape == shape and tensor.dtype == dtype
-        if same and _covers(tensor) and arrival.renew(where, tensor.data_ptr()):
+        if where is None or (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
             _count_as_written(tensor)
         else:
             _write(tensor, _content(arrival.buffer(where), dtype, shape), same)
@@ -153,6 +175,44 @@ class Tensor(Kind):
         if hooked != hooks.NONE or hooks.hooked(tensor):
             hooks.hang(tensor, _decoded(hung, arrival))
         node.seen = seen
+
+
+def _window(tensor: Any) -> tuple[Any, ...]:
+    """What it shows of its memory."""
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
+    import torch
+
+    offset, size, stride, conj, neg = window
+    tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
+    if conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if neg else tensor
+
+
+def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
+    """Whether there is as much memory here: it may have been resized there."""
+    offset, size, stride, *_ = window
+    last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    return 0 in size or bool((last + 1) * dtype.itemsize <= memory.nbytes())
+
+
+def _written(memory: Any) -> bool:
+    """Whether anybody here may have written to it. Of small memory it is not known."""
+    return memory is not None and memory.nbytes() > 0 and not untouched(memory.data_ptr(), memory.nbytes())
+
+
+def _moved(node: Node) -> bool:
+    """Whether it shows other memory than both sides know. Not if it is elsewhere: each side has devices of its own."""
+    memory = node.fixed[0] if node.fixed else None
+    if memory is None or memory.kind is not STORAGE:
+        return False
+    now = node.obj.untyped_storage()
+    if memory.obj is None:  # dropped, because the other side shows it no longer
+        return True
+    return bool(now._cdata != memory.obj._cdata and now.device == memory.obj.device)
 
 
 def _noted(tensor: Any) -> bool:
@@ -214,7 +274,9 @@ def moved(nodes: Iterable[Node]) -> list[int]:
         for node in nodes
         if node.kind is TENSOR
         for memory in node.fixed or ()
-        if memory.kind is STORAGE and memory.obj.data_ptr() != node.obj.untyped_storage().data_ptr()
+        if memory.kind is STORAGE
+        and memory.obj is not None
+        and memory.obj.data_ptr() != node.obj.untyped_storage().data_ptr()
     ]
 
 
@@ -233,10 +295,14 @@ def _storage_of(node: Node) -> Node | None:
     return found if found is not None and found.obj.data_ptr() == node.obj.data_ptr() else None
 
 
-def _bytes(storage: Any) -> memoryview:
+def _flat(storage: Any) -> Any:
     import torch
 
-    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bytes(storage: Any) -> memoryview:
+    return memoryview(_flat(storage).cpu().numpy())
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
