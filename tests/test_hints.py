@@ -42,4 +42,6 @@ def test_name_that_was_left_behind_because_it_cannot_travel(notebook: Notebook) 
     assert error.ename == "NameError"
     assert "The notebook has 'it', and it was left behind" in error.traceback
     assert "running frame" in error.traceback
+    assert "made in  Cell In[" in error.traceback
+    assert "it = (i for i in range(3))" in error.traceback  # and not the line of the cell that was to run
     assert notebook("next(it)").value == "0"

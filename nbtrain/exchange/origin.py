@@ -41,12 +41,13 @@ class _Binding:
 class Cells:
     """The sources that `linecache` has of this notebook's cells, the newest first. Read only when something failed."""
 
-    def __init__(self, numbers: Mapping[str, int]) -> None:
-        """`numbers`: file names of cells → execution numbers; older IPythons have the number in the name."""
+    def __init__(self, numbers: Mapping[str, int], running: str = "") -> None:
+        """`numbers`: file names of cells → execution numbers; older IPythons have the number in the name. `running`:
+        the cell that is about to run, and has made nothing yet."""
         found: list[tuple[int, int, list[str], int | None]] = []
         for position, (name, entry) in enumerate(list(linecache.cache.items())):
             match = _CELL.search(name)
-            if (match is None and name not in numbers) or len(entry) < 3:
+            if (match is None and name not in numbers) or len(entry) < 3 or name == running:
                 continue
             in_name = int(match[1]) if match is not None and match[1] else None
             number = numbers.get(name, in_name)

@@ -4,10 +4,9 @@ to write instead. Nothing here runs before something was refused."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import cloudpickle.cloudpickle as cp
@@ -20,7 +19,6 @@ from nbtrain.exchange.origin import Cells, Place
 from nbtrain.exchange.reach import Segment, read, way
 from nbtrain.exchange.remedies import instead
 
-NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 SEVERAL = 20
 """so many culprits are looked for inside one object that only its own pickle can move"""
 
@@ -41,11 +39,9 @@ class Finding:
         return f"{self.path}{kind} cannot travel to the ranks: {self.reason}{made}\n    instead  {self.instead}"
 
 
-def refusal(
-    culprits: Iterable[Culprit], namespace: dict[str, Any] | None = None, numbers: Mapping[str, int] = NO_NUMBERS
-) -> CannotTravel:
-    """One error that names them all. `numbers`: file names of cells → their numbers."""
-    return CannotTravel(told(findings(culprits, namespace or {}, Cells(numbers))))
+def refusal(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> CannotTravel:
+    """One error that names them all."""
+    return CannotTravel(told(findings(culprits, namespace, cells)))
 
 
 def told(found: list[Finding], headline: str = "{} objects cannot travel, and nothing was sent:") -> str:

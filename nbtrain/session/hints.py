@@ -8,6 +8,7 @@ from typing import Any
 
 from nbtrain.events import Failed
 from nbtrain.exchange.names import private
+from nbtrain.session.traffic import Traffic
 
 _MISSING = (
     re.compile(r"name '(\w+)' is not defined"),
@@ -18,13 +19,13 @@ _TABLE = re.compile(r"\b(?:globals|locals|vars)\(\)|\buser_ns\b")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], left: Mapping[str, str]) -> str:
-    """A sentence below the error, or nothing. `left`: names that could not be sent → why."""
+def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
+    """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
     name = _missing(failed)
     if name is None or name not in namespace or private(name):
         return ""
-    if name in left:
-        return f"The notebook has {name!r}, and it was left behind: {left[name]}"
+    if name in traffic.left:
+        return f"The notebook has {name!r}, and it was left behind: {traffic.why_left(name)}"
     if name in sent:
         return ""
     return (

@@ -88,7 +88,9 @@ class CellRun:
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
         said = set(traffic.slow)
-        out = traffic.outgoing(self.names.hard, self.names.soft, spec.options, everything_goes=forks)
+        out = traffic.outgoing(
+            self.names.hard, self.names.soft, spec.options, everything_goes=forks, running=self.cell.filename
+        )
         for name in traffic.slow.keys() - said:
             print(slow(name, self.shell.user_ns[name], traffic.slow[name]))
         try:
@@ -234,7 +236,7 @@ class CellRun:
             error = failure.exception(
                 self.failed, freed, self.spec.pool.world_size,
                 lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
-                lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic.left),
+                lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic),
             )  # fmt: skip
         if stuck or not self._in_step():
             mourn(traffic, self.shell.user_ns)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any
 
+from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import ATOMS, Make, numeric
 from nbtrain.exchange.kinds.base import keys_in
+from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
-from nbtrain.exchange.residence import Arrival, Handle, Node, Table, Walk, remember
+from nbtrain.exchange.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
 from nbtrain.messages import Source
 from nbtrain.session import kept
 from nbtrain.worker.homeward import Home
@@ -62,8 +64,10 @@ class Traffic:
         """the keys in it, and in the options of the last cell"""
         self._lacking: set[int] = set()
         self._streams: States | None = None
-        self.left: dict[str, str] = {}
-        """of the names that the last cell might assign before it reads them, those that could not be sent → why"""
+        self.left: set[str] = set()
+        """of the names that the last cell might assign before it reads them, those that could not be sent"""
+        self._running = ""
+        """the file name of the last cell: nothing of the notebook's was made in it"""
         self._told: set[str] = set()
         self.ahead: set[str] = set()
         """names of the notebook's own objects that ranks were to keep: theirs may have changed since"""
@@ -85,13 +89,16 @@ class Traffic:
         options: Mapping[str, Any] = MappingProxyType({}),
         *,
         everything_goes: bool = False,
+        running: str = "",
     ) -> Outgoing:
-        """What the ranks lack of these names. Raises CannotTravel before anything is sent.
+        """What the ranks lack of these names, for the cell of file name `running`. Raises CannotTravel before anything
+        is sent.
 
         `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
         """
         numeric.learn_atoms()
         self.let_go()
+        self._running = running
         wanted = {*hard, *self._travelling(soft)}
         walk = Walk(self.table, self.namespace, keep_home=everything_goes)
         walk.remake = set(self._lacking) & set(self.table.nodes)
@@ -104,7 +111,7 @@ class Traffic:
             if everything_goes:  # the forks hold the very objects
                 cargo.records, cargo.buffers = [], []
             if walk.culprits:
-                raise refusal(walk.culprits, self.namespace, self._numbers)
+                raise self._refusal(walk.culprits)
             parcel = self.packer.pack(cargo, self.readers)
         except BaseException:  # a press on Stop too: what was not sent must not be taken for sent
             walk.undo()
@@ -135,20 +142,25 @@ class Traffic:
 
     def _travelling(self, soft: Iterable[str]) -> list[str]:
         """Of the names that the cell assigns before it may read them, those that can travel."""
-        able = []
-        self.left = {}
-        for name in soft:
-            value = self.namespace[name]
-            if type(value) not in ATOMS and self.table.find(value) is None:
-                walk = Walk(self.table, self.namespace)
-                walk.name(name, value)
-                walk.finish()
-                walk.undo()
-                if walk.culprits:
-                    self.left[name] = str(refusal(walk.culprits))
-                    continue
-            able.append(name)
-        return able
+        soft = list(soft)
+        self.left = {name for name in soft if self._culprits(name)}
+        return [name for name in soft if name not in self.left]
+
+    def _culprits(self, name: str) -> list[Culprit]:
+        value = self.namespace[name]
+        if type(value) in ATOMS or self.table.find(value) is not None:
+            return []
+        walk = Walk(self.table, self.namespace)
+        walk.name(name, value)
+        walk.finish()
+        walk.undo()
+        return walk.culprits
+
+    def why_left(self, name: str) -> str:
+        return str(self._refusal(self._culprits(name)))
+
+    def _refusal(self, culprits: list[Culprit]) -> CannotTravel:
+        return refusal(culprits, self.namespace, Cells(self._numbers, self._running))
 
     def _streams_to_send(self) -> States | None:
         now = capture()
