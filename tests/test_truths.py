@@ -153,3 +153,13 @@ def test_views_of_arrays_of_objects_show_their_array(alike: Alike) -> None:
 
 def test_what_was_written_before_a_tensor_got_other_memory_is_seen_by_those_that_show_it(alike: Alike) -> None:
     alike(notebook="a = torch.arange(8.); b = a[2:6]", ranks="a[3] = 5; a.data = a.data.clone(); a[4] = 6")
+
+
+def test_memory_that_a_tensor_left_keeps_what_the_notebook_wrote_elsewhere_in_it(alike: Alike) -> None:
+    alike(ranks="a = torch.arange(8.); b = a[2:6]", notebook="a[0] = 5", ranks_2="b[1] = 7; b.data = b.data.clone()")
+
+
+def test_what_changed_before_its_holder_let_go_of_it_comes_home(alike: Alike) -> None:
+    alike(notebook="a = [1]; b = {'k': a}; net = torch.nn.Linear(2, 2); old = net.weight", ranks="a; b; net")
+    alike(ranks="b['k'].append(0); b.clear()")
+    alike(ranks="net.weight.data.mul_(2); net.weight = torch.nn.Parameter(torch.ones(2, 2)); net")

@@ -24,15 +24,16 @@ CHUNK = 1 << 20
 
 
 class Form:
-    """How a small tensor lies in memory, and its bytes for as long as it lies there."""
+    """How a tensor lies in memory; of a small one also its bytes, for as long as it lies there."""
 
     __slots__ = ("flat", "form")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, small: bool) -> None:
         import torch
 
         self.form = form_of(tensor)
-        self.flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) if small else None
+        self.flat: torch.Tensor | None = flat
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -60,7 +61,7 @@ class Bulk:
 
     def forget(self, forms: Iterable[Any]) -> None:
         """No longer hold these tensors. Other chunks stay: to compare all anew takes longer than all else."""
-        flats = {id(form.flat) for form in forms if isinstance(form, Form)}
+        flats = {id(form.flat) for form in forms if isinstance(form, Form) and form.flat is not None}
         self._doubted.clear()
         for key, chunk in list(self._chunks.items()) if flats else ():
             if not flats.isdisjoint(map(id, chunk.flats)):
@@ -75,11 +76,12 @@ class Bulk:
         for node in nodes:
             memo, tensor = node.memo, node.obj
             # One with attributes is looked at for what they lead to.
-            if memo is None or node.seen is None or tensor.__dict__ or memo.form != form_of(tensor):
+            flat = None if memo is None else memo.flat
+            if flat is None or node.seen is None or tensor.__dict__ or memo.form != form_of(tensor):
                 doubtful.append(node)
                 continue
             group.append(node)
-            flats.append(memo.flat)
+            flats.append(flat)
             size += tensor.nbytes
             if size >= CHUNK:
                 doubtful += self._differing(group, flats, size)

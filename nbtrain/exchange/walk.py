@@ -257,6 +257,8 @@ class Walk:
         self._looked.append((node, before, held, fixed))
         if self.quiet:
             return
+        if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
+            self._enqueue(node, [child for child in held if child.obj is not None])
         if type(state) is Make:
             self.cargo.records.append(state)
             self._replaced.add(node.key)

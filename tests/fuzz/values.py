@@ -138,7 +138,8 @@ def there(scene: Scene) -> str:
 
 def shown(scene: Scene) -> str | None:
     """Something that shows or leads to what another object holds."""
-    arrays = scene.places(np.ndarray, where=lambda a: a.ndim > 0 and a.size > 0)
+    # Not here: views of masked arrays and records. They arrive as copies.
+    arrays = scene.places(np.ndarray, where=lambda a: type(a) is np.ndarray and a.ndim > 0 and a.size > 0)
     tensors = scene.places(torch.Tensor, where=lambda t: t.ndim > 0 and t.numel() > 0)
     options = [
         *(f"{a}{view}" for a in arrays[:3] for view in ("[1:]", ".T", ".reshape(-1)", "[::-1]", "[..., :1]", "[0]")),

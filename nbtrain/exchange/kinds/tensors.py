@@ -79,6 +79,7 @@ class Tensor(Kind):
         seen = _state_of(tensor, hung)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
+        node.memo = _form(tensor)
         grown = tensor.requires_grad and tensor.is_leaf
         return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), grown, notes, hung, seen
 
@@ -99,6 +100,7 @@ class Tensor(Kind):
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
         node.seen = args[-1]
+        node.memo = _form(node.obj)
         if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
 
@@ -113,13 +115,14 @@ class Tensor(Kind):
         moved = _moved(node)
         if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hung):
             return None
+        before, left = node.seen, _left(node) if moved and walk.keep_home else None
         seen = self._seen(node, hung)
-        if seen == node.seen and not noted and not moved:
+        if seen == before and not noted and not moved:
             return None
-        reshaped = node.seen is not None and seen[:2] != node.seen[:2]
+        reshaped = before is not None and seen[:2] != before[:2]
         node.seen = seen
         ref = walk.encode(notes) if _noted(tensor) else None
-        left = node.fixed[0] if moved and node.fixed else None
+        old = left and (left[0], left[1].dtype, _window(left[1]), walk.buffer(tensor_bytes(left[1])))
         memory = self._memory(node, walk) if moved or reshaped else None
         if walk.quiet:
             return NOTHING
@@ -127,9 +130,7 @@ class Tensor(Kind):
             where = None
         else:
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
-        # The other side may show what this side does not any more, and the cell may have written to it before.
-        old = walk.buffer(_bytes(left.obj)) if left is not None and walk.keep_home and _written(left.obj) else None
-        return seen, where, ref, hung, memory and (memory.ref, _window(tensor), left and left.key, old)
+        return seen, where, ref, hung, memory and (memory.ref, _window(tensor), old)
 
     def _memory(self, node: Node, walk: Walk) -> Node | None:
         """What it shows now: `.data = …` gave it other memory, or another part of it, and views of what it had do not
@@ -143,23 +144,19 @@ class Tensor(Kind):
 
     def _seen(self, node: Node, hung: hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
-        small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
-        if not small or tensor.is_conj() or tensor.is_neg():
-            node.memo = None
-        elif node.memo is None or node.memo.form != form_of(tensor):
-            node.memo = Form(tensor)
+        if node.memo is None or node.memo.form != form_of(tensor):
+            node.memo = _form(tensor)
         return _state_of(tensor, hung)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
-        import torch
-
         seen, where, notes, hung, memory = state
         shape, dtype, grown, _, hooked = seen
         tensor = node.obj
         if memory is not None:
-            shown, window, left, old = memory
-            if old is not None and left in arrival.table.nodes:
-                _flat(arrival.twin(left)).copy_(_content(arrival.buffer(old), torch.uint8, (-1,)))
+            shown, window, left = memory
+            if left is not None and left[0] in arrival.table.nodes:
+                key, kind, showed, old = left
+                _shown(arrival.twin(key), kind, showed).copy_(_content(arrival.buffer(old), kind, showed[1]))
             if _fits(arrival.decode(shown), dtype, window):
                 tensor.data = _shown(arrival.decode(shown), dtype, window)
                 node.fixed = [arrival.node(shown.key), *(node.fixed or ())[1:]]
@@ -175,6 +172,7 @@ class Tensor(Kind):
         if hooked != hooks.NONE or hooks.hooked(tensor):
             hooks.hang(tensor, _decoded(hung, arrival))
         node.seen = seen
+        node.memo = _form(tensor)
 
 
 def _window(tensor: Any) -> tuple[Any, ...]:
@@ -199,9 +197,22 @@ def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
     return 0 in size or bool((last + 1) * dtype.itemsize <= memory.nbytes())
 
 
-def _written(memory: Any) -> bool:
-    """Whether anybody here may have written to it. Of small memory it is not known."""
-    return memory is not None and memory.nbytes() > 0 and not untouched(memory.data_ptr(), memory.nbytes())
+def _form(tensor: Any) -> Form:
+    small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return Form(tensor, small and not tensor.is_conj() and not tensor.is_neg())
+
+
+def _left(node: Node) -> tuple[int, Any] | None:
+    """What it showed before it got other memory, if it was written to until then: the other side may show it still."""
+    memory = node.fixed[0] if node.fixed else None
+    if memory is None or memory.obj is None or node.memo is None or node.seen is None:
+        return None
+    address, shape, stride, dtype, *_ = node.memo.form
+    window = (address - memory.obj.data_ptr()) // dtype.itemsize, tuple(shape), stride, False, False
+    if window[0] < 0 or not _fits(memory.obj, dtype, window):
+        return None
+    old = _shown(memory.obj, dtype, window)
+    return None if checksum(old) == node.seen[3] else (memory.key, old)
 
 
 def _moved(node: Node) -> bool:
@@ -295,14 +306,10 @@ def _storage_of(node: Node) -> Node | None:
     return found if found is not None and found.obj.data_ptr() == node.obj.data_ptr() else None
 
 
-def _flat(storage: Any) -> Any:
+def _bytes(storage: Any) -> memoryview:
     import torch
 
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _bytes(storage: Any) -> memoryview:
-    return memoryview(_flat(storage).cpu().numpy())
+    return memoryview(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy())
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
