@@ -28,12 +28,14 @@ class Form:
 
     __slots__ = ("flat", "form")
 
-    def __init__(self, tensor: torch.Tensor, small: bool) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.form = form_of(tensor)
+        self.flat: torch.Tensor | None = None
+
+    def flatten(self, tensor: torch.Tensor) -> None:
         import torch
 
-        self.form = form_of(tensor)
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) if small else None
-        self.flat: torch.Tensor | None = flat
+        self.flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -79,7 +79,7 @@ class Tensor(Kind):
         seen = _state_of(tensor, hung)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
-        node.memo = _form(tensor)
+        node.memo = Form(tensor)
         grown = tensor.requires_grad and tensor.is_leaf
         return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), grown, notes, hung, seen
 
@@ -100,7 +100,7 @@ class Tensor(Kind):
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
         node.seen = args[-1]
-        node.memo = _form(node.obj)
+        node.memo = Form(node.obj)
         if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
 
@@ -145,7 +145,10 @@ class Tensor(Kind):
     def _seen(self, node: Node, hung: hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
         if node.memo is None or node.memo.form != form_of(tensor):
-            node.memo = _form(tensor)
+            node.memo = Form(tensor)
+        small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if small and node.memo.flat is None and not tensor.is_conj() and not tensor.is_neg():
+            node.memo.flatten(tensor)
         return _state_of(tensor, hung)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
@@ -172,7 +175,7 @@ class Tensor(Kind):
         if hooked != hooks.NONE or hooks.hooked(tensor):
             hooks.hang(tensor, _decoded(hung, arrival))
         node.seen = seen
-        node.memo = _form(tensor)
+        node.memo = Form(tensor)
 
 
 def _window(tensor: Any) -> tuple[Any, ...]:
@@ -195,11 +198,6 @@ def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
     offset, size, stride, *_ = window
     last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     return 0 in size or bool((last + 1) * dtype.itemsize <= memory.nbytes())
-
-
-def _form(tensor: Any) -> Form:
-    small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
-    return Form(tensor, small and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _left(node: Node) -> tuple[int, Any] | None:
