@@ -290,7 +290,7 @@ class Walk:
         return self._stay(value, culprit)
 
     def _culprit(self, value: Any, reason: str, inside: bool = False) -> Culprit:
-        return Culprit(value, reason, [*self._trail(self._holder), *([] if inside else [value])], known=inside)
+        return Culprit(value, reason, [*self.trail(self._holder), *([] if inside else [value])], known=inside)
 
     def _stay(self, value: Any, culprit: Culprit) -> Any:
         """The other side gets a handle for it."""
@@ -309,7 +309,8 @@ class Walk:
         node = self.table.nodes[key]
         return node.kind.late and type(node.obj) is not Handle
 
-    def _trail(self, holder: Node | str | None) -> list[Any]:
+    def trail(self, holder: Node | str | None) -> list[Any]:
+        """The objects on the way to this holder, from a name of the notebook's on."""
         trail: list[Any] = []
         seen: set[int] = set()
         while isinstance(holder, Node) and holder.key not in seen:

@@ -169,7 +169,7 @@ def _views(walk: Walk) -> Iterable[str]:
         used = sum(view.obj.nbytes for view in views)
         if held_itself or whole - used < HEAVY or used > whole / 2:
             continue
-        trail = walk._trail(views[0].via)
+        trail = walk.trail(views[0].via)
         path = path_of(Culprit(views[0].obj, "", [*trail, views[0].obj]))
         copy = "clone()" if views[0].kind.name == "tensor" else "copy()"
         yield (
