@@ -83,6 +83,15 @@ def test_a_killed_kernel_leaves_nothing(kernel: Kernel, start: str) -> None:
     gone(pids, directories)
 
 
+def test_a_kernel_that_is_killed_while_its_nursery_imports_leaves_nothing(kernel: Kernel) -> None:
+    """The imports take seconds; the nursery looks up meanwhile."""
+    kernel.run("%load_ext nbtrain")
+    pids = {process.pid for process in kernel.children()}
+    assert len(pids) == 1
+    kernel.kill()
+    gone(pids, set())
+
+
 @pytest.mark.parametrize("start", ["warm", "spawn"])
 def test_a_kernel_that_shuts_down_or_restarts_leaves_nothing(kernel: Kernel, start: str) -> None:
     before = ours()

@@ -75,7 +75,8 @@ LINES = {
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Sides]:
+def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
+    monkeypatch.setattr(linecache, "cache", {})  # a notebook of its own: other tests' cells are none of its cells
     made = Sides(tmp_path)
     yield made
     made.close()

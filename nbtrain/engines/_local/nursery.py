@@ -24,7 +24,10 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 HEAD = struct.Struct("<I")
@@ -70,9 +73,9 @@ def end_group(pid: int) -> None:
 
 
 class Nursery:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, parent: int) -> None:
         self.sock = sock
-        self.parent = os.getppid()
+        self.parent = parent
         self.children: dict[int, tuple[int, int]] = {}
         """pid → generation, rank"""
         self.directories: set[str] = set()
@@ -83,7 +86,8 @@ class Nursery:
         os.set_blocking(wake, False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        self._preload()
+        with self._not_orphaned():
+            self._preload()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         send(self.sock, ("ready", os.getpid()))
@@ -102,6 +106,22 @@ class Nursery:
             pass  # the kernel is gone
         finally:
             self._end()
+
+    @contextmanager
+    def _not_orphaned(self) -> Iterator[None]:
+        """The imports take seconds in which nobody looks at the socket: end them when the kernel ends."""
+
+        def look(number: int, frame: FrameType | None) -> None:
+            if os.getppid() != self.parent:
+                os._exit(0)  # there is nothing of ours yet
+
+        signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, LOOK_UP, LOOK_UP)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def _preload(self) -> None:
         """Everything a rank needs before its first step. Single-threaded: nothing here computes."""
@@ -177,7 +197,8 @@ class Nursery:
 def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    Nursery(socket.socket(fileno=int(sys.argv[1]))).run()
+    sock, parent = map(int, sys.argv[1:])
+    Nursery(socket.socket(fileno=sock), parent).run()
 
 
 if __name__ == "__main__":

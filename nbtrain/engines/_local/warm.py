@@ -62,7 +62,7 @@ class Warm:
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as we do
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "nbtrain.engines._local.nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "nbtrain.engines._local.nursery", str(theirs.fileno()), str(self.owner)],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
