@@ -262,6 +262,21 @@ def test_derive_depends_on_state_and_rank() -> None:
     assert len({derive(state, 1), derive(state, 2), derive(state[1:], 1)}) == 3
 
 
+def test_derive_sees_all_of_a_state_however_arrays_are_shown() -> None:
+    with np.printoptions(threshold=5):
+        for make, draw in ((np.random.RandomState, "get_state"), (random.Random, "getstate")):
+            one, other = (getattr(make(seed), draw)() for seed in (1, 2))
+            middle = (*one[:1], _with_one_changed(one[1]), *one[2:])
+            assert derive(one, 1) == derive(getattr(make(1), draw)(), 1)
+            assert len({derive(one, 1), derive(one, 2), derive(other, 1), derive(middle, 1)}) == 4
+
+
+def _with_one_changed(numbers: Any) -> Any:
+    changed = list(numbers)
+    changed[300] += 1
+    return tuple(changed) if isinstance(numbers, tuple) else np.array(changed, numbers.dtype)
+
+
 def test_alone_nothing_is_touched() -> None:
     states = notebook()
 

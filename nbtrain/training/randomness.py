@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,9 +38,19 @@ REMEMBERED = 32
 
 def derive(state: Any, rank: int) -> int:
     """A seed of 63 bits that belongs to this state and rank."""
-    content = state.cpu().numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
-    digest = hashlib.blake2b(content + rank.to_bytes(4, "little"), digest_size=8).digest()
+    digest = hashlib.blake2b(_content(state) + rank.to_bytes(4, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _content(state: Any) -> bytes:
+    """All of it; what is shown of an array is less, and takes a hundred times as long."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu().numpy().tobytes()
+    if isinstance(state, tuple):
+        if len(state) > 9:  # the numbers of Python's own generator
+            return array("Q", state).tobytes()
+        return b"".join(map(_content, state))
+    return state.tobytes() if hasattr(state, "tobytes") else repr(state).encode()
 
 
 class Randomness:
