@@ -13,6 +13,7 @@ coming home it finds what the cell changed. What it sends is edited *into* the r
 identity, aliases and cycles hold on both sides.
 
     table.py     the nodes of one side
+    visit.py     what kinds see of whoever asks them what an object holds
     walk.py      what changed, and what cannot travel
     cargo.py     what it found
     arrival.py   a parcel opened and put in place

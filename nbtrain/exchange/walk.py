@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
-from nbtrain.exchange.cargo import Cargo, Culprit, Stay
+from nbtrain.exchange.cargo import Cargo, Culprit
 from nbtrain.exchange.kinds import frozen
 from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Make, Packed, Put, Ref
 from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.visit import Visit
 
 
-class Walk:
+class Walk(Visit):
     """Adds new objects to the table, and remembers what it saw; `undo` takes both back."""
 
     def __init__(
         self, table: Table, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
     ) -> None:
-        self.table = table
-        self.namespace = namespace
+        super().__init__(table, namespace, quiet=quiet, keep_home=keep_home)
         self.cargo = Cargo()
-        self.quiet = quiet
-        """only remember how things are: nothing is sent, no key is given"""
-        self.keep_home = keep_home
-        """coming home: what cannot travel stays where it is, behind a handle"""
-        self.staying: dict[int, Stay] = {}
-        """coming home: id of a new object → why it is to stay behind a handle"""
         self.new_bytes = 0
         """in the buffers of new objects"""
         self.culprits: list[Culprit] = []
@@ -40,12 +32,8 @@ class Walk:
         """keys whose objects could not be edited and were made anew"""
         self.remake: set[int] = set()
         """keys that some receiver lacks: they are made once more"""
-        self.arrays: Any = None
-        """where the arrays lie that a tensor may have been made of, once one asked"""
         self.loosened = False
         """some object holds another no longer"""
-        self.children: list[Node] = []
-        """nodes met while one object is looked at"""
         self._holder: Node | str = ""
         self._stamp = object()
         self._queue: list[Node] = []
@@ -101,7 +89,6 @@ class Walk:
         return node.ref
 
     def buffer(self, data: memoryview, place: Node | None = None) -> int:
-        """Bytes that go beside the pickle; returns where the other side finds them."""
         self.cargo.buffers.append(data)
         where = len(self.cargo.buffers) - 1
         if type(self._holder) is Node and self._holder.key in self._new:
@@ -121,12 +108,7 @@ class Walk:
                 todo += [*node.children, *(node.fixed or ())]
         return node is not None
 
-    def known_inside(self, obj: Any) -> list[Node]:
-        """The first objects on every way into this one that the other side knows."""
-        return Inside(self.table, self.namespace).known(obj)
-
     def is_new(self, node: Node) -> bool:
-        """Whether the other side gets it, with its bytes, from this walk."""
         return node.key in self._new
 
     # -- what the session calls ----------------------------------------------------------
@@ -320,65 +302,6 @@ class Walk:
         if isinstance(holder, str):
             trail.append(holder)
         return trail[::-1]
-
-
-class Members(Walk):
-    """Lists what an object holds, in the order in which a walk meets it."""
-
-    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
-        super().__init__(table, namespace, quiet=True)
-        self.found: list[Any] = []
-
-    def encode(self, value: Any) -> Any:
-        if type(value) not in ATOMS:
-            kind = kinds.kind_of(value, self.namespace)
-            if kind is not None and kind.compound:
-                for part in kind.parts(value):
-                    self.encode(part)
-            elif kind is not None:
-                self.member(value, kind)
-        return None
-
-    def member(self, value: Any, kind: Kind) -> None:
-        self.found.append(value)
-
-
-OBJECTS = 20_000
-"""so many are looked at inside one that stays, the nearest first"""
-
-
-class Inside(Members):
-    """Goes into an object that only one side has."""
-
-    def known(self, root: Any) -> list[Node]:
-        self._nodes: dict[int, Node] = {}
-        self._seen: dict[int, Any] = {}
-        self._ahead: deque[Node] = deque([Node(0, root, kinds.kind_of(root, self.namespace))])  # type: ignore[arg-type]
-        left = OBJECTS
-        while self._ahead and left:
-            left -= 1
-            node = self._ahead.popleft()
-            with suppress(Exception):  # whatever its class does when it is looked at, it stays where it is
-                node.kind.shell(node, self)
-                if not node.kind.whole:
-                    node.kind.look(node, self)
-        self._showing()
-        return [self._nodes[key] for key in sorted(self._nodes)]
-
-    def _showing(self) -> None:
-        """What is written to memory that both sides know is told by the tensors that show it."""
-        memory = {key for key, node in self._nodes.items() if node.kind.name == "storage"}
-        for node in self.table.nodes.values() if memory else ():
-            if node.kind.name == "tensor" and any(held.key in memory for held in node.fixed or ()):
-                self._nodes[node.key] = node
-
-    def member(self, value: Any, kind: Kind) -> None:
-        known = self.table.by_id.get(kind.identity(value))
-        if known is not None:
-            self._nodes[known.key] = known
-        elif id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self._ahead.append(Node(0, value, kind))
 
 
 @calm()

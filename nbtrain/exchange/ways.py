@@ -9,7 +9,7 @@ from nbtrain.exchange.kinds import frozen
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.reach import step
 from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.walk import Members
+from nbtrain.exchange.visit import Members
 
 Way = tuple[int | str, bool, int, int]
 """How to come to an object: a key or name, whether among what it is made of, which one, of how many."""

@@ -15,7 +15,7 @@ from nbtrain.exchange.segment import untouched
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 
 class Array(Kind):
@@ -24,7 +24,7 @@ class Array(Kind):
     name = "array"
     whole = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         array = node.obj
         owner = owner_of(array)
         if owner is not array:
@@ -58,7 +58,7 @@ class Array(Kind):
         node.seen = form if owner is not None else seen
         node.fixed = [] if owner is None else [arrival.node(owner.key)]
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         array, before = node.obj, node.seen
         if walk.quiet and before is not None:
             return None
@@ -97,7 +97,7 @@ class Objects(Kind):
 
     name = "object array"
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         array = node.obj
         owner = _shown(array)
         if owner is array:
@@ -120,7 +120,7 @@ class Objects(Kind):
         if owner is not None:
             node.seen, node.fixed = form, [arrival.node(owner.key)]
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         owner = _shown(node.obj)
         if owner is not node.obj:
             if node.seen == _view(node.obj, owner):
@@ -149,7 +149,7 @@ class Memmap(Kind):
     name = "memmap"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         array = node.obj
         if array.filename is None or type(array.base).__name__ != "mmap":
             raise CannotTravel("this view of a memory map has no file of its own; send the map and slice it there")
@@ -161,7 +161,7 @@ class Memmap(Kind):
         name, dtype, mode, offset, shape = args
         return np.memmap(name, dtype, "r+" if mode == "w+" else mode, offset, shape)
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         return None
 
 
@@ -186,7 +186,7 @@ def owner_of(array: Any) -> Any:
     return owner if known and (owner.flags.c_contiguous or owner.flags.f_contiguous) else array
 
 
-def array_at(address: int, size: int, walk: Walk) -> Any:
+def array_at(address: int, size: int, walk: Visit) -> Any:
     """The array whose memory this is, for a tensor of `torch.from_numpy`, which cannot be asked. Among those that the
     other side has, or will have with this walk, and those that names of the notebook lead to at once."""
     import numpy as np

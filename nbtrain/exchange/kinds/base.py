@@ -19,7 +19,7 @@ from nbtrain.errors import CannotTravel
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 ATOMS: set[type] = {
     type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),
@@ -187,7 +187,7 @@ class Kind:
         """What tells two objects apart: their address, but for things that Python wraps anew each time."""
         return id(obj)
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         """How the other side makes it, without what it holds. In the sender."""
         return None
 
@@ -198,7 +198,7 @@ class Kind:
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
         """In the receiver: what both sides know now, where `args` say it."""
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""
         raise TypeError(f"{self.name} has no state")
 

@@ -18,7 +18,7 @@ from nbtrain.exchange.kinds.base import Kind
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 NOTE = "__slotnames__"
 """Python notes this on a class whenever an instance is pickled: no change of the user's."""
@@ -36,7 +36,7 @@ class Class(Kind):
     name = "class"
     lasting = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         cls = node.obj
         if _is_enum(cls):
             bases, *rest = cp._enum_getnewargs(cls)
@@ -82,7 +82,7 @@ class Class(Kind):
             state["_abc_impl"] = [sub for ref in abc._get_dump(cls)[0] if (sub := ref()) is not None]  # type: ignore[attr-defined]
         return state
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         raw: Any = vars(node.obj)
         if NOTE in raw:
             raw = {key: value for key, value in raw.items() if key != NOTE}

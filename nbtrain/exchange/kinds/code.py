@@ -19,7 +19,7 @@ from nbtrain.exchange.kinds.base import Kind
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 LRU = type(functools.lru_cache(lambda: 0))
 NAMESPACE = "namespace"
@@ -42,12 +42,12 @@ class Function(Kind):
     name = "function"
     lasting = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         fn: types.FunctionType = node.obj
         cells = tuple(map(walk.encode, fn.__closure__ or ()))
         return fn.__code__, self._globals(fn, walk), fn.__name__, cells
 
-    def _globals(self, fn: types.FunctionType, walk: Walk) -> Any:
+    def _globals(self, fn: types.FunctionType, walk: Visit) -> Any:
         if fn.__globals__ is walk.namespace:
             return NAMESPACE
         module = sys.modules.get(fn.__globals__.get("__name__", ""))
@@ -74,7 +74,7 @@ class Function(Kind):
         return (fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ or None,
                 annotations or None, fn.__code__, fn.__name__, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         fn: types.FunctionType = node.obj
         fields = self._fields(fn)
         if node.seen is not None and len(fields) == len(node.seen) and all(map(is_, fields, node.seen)):
@@ -111,7 +111,7 @@ class Cell(Kind):
     def make(self, args: Any, arrival: Arrival) -> Any:
         return types.CellType()
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         try:
             now: tuple[Any, ...] = (node.obj.cell_contents,)
         except ValueError:
@@ -201,13 +201,13 @@ class Cached(Kind):
     name = "lru_cache"
     whole = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         return functools.lru_cache(**dict(args[1]))(arrival.decode(args[0]))
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         return None
 
 
@@ -216,13 +216,13 @@ class Partial(Kind):
 
     name = "partial"
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return walk.encode(node.obj.func)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         return functools.partial(arrival.decode(args))
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         made = node.obj
         seen = (*made.args, None, *made.keywords, *made.keywords.values(), None, *vars(made), *vars(made).values())
         if node.seen is not None and len(seen) == len(node.seen) and all(map(is_, seen, node.seen)):
@@ -244,7 +244,7 @@ class NewType(Kind):
     name = "NewType"
     whole = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return node.obj.__name__, node.obj.__module__, walk.encode(node.obj.__supertype__)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
@@ -253,7 +253,7 @@ class NewType(Kind):
         made.__module__ = args[1]
         return made
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         return None
 
 
@@ -298,7 +298,7 @@ class Running(Kind):
 
     name = "running frame"
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         raise CannotTravel(f"a {type(node.obj).__name__} holds a running frame")
 
 

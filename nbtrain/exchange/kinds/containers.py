@@ -16,7 +16,7 @@ from nbtrain.exchange.kinds.base import ATOMS, Kind
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 LARGE = 4096
 """From this length on, a container of plain data (numbers, text, lists and dicts of them) is one block:
@@ -74,7 +74,7 @@ class Sequence(Kind):
     def make(self, args: Any, arrival: Arrival) -> Any:
         return []
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         obj, seen = node.obj, node.seen
         if type(seen) is list and same_items(obj, seen):
             return None
@@ -100,7 +100,7 @@ class Sequence(Kind):
 class Deque(Sequence):
     name = "deque"
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return node.obj.maxlen
 
     def make(self, args: Any, arrival: Arrival) -> Any:
@@ -140,7 +140,7 @@ class Mapping(Kind):
     def make(self, args: Any, arrival: Arrival) -> Any:
         return {}
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         obj, seen = node.obj, node.seen
         if type(seen) is tuple and same_items(list(obj), seen[0]) and same_items(list(obj.values()), seen[1]):
             return None
@@ -176,7 +176,7 @@ class Counter(Mapping):
 class Default(Mapping):
     name = "defaultdict"
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return walk.encode(node.obj.default_factory)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
@@ -205,7 +205,7 @@ class Bytes(Kind):
     def make(self, args: Any, arrival: Arrival) -> Any:
         return bytearray()
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         seen = zlib.crc32(node.obj), len(node.obj)
         if seen == node.seen:
             return None

@@ -18,7 +18,7 @@ from nbtrain.exchange.kinds.objects import INSTANCE
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 
 class _Items:
@@ -47,7 +47,7 @@ class Derived(Kind):
     def turn(self, obj: Any) -> int:
         return 1 if self.base in (set, dict, OrderedDict, defaultdict) else 0
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return walk.encode(type(node.obj)), getattr(node.obj, "maxlen", None) if self.base is deque else None
 
     def make(self, args: Any, arrival: Arrival) -> Any:
@@ -58,7 +58,7 @@ class Derived(Kind):
             deque.__init__(obj, (), length)
         return obj
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         obj = node.obj
         keys, values = INSTANCE.fields(obj)
         if self.base is defaultdict:

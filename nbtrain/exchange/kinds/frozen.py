@@ -14,7 +14,7 @@ from nbtrain.exchange.kinds.base import ATOMS, Kind
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 TEXT = 1 << 14
 """Characters or bytes from which a string is one."""
@@ -26,7 +26,7 @@ class Frozen(Kind):
     name = "frozen"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         if walk.quiet:
             return None
         obj = node.obj
@@ -39,7 +39,7 @@ class Frozen(Kind):
         data = arrival.buffer(where)
         return bytes(data) if form == "bytes" else pickle.loads(data)
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         return None
 
 

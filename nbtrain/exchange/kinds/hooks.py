@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.exchange.kinds.base import keys_in
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 NONE: tuple[tuple[int, ...], ...] = ((), ())
@@ -20,7 +20,7 @@ def hooked(tensor: Any) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks) and tensor.is_leaf
 
 
-def encoded(tensor: Any, walk: Walk) -> Hooks | None:
+def encoded(tensor: Any, walk: Visit) -> Hooks | None:
     """None where there are none, as nearly everywhere."""
     if not hooked(tensor):
         return None

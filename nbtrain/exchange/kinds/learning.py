@@ -14,7 +14,7 @@ from nbtrain.exchange.kinds.objects import Instance, Opaque
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 BOXES = ("_parameters", "_buffers", "_modules")
 SKIPPED = frozenset((*BOXES, "_compiled_call_impl"))
@@ -29,7 +29,7 @@ class Module(Kind):
     def turn(self, obj: Any) -> int:
         return 2 if _own_setstate(obj) else 0
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         cls = type(node.obj)
         return walk.encode(cls.__base__ if _parametrized(node.obj) else cls)
 
@@ -50,7 +50,7 @@ class Module(Kind):
             return held
         return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         held = self._state(node.obj)
         if node.seen is not None and node.seen.same(held):
             return None
@@ -204,7 +204,7 @@ class Compiled(Opaque):
     name = "compiled"
     lasting = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         made = super().shell(node, walk)
         node.seen = self._seen(node)
         return made
@@ -215,7 +215,7 @@ class Compiled(Opaque):
     def _seen(self, node: Node) -> tuple[int, int]:
         return id(node.obj._orig_mod), id(node.obj.dynamo_ctx)
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         if self._seen(node) == node.seen:
             return None
         made = self.shell(node, walk)

@@ -25,7 +25,7 @@ from nbtrain.exchange.kinds.containers import same_items
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 MISSING = object()
 
@@ -35,7 +35,7 @@ class Instance(Kind):
 
     name = "instance"
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return walk.encode(type(node.obj))
 
     def make(self, args: Any, arrival: Arrival) -> Any:
@@ -53,7 +53,7 @@ class Instance(Kind):
                 values.append(value)
         return keys, values
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         keys, values = self.fields(node.obj)
         seen = node.seen
         if seen is not None and keys == seen[0] and same_items(values, seen[1]):
@@ -207,7 +207,7 @@ class _Pickler(cp.Pickler):
     Arrays and containers that nobody knew before go by value: most pickle methods make them up on the spot.
     """
 
-    def __init__(self, file: io.BytesIO, walk: Walk, top: Any, buffers: list[memoryview]) -> None:
+    def __init__(self, file: io.BytesIO, walk: Visit, top: Any, buffers: list[memoryview]) -> None:
         def aside(buffer: pickle.PickleBuffer) -> bool:
             buffers.append(buffer.raw())
             return False  # not in the stream
@@ -251,7 +251,7 @@ class Opaque(Kind):
     name = "opaque"
     whole = True
 
-    def _pickle(self, node: Node, walk: Walk) -> tuple[bytes, list[memoryview], tuple[int, ...]]:
+    def _pickle(self, node: Node, walk: Visit) -> tuple[bytes, list[memoryview], tuple[int, ...]]:
         file = io.BytesIO()
         buffers: list[memoryview] = []
         try:
@@ -265,7 +265,7 @@ class Opaque(Kind):
         data = file.getvalue()
         return data, buffers, (zlib.crc32(data), len(data), *map(memory_checksum, buffers))
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         data, buffers, node.seen = self._pickle(node, walk)
         return data, [] if walk.quiet else list(map(walk.buffer, buffers))
 
@@ -273,7 +273,7 @@ class Opaque(Kind):
         data, where = args
         return _Unpickler(data, list(map(arrival.buffer, where)), arrival).load()
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         data, buffers, seen = self._pickle(node, walk)
         if seen == node.seen:
             node.children = walk.children
@@ -298,7 +298,7 @@ class Kept(Kind):
     name = "handle"
     whole = late = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         if type(node.obj) is Handle:
             if node.fixed is None and not walk.quiet and not walk.keep_home:
                 raise CannotTravel(GONE)
@@ -315,7 +315,7 @@ class Kept(Kind):
     def make(self, args: Any, arrival: Arrival) -> Any:
         return Handle(*args)
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         if type(node.obj) is Handle:
             return None
         held = walk.known_inside(node.obj)

@@ -11,7 +11,7 @@ from nbtrain.exchange.kinds.objects import SENTINEL
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 
 class TorchGenerator(Kind):
@@ -20,7 +20,7 @@ class TorchGenerator(Kind):
     name = "torch generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return node.obj.device.type
 
     def make(self, args: Any, arrival: Arrival) -> Any:
@@ -28,7 +28,7 @@ class TorchGenerator(Kind):
 
         return torch.Generator(arrival.device(args))
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         state = bytes(node.obj.get_state().numpy())
         if state == node.seen:
             return None
@@ -50,14 +50,14 @@ class BitGenerator(Kind):
     name = "bit generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return type(node.obj), seed_of(node.obj)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         cls, seed = args
         return cls(seed)
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         state = _plain(node.obj.state), getattr(seed_of(node.obj), "n_children_spawned", 0)
         if state == node.seen:
             return None
@@ -79,14 +79,14 @@ class NumpyGenerator(Kind):
     name = "numpy generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         return type(node.obj), walk.encode(bits_of(node.obj))
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         cls, bits = args
         return cls(arrival.decode(bits))
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         get = getattr(node.obj, "get_state", None)
         spare = None if get is None else tuple(get(legacy=False).get(key) for key in ("has_gauss", "gauss"))
         if (spare,) == node.seen:

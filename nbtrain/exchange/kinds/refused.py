@@ -16,7 +16,7 @@ from nbtrain.exchange.remedies import known_reason
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 
 class Refused(Kind):
@@ -25,7 +25,7 @@ class Refused(Kind):
     name = "refused"
     lasting = True  # inside an object's own pickle too: cloudpickle would take a file's whole text along
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         raise CannotTravel(known_reason(type(node.obj)) or "it belongs to the process that made it")
 
 

@@ -16,7 +16,7 @@ from nbtrain.exchange.segment import untouched
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
     from nbtrain.exchange.table import Node
-    from nbtrain.exchange.walk import Walk
+    from nbtrain.exchange.visit import Visit
 
 
 class Storage(Kind):
@@ -28,7 +28,7 @@ class Storage(Kind):
     def identity(self, obj: Any) -> int:
         return int(obj._cdata)  # Python wraps the same storage anew each time it is asked for
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         if walk.quiet:
             return None
         storage = node.obj
@@ -56,7 +56,7 @@ class Storage(Kind):
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
         node.fixed = [arrival.node(args[2][0].key)] if args[0] == "array" else []
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         return None
 
 
@@ -66,7 +66,7 @@ class Tensor(Kind):
     name = "tensor"
     whole = leaf = True
 
-    def shell(self, node: Node, walk: Walk) -> Any:
+    def shell(self, node: Node, walk: Visit) -> Any:
         import torch
 
         tensor = node.obj
@@ -104,7 +104,7 @@ class Tensor(Kind):
         if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
 
-    def look(self, node: Node, walk: Walk) -> Any:
+    def look(self, node: Node, walk: Visit) -> Any:
         if walk.quiet and node.seen is not None:
             return None
         tensor = node.obj
@@ -132,7 +132,7 @@ class Tensor(Kind):
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
         return seen, where, ref, hung, memory and (memory.ref, _window(tensor), old)
 
-    def _memory(self, node: Node, walk: Walk) -> Node | None:
+    def _memory(self, node: Node, walk: Visit) -> Node | None:
         """What it shows now: `.data = …` gave it other memory, or another part of it, and views of what it had do not
         see any more what becomes of it."""
         walk.encode(node.obj.untyped_storage())
