@@ -87,11 +87,23 @@ class Failed(Event):
     text: str
     """its message"""
     lines: tuple[str, ...]
-    """the traceback as IPython shows it"""
-    exception: bytes | None
+    """the traceback as IPython shows it; of a rank that was interrupted nothing"""
+    exception: bytes | None = None
     """pickled, when it can be"""
+    frames: tuple[tuple[str, int, str], ...] = ()
+    """of one that was: file, line and function, the innermost call first"""
     interrupted: bool = False
+    """by us: it was stopped, or waited for one that failed"""
     steps: int = 0
+    """how many it has taken"""
+    calls: int = 0
+    """how often an optimizer has stepped"""
+    entered: int = 0
+    """how many collectives"""
+    between: bool = False
+    """it was stopped where nothing was under way"""
+    whole: bool = False
+    """no optimizer was in the middle of it: what is there is the state after so many calls"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +121,8 @@ class Finished(Event):
     """checksums of what the notebook can have only once"""
     released: tuple[int, ...] = ()
     """shared memory that nothing on this rank shows any more"""
+    grouped: bool = True
+    """the process group is as it was; a cell may have destroyed it"""
     notes: tuple[str, ...] = ()
     """sentences for the user"""
     began: RankState | None = None

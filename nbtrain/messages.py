@@ -40,6 +40,8 @@ class Run:
     filename: str
     quiet: bool
     """the cell ends in a semicolon: its last value is not shown"""
+    number: int
+    """which run of this pool's it is"""
     sent: float
     """when, by the machine's monotonic clock: interrupts from then on are for this cell"""
     ranks: tuple[int, ...]
@@ -98,8 +100,23 @@ class Forget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Conclude:
+    """The run you failed in, or were stopped in, counts as far as it came. Answered with `Finished`."""
+
+    lead: int
+    """whose changes come home"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regroup:
+    """Leave the process group, and form a new one."""
+
+    store: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Close:
     """End the process."""
 
 
-Message = Run | Adopt | Pull | Leave | Forget | Close
+Message = Run | Adopt | Pull | Leave | Forget | Conclude | Regroup | Close

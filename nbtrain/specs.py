@@ -68,5 +68,7 @@ class RunSpec:
     """None: all of them"""
     keep: tuple[str, ...] = ()
     """names whose objects stay on the ranks"""
+    hang_after: float = 60.0
+    """seconds that a rank may wait for another before that is said"""
     output: str = "rank0"
     monitor: str = "auto"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(count: float) -> str:
     """Bytes: 310 MB, 1.2 GB (powers of ten, as disks and models are sold)."""
@@ -10,3 +12,8 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if count >= 99.5 or unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 1, 3`."""
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

@@ -80,7 +80,7 @@ def test_two_optimizers_make_one_step_per_batch(runtime: Runtime) -> None:
 def test_interruption_falls_between_steps(runtime: Runtime) -> None:
     model, optimizer, loader = make()
     seen: list[int] = []
-    runtime.steps.boundary = lambda: seen.append(runtime.steps.count)
+    runtime.steps.ended = lambda: seen.append(runtime.steps.count)
     for (x,) in loader:
         step(model, optimizer, x)
         step(model, optimizer, x)
@@ -93,7 +93,7 @@ def test_interruption_falls_between_steps(runtime: Runtime) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
-    runtime.steps.boundary = stop
+    runtime.steps.ended = stop
     with pytest.raises(KeyboardInterrupt):
         step(model, optimizer, torch.ones(1, 2))
     assert runtime.steps.count == 9

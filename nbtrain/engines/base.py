@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from nbtrain.events import Event
 from nbtrain.messages import Message
 from nbtrain.specs import PoolSpec, RankInfo
+from nbtrain.training.board import Board
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,23 @@ class Death:
         return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call on a stack."""
+
+    filename: str
+    line: int
+    function: str
+
+
+_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+def frames_in(text: str) -> list[Frame]:
+    """What faulthandler wrote; the innermost call first."""
+    return [Frame(name, int(line), function) for name, line, function in _LINE.findall(text)]
+
+
 class Pool(Protocol):
     """Ranks that are there, or about to be. All calls come from the kernel's main thread."""
 
@@ -40,6 +59,8 @@ class Pool(Protocol):
     directory: str
     """private to the user, gone with the pool"""
     ranks: tuple[RankInfo, ...]
+    board: Board
+    """what all ranks and this process see"""
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
         """Does not wait: a rank that is still starting finds it when it is there."""
@@ -47,8 +68,14 @@ class Pool(Protocol):
     def poll(self, seconds: float) -> list[Event | Death]:
         """What has happened, in order; waits up to so many seconds for the first."""
 
+    def regroup(self, anew: Iterable[int]) -> None:
+        """These ranks get new processes, the others live on; all of them form a new process group. Does not wait."""
+
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Raise KeyboardInterrupt in the cell these ranks run."""
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
+        """Where their main threads are, the innermost call first; nothing of a process that is stopped."""
 
     def pids(self) -> dict[int, int]:
         """rank → process, of those that are alive."""

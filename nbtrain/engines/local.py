@@ -18,15 +18,22 @@ from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
-from nbtrain.engines.base import Death
+from nbtrain.engines.base import Death, Frame, frames_in
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Event, Failed, RankState
-from nbtrain.messages import Close, Message
+from nbtrain.exchange.segment import Segment
+from nbtrain.messages import Close, Message, Regroup
+from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
+from nbtrain.training.board import Owned
 from nbtrain.worker.main import RankConfig
+from nbtrain.worker.stack import ASK
 
 GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
+ANSWER = 0.02
+"""Seconds in which a running process has written where it is."""
+LONGEST_STACK = 1 << 18
 LOOK_UP = 0.1
 """Seconds between looks at processes that nobody reports on."""
 _generations = 0
@@ -50,24 +57,65 @@ class LocalPool:
         self._ready: set[int] = set()
         self._said: dict[int, str] = {}
         """rank → why it cannot start, or nothing; a rank that is not here has not spoken yet"""
-        environ = dict(os.environ)
+        self._environ = dict(os.environ)
+        self._generation = _generations
+        self._meetings = 0
+        self._stores: list[Segment] = []
+        self._stacks: list[Segment] = []
         with contextlib.ExitStack() as undo:
             self.directory = directory.make()
             undo.callback(directory.remove, self.directory)
             self._channel = Channel(self.directory, spec.world_size)
             undo.callback(self._channel.close)
+            self.board = Owned(spec.world_size, self.directory)
+            undo.callback(self.board.close)
             self._processes: Processes = _processes(spec.start, body)
             undo.callback(self._processes.release)
             if (fd := self._processes.fileno()) is not None:
                 self._channel.watch(fd)
-            self._processes.launch(
-                RankConfig(
-                    info=info, directory=self.directory, backend=spec.backend, generation=_generations,
-                    environ=environ,
-                )
-                for info in self.ranks
-            )  # fmt: skip
+            for files, count in ((self._stores, 2), (self._stacks, spec.world_size)):
+                for number in range(count):
+                    files.append(Segment(number, 0, self.directory))
+                    undo.callback(files[-1].close)
+            self._launch(self.ranks, self._new_store())
             undo.pop_all()
+
+    def _launch(self, ranks: Iterable[RankInfo], store: str) -> None:
+        self._processes.launch(
+            RankConfig(
+                info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
+                generation=self._generation, store=store, board=self.board.path,
+                stack=self._stacks[info.rank].path, environ=self._environ,
+            )
+            for info in ranks
+        )  # fmt: skip
+
+    def _new_store(self) -> str:
+        """Where a process group meets: an empty file. It is memory, for disks may be full; and there are two in turn,
+        because whoever leaves a group late still writes to its file, and waits for it if it is gone."""
+        self._meetings += 1
+        store = self._stores[self._meetings % len(self._stores)]
+        os.ftruncate(store.fd, 0)
+        return store.path
+
+    def regroup(self, anew: Iterable[int]) -> None:
+        """Ranks `anew` are replaced by new processes, and all form a new group. Does not wait for them."""
+        gone = set(anew)
+        if alive := gone & set(self._processes.pids()):
+            self._processes.kill(alive)
+            patience = Patience(GRACE)
+            while alive & set(self._processes.pids()) and not patience.over:
+                self._channel.receive(0.005)
+                self._processes.news()
+        for rank in gone:
+            self._channel.expect(rank)
+            self._ready.discard(rank)
+            self._said.pop(rank, None)
+        store = self._new_store()
+        if gone:
+            self._launch([info for info in self.ranks if info.rank in gone], store)
+        if self.spec.world_size > 1:
+            self.send(Regroup(store=store), [info.rank for info in self.ranks if info.rank not in gone])
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
         self._channel.send(message, ranks)
@@ -95,6 +143,17 @@ class LocalPool:
             if rank in pids:
                 _signal(pids[rank], signal.SIGINT)
 
+    def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
+        pids = self.pids()
+        asked = {rank: os.fstat(self._stacks[rank].fd).st_size for rank in ranks if rank in self._ready & set(pids)}
+        for rank in asked:
+            _signal(pids[rank], ASK)
+        time.sleep(ANSWER)
+        return {
+            rank: frames_in(os.pread(self._stacks[rank].fd, LONGEST_STACK, start).decode("utf-8", "replace"))
+            for rank, start in asked.items()
+        }
+
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
 
@@ -110,6 +169,9 @@ class LocalPool:
             self._end(kill)
         finally:
             self._channel.close()
+            self.board.close()
+            for file in (*self._stores, *self._stacks):
+                file.close()
             directory.remove(self.directory)
 
     def _end(self, kill: bool) -> None:
@@ -131,8 +193,8 @@ class LocalPool:
 
     def _wait(self) -> None:
         """Until no process is left, or patience is. A rank that is just being forked is waited for too."""
-        until = time.monotonic() + GRACE
-        while not self._processes.settled and time.monotonic() < until:
+        patience = Patience(GRACE)
+        while not self._processes.settled and not patience.over:
             self._channel.receive(0.01)
             self._processes.news()
 

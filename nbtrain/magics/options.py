@@ -95,6 +95,13 @@ OPTIONS: tuple[Option, ...] = (
         help="a,b: what these names hold stays on the ranks. The notebook's own object is left as it is; for a new one "
         "it gets a handle, whose .pull() brings a copy home",
     ),
+    Option(
+        name="hang_after",
+        metavar="S",
+        read=values.seconds,
+        default=60.0,
+        help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is ended",
+    ),
     Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
     _choice("monitor", "auto", "html", "text", "off", help="the table of ranks below the cell"),

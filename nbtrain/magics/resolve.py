@@ -130,6 +130,7 @@ class Resolver:
             sampler=not request.value("no_sampler"),
             ranks=ranks,
             keep=request.value("keep"),
+            hang_after=request.value("hang_after"),
             output=request.value("output"),
             monitor=request.value("monitor"),
         )

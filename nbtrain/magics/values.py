@@ -102,6 +102,17 @@ def count(flag: str, word: Word, notebook: Namespace) -> int:
     return value
 
 
+def seconds(flag: str, word: Word, notebook: Namespace) -> float:
+    """60, 2.5."""
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        value = None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise UsageError(f"{flag} {word.text}: {flag} takes a number of seconds, more than 0")
+    return float(value)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """What the user wrote behind `--devices`."""

@@ -77,6 +77,14 @@ def _restart(state: State, request: Request) -> str | None:
     return None
 
 
+def _recover(state: State, request: Request) -> str:
+    return NO_RANKS if state.session is None else state.session.recover()
+
+
+def _where(state: State, request: Request) -> str:
+    return NO_RANKS if state.session is None else state.session.where()
+
+
 def _check(state: State, request: Request) -> str:
     words = " ".join(word.plain for word in request.words[1:]).replace(",", " ").split()
     for word in words:
@@ -128,6 +136,10 @@ VERBS: Mapping[str, Verb] = {
     ),
     "stop": Verb(usage="stop", do=_stop, help="ends the ranks and frees their devices; the notebook keeps everything"),
     "restart": Verb(usage="restart", do=_restart, help="new ranks in place of the ones that run"),
+    "where": Verb(usage="where", do=_where, help="where each rank is: the line of which cell, and what it waits for"),
+    "recover": Verb(
+        usage="recover", do=_recover, help="brings home the last step that a failed cell has left on the ranks"
+    ),
     "check": Verb(
         usage="check [NAMES]",
         do=_check,

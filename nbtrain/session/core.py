@@ -69,6 +69,24 @@ class Session:
                 self.aging.packages.moved = False
             self.start(spec)
 
+    def recover(self) -> str:
+        """Bring home what the last failed cell has left on the ranks."""
+        run = self.ranks.left
+        if run is None:
+            return "no failed cell has left a step on the ranks"
+        self.ranks.left = None
+        try:
+            steps: int = run.recover()
+        finally:
+            if self.ranks.pool is not None:
+                self.ranks.forget()
+        return f"the notebook has what the failed cell had done until step {steps:,}"
+
+    def where(self) -> str:
+        """Where the ranks are."""
+        self.ranks.listen(0)
+        return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
+
     def status(self) -> str:
         self.ranks.listen(0)
         if self.ranks.deaths:
@@ -90,9 +108,9 @@ class Session:
         warm.close()
 
     def _have(self, pool: PoolSpec) -> None:
-        note = self.ranks.have(pool)
-        if note:
-            print(note)
+        for note in (self.ranks.drop_left(), self.ranks.have(pool)):
+            if note:
+                print(note)
 
     def _between_cells(self, *_: Any) -> None:
         self.aging.look()

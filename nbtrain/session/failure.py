@@ -6,24 +6,34 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import nbtrain.words as words
 from nbtrain.engines.base import Death
 from nbtrain.errors import RankDied, RankError
 from nbtrain.events import Failed
 
+AS_BEFORE = "The notebook is as it was before this cell."
+
 
 def exception(
     failed: Mapping[int, Failed],
-    freed: Iterable[int],
+    stuck: Iterable[int],
     world_size: int,
+    held: str,
     open_packed: Callable[[int, bytes], Any],
     hint: Callable[[Failed], str],
+    place: Callable[[Failed], str],
 ) -> BaseException:
-    """The first failure that was not an interruption by us, raised as what it was. `hint`: what else is to be said."""
+    """The first failure that was not an interruption by us, raised as what it was. `held`: what is left on the ranks.
+    `hint`: what else is to be said. `place`: where one was interrupted. `stuck`: who had to be ended."""
     first = min(failed.values(), key=lambda f: (f.interrupted, f.time))
     same = sorted(f.rank for f in failed.values() if (f.name, f.text) == (first.name, first.text))
     others = sorted(f.rank for f in failed.values() if f.rank not in same and not f.interrupted)
     error = _original(first, open_packed)
-    where = _where(same, others, sorted(freed), failed, world_size)
+    freed: dict[str, list[int]] = {}
+    for rank in sorted(failed):
+        if failed[rank].interrupted and rank not in same:
+            freed.setdefault(place(failed[rank]), []).append(rank)
+    where = _where(same, others, freed, sorted(stuck), failed, world_size, held)
     help_ = hint(first)
     lines = [*first.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
     error.__cause__ = RankError("\n".join(lines))
@@ -47,26 +57,34 @@ def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseE
     return RankError(f"{failed.name}: {failed.text}")
 
 
-def _where(same: list[int], others: list[int], freed: list[int], failed: Mapping[int, Failed], world_size: int) -> str:
+def _where(
+    same: list[int], others: list[int], freed: Mapping[str, list[int]], stuck: list[int],
+    failed: Mapping[int, Failed], world_size: int, held: str,
+) -> str:  # fmt: skip
     if world_size == 1:
-        return ""
+        return held and f"\n{AS_BEFORE} {held}"
     parts = [f"raised on {_ranks(same, world_size)}"]
     if others:
         parts.append("; ".join(f"rank {rank} raised {failed[rank].name}: {failed[rank].text}" for rank in others))
-    if freed:
-        parts.append(f"{_ranks(freed, world_size)} waited for it and {'was' if len(freed) == 1 else 'were'} stopped")
-    return "\n" + "; ".join(parts) + ". The notebook is as it was before this cell."
+    parts += [f"{_ranks(ranks, world_size)} {_was(ranks)} stopped {at}" for at, ranks in freed.items()]
+    if stuck:
+        parts.append(f"{_ranks(stuck, world_size)} did not end, and {_was(stuck)} replaced")
+    return "\n" + "; ".join(parts) + f". {AS_BEFORE} {held}".rstrip()
+
+
+def _was(ranks: list[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
 
 
 def _ranks(ranks: list[int], world_size: int) -> str:
     if len(ranks) == world_size:
         return f"all {world_size} ranks"
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return words.ranks(ranks)
 
 
-def died(deaths: list[Death], tails: Mapping[int, str]) -> RankDied:
+def died(deaths: list[Death], tails: Mapping[int, str], held: str = "") -> RankDied:
     parts = []
     for death in deaths:
         said = tails.get(death.rank, "")
         parts.append(str(death) + (f"; the last it said:\n{said}" if said else ""))
-    return RankDied("\n".join(parts) + "\nThe notebook is as it was before this cell; run it again to start new ranks.")
+    return RankDied("\n".join([*parts, f"{AS_BEFORE} {held}".rstrip()]))

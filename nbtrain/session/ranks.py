@@ -13,12 +13,15 @@ from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
 from nbtrain.exchange.arrival import Unmakeable
 from nbtrain.messages import Adopt, Forget, Leave, Message
+from nbtrain.patience import Patience
 from nbtrain.session import failure
 from nbtrain.session.handles import SLOW, Fetch
 from nbtrain.session.idle import MINUTES, Idle
 from nbtrain.session.kept import handles, kept
+from nbtrain.session.report import drop_ahead, mourn
 from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
+from nbtrain.session.where import where
 from nbtrain.specs import PoolSpec
 from nbtrain.worker.homeward import Home
 
@@ -45,6 +48,11 @@ class Ranks:
         """ranks that died and were not spoken of yet"""
         self.on_idle: Callable[[], None] = lambda: None
         """called, from another thread, when idle ranks gave their GPUs back"""
+        self.left: Any = None
+        """the failed run whose last step is still on the ranks"""
+        self._runs = 0
+        self.running = False
+        """a cell is on its way through them"""
         self._idle: Idle | None = None
         self._adopting: set[int] = set()
         self._ready: set[int] = set()
@@ -75,6 +83,26 @@ class Ranks:
         if self.pool is None:
             self.open(spec)
         return note
+
+    def next_run(self) -> int:
+        """A number that no run of this notebook has had."""
+        self._runs += 1
+        return self._runs
+
+    def where(self, ranks: Iterable[int] | None = None) -> list[str]:
+        """Where these ranks are, or all."""
+        assert self.pool is not None
+        asked = [info.rank for info in self.pool.ranks] if ranks is None else ranks
+        return where(self.pool, asked, self._runs if self.running else -1, self.numbers())
+
+    def drop_left(self) -> str:
+        """The next cell starts from the notebook; a sentence when that loses something."""
+        if self.left is None:
+            return ""
+        run, self.left = self.left, None
+        drop_ahead(self.traffic)
+        self.forget()
+        return f"nbtrain: what the failed cell had left on the ranks, step {run.left_at:,}, is dropped"
 
     def _keep(self, reason: str) -> None:
         """Nobody's work goes because of an option."""
@@ -141,7 +169,7 @@ class Ranks:
             self.traffic.inherit(traffic)
         if fetch is not None:
             fetch.close()
-        self.fetch = Fetch(self.traffic, ranks, self.send, self._answers)
+        self.fetch = Fetch(self.traffic, ranks, self.send, self.answers)
         if spared and fetch is not None:
             self.fetch.inherit(fetch)
 
@@ -163,7 +191,7 @@ class Ranks:
         pool, traffic, idle = self.pool, self.traffic, self._idle
         if self.fetch is not None:
             self.fetch.close()
-        self.pool = self.traffic = self.fetch = self._idle = None
+        self.pool = self.traffic = self.fetch = self._idle = self.left = None
         self.deaths = []
         if idle is not None:
             idle.stop()
@@ -183,6 +211,18 @@ class Ranks:
         self.pool.send(Forget(spare=spare, known=tuple(known)), [info.rank for info in self.pool.ranks])
         self._new_traffic(spared=bool(spare))
         self._adopting.clear()
+
+    def regroup(self, anew: Iterable[int] = ()) -> None:
+        """A new process group, and new processes for these ranks; what the others hold lives on."""
+        assert self.pool is not None
+        assert self.traffic is not None
+        anew = set(anew)
+        self.deaths = [death for death in self.deaths if death.rank not in anew]
+        self._ready -= anew
+        self._adopting -= anew
+        if anew:
+            mourn(self.traffic, self.shell.user_ns)
+        self.pool.regroup(anew)
 
     def rest(self) -> None:
         """A cell is over: from here on they are idle."""
@@ -248,11 +288,11 @@ class Ranks:
 
     def _repacked(self) -> Home:
         while True:
-            for event in self._answers():
+            for event in self.answers():
                 if isinstance(event, Repacked):
                     return event.home
 
-    def _answers(self) -> list[Event]:
+    def answers(self) -> list[Event]:
         """What ranks say that were asked something between two cells."""
         events = [*self.settle(), *self.listen(BEAT)]
         if self.deaths or self.pool is None:
@@ -270,10 +310,10 @@ class Ranks:
     def settle(self) -> list[Event]:
         """Wait until every rank has answered the last adoption; what else was heard meanwhile."""
         events: list[Event] = []
-        until = time.monotonic() + LONG
+        patience = Patience(LONG)
         while self._adopting and not self.deaths:
             events += self.listen(BEAT)
-            if time.monotonic() > until:
+            if patience.over:
                 ranks = ", ".join(map(str, sorted(self._adopting)))
                 self.lose()
                 raise PoolError(f"rank {ranks} did not answer between two cells and was ended; run the cell again")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import nbtrain.words as words
 from nbtrain.events import Display, Output
 
 KEPT = 1 << 16
@@ -101,7 +102,7 @@ class Relay:
             if rank != self._lead and lines:
                 others.setdefault(lines, []).append(rank)
         for lines, ranks in others.items():
-            title = f"{_ranks(ranks)} said otherwise ({len(lines)} line{'s' * (len(lines) > 1)})"
+            title = f"{words.ranks(ranks)} said otherwise ({len(lines)} line{'s' * (len(lines) > 1)})"
             body = "\n".join(lines[-SHOWN:])
             folded = f"<details><summary>{title}</summary><pre>{html.escape(body)}</pre></details>"
             plain = f"{title}: {lines[0]}" + (" …" if len(lines) > 1 else "")
@@ -119,7 +120,3 @@ def _lines(text: str) -> list[str]:
     """Whole lines; those that were drawn over by a carriage return are progress bars, which differ by nature."""
     lines = [line.rstrip("\r") for line in text.split("\n")]  # terminals, which `!cmd` runs in, end lines with both
     return [line for line in lines if line.strip() and "\r" not in line]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -5,31 +5,27 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
+from nbtrain.engines.base import Frame
 from nbtrain.events import Display, Event, Failed, Finished, Output, RankState
 from nbtrain.exchange.kinds import ATOMS
 from nbtrain.exchange.names import Captured
 from nbtrain.exchange.residence import Handle
-from nbtrain.messages import Run, Source
+from nbtrain.messages import Conclude, Run, Source
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
+from nbtrain.session.ending import Ending
 from nbtrain.session.handles import SLOW
 from nbtrain.session.hints import hint
 from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
-from nbtrain.session.report import drop_ahead, mourn, report, slow
+from nbtrain.session.report import drop_ahead, report, slow
 from nbtrain.session.traffic import MISSING, Outgoing, Traffic
+from nbtrain.session.where import place
 from nbtrain.shield import shielded
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose
-
-PEERS_END = 0.3
-"""Seconds that the others have to end by themselves once a rank failed; then they are interrupted."""
-STUCK = 1.0
-"""Seconds after an interrupt in which a rank must have ended; it waits in a collective, so the pool is ended."""
-PATIENCE = 3.0
-"""The same for Stop: user code may have something to finish."""
 
 
 class CellRun:
@@ -48,13 +44,12 @@ class CellRun:
         self.view = choose(run.monitor, shell)
         self.finished: dict[int, Finished] = {}
         self.failed: dict[int, Failed] = {}
-        self.stopped = False
-        self._asked: float | None = None
-        """when the ranks were last told to end"""
+        self._ending: Ending | None = None
+        """once the ranks have been sent the cell"""
         self._running = False
         """the lead has begun"""
         self._sent = 0.0
-        self._said_slow = False
+        self._said_slow = self._said_hang = False
         self._over = True
         """no rank runs the cell, or those that did are gone"""
 
@@ -67,14 +62,17 @@ class CellRun:
                 print(held.have(self.spec.pool))
             self._send()
             self.view.opened("")
+            held.running = True
             self._watch(early)
-            ok = not self.failed and not self.stopped and len(self.finished) == self.spec.pool.world_size
+            held.running = False
+            ok = len(self.finished) == self.spec.pool.world_size and not self.stopped
             self._end(ok)
         except BaseException:
             if not self._over:  # a view or the screen failed, or a second Stop: the next cell must not hear of this one
                 held.lose()
             raise
         finally:
+            held.running = False
             self.view.closed(ok)
             self.relay.close()
             if self.spec.pool.start == "fork":
@@ -104,7 +102,11 @@ class CellRun:
         if fork_with is not None:
             held.fork(spec.pool, fork_with)
         self._sent = time.monotonic()
+        assert held.pool is not None
+        number = held.next_run()
+        self._ending = Ending(held.pool, number, self._say_where)
         run = Run(
+            number=number,
             spec=replace(spec, options={}),
             code=self.cell.code,
             filename=self.cell.filename,
@@ -125,43 +127,38 @@ class CellRun:
 
     # -- while it runs -------------------------------------------------------------------
 
+    @property
+    def stopped(self) -> bool:
+        return self._ending is not None and self._ending.stopped
+
+    @property
+    def _open(self) -> set[int]:
+        """Who has not ended."""
+        gone = {death.rank for death in self.held.deaths}
+        return set(range(self.spec.pool.world_size)) - set(self.finished) - set(self.failed) - gone
+
     def _watch(self, events: list[Event]) -> None:
-        held = self.held
-        everybody = set(range(self.spec.pool.world_size))
+        held, ending = self.held, self._ending
+        assert ending is not None
         while True:
             try:
                 for event in events:
                     self._take(event)
-                open_ranks = everybody - set(self.finished) - set(self.failed)
-                if not open_ranks or held.deaths:
+                if not self._open:
                     return
                 if self._running:  # a view's time is the cell's, without the start of ranks before it
                     self.view.tick(time.monotonic())
+                    self._say_hang()
                 else:
                     self._say_slow()
-                if self._overdue(open_ranks):
+                if ending.tick(self._open, self._fault or (ending.stopped and bool(self.failed)), self._fault):
                     return
                 events = held.listen(BEAT)
             except KeyboardInterrupt:
                 events = []
-                if self.stopped:  # a second press: no more waiting
+                if ending.stopped:  # a second press: no more waiting
                     return
-                self.stopped = True
-                self._interrupt(everybody - set(self.finished) - set(self.failed))
-
-    def _interrupt(self, ranks: set[int]) -> None:
-        self._asked = time.monotonic()
-        if self.held.pool is not None:
-            self.held.pool.interrupt(ranks)
-
-    def _overdue(self, ranks: set[int]) -> bool:
-        """Whether ranks that should have ended have not: they wait in a collective that will never complete."""
-        now = time.monotonic()
-        if self._asked is not None:
-            return now - self._asked > (PATIENCE if self.stopped else STUCK)
-        if self.failed and time.time() - min(f.time for f in self.failed.values()) > PEERS_END:
-            self._interrupt(ranks)
-        return False
+                ending.stop(self._open)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Output):
@@ -176,8 +173,8 @@ class CellRun:
             elif isinstance(event, Failed):
                 self.failed[event.rank] = event
             elif isinstance(event, RankState):
-                if event.state == "starting" and self._asked is not None:  # it was deaf until now
-                    self._interrupt({event.rank})
+                if event.state == "starting" and self._ending is not None:
+                    self._ending.late(event.rank)
                 elif event.state == "running" and event.rank == self.lead:
                     self._say(event.notes)
             self.view.receive(event)
@@ -204,60 +201,154 @@ class CellRun:
         else:
             print("the ranks are putting in place what the cell reads …")
 
+    def _say_where(self, ranks: set[int]) -> None:
+        """Stop takes long."""
+        print("\n".join(["still running:", *self.held.where(ranks), "Press Stop once more to end these ranks."]))
+
+    def _say_hang(self) -> None:
+        """Some rank waits for others for longer than it should; once a cell."""
+        if self._said_hang or self._ending is None or self.stopped:
+            return
+        board, number = self._ending.pool.board, self._ending.number
+        waiting = [waits[0] for rank in self._open if (waits := board.waits(rank, number)) is not None]
+        if waiting and max(waiting) > self.spec.hang_after:
+            self._said_hang = True
+            said = f"ranks have waited for each other for {max(waiting):.0f} s (--hang-after {self.spec.hang_after:g}):"
+            print("\n".join([said, *self.held.where(), "The cell goes on; Stop ends it."]))
+
     # -- how it ends ---------------------------------------------------------------------
 
     def _end(self, ok: bool) -> None:
-        held = self.held
-        traffic = held.traffic
-        assert traffic is not None
-        if ok:
-            self._over = True
-            try:
-                with shielded():
-                    self._come_home(traffic)
-            except BaseException:  # the ranks hold what the notebook could not take
-                held.forget()
-                raise
-            figures_can_be_shown()
-            report(traffic, self.finished, self.lead)
-            return
-        if held.deaths:
-            deaths = held.deaths
-            tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
-            mourn(traffic, self.shell.user_ns)
+        lead = self.lead if ok else self._best() if self.stopped and not self._fault else None
+        if lead is None:
+            self._fail()
+        alike = ok or self._alike()
+        stuck = self._open
+        regroup = bool(stuck) or not (ok or self._quiet())
+        if not ok:
+            self._conclude(lead)
+        regroup = regroup or not all(done.grouped for done in self.finished.values())
+        self._over = True
+        try:
+            with shielded():
+                self._come_home()
+        except BaseException:  # the ranks hold what the notebook could not take
+            self.held.forget()
+            raise
+        finally:
+            if regroup:
+                self.held.regroup(stuck)
+        if not alike:  # the others' twins are not what has come home
+            self.held.forget()
+        figures_can_be_shown()
+        report(self._traffic, self.finished, self.lead)
+        if not ok:
+            raise KeyboardInterrupt(self._stopped_after())
+
+    def recover(self) -> int:
+        """Bring home what a failed run has left on the ranks: so many steps."""
+        lead = self._best()
+        assert lead is not None
+        self._conclude(lead)
+        with shielded():
+            self._come_home()
+        report(self._traffic, {lead: self.finished[lead]}, lead)
+        return self.finished[lead].steps
+
+    @property
+    def left_at(self) -> int:
+        """The step that a failed run has left on the ranks."""
+        lead = self._best()
+        return 0 if lead is None else (self.finished | self.failed)[lead].steps
+
+    @property
+    def _traffic(self) -> Traffic:
+        assert self.held.traffic is not None
+        return self.held.traffic
+
+    @property
+    def _fault(self) -> bool:
+        """Something else than Stop."""
+        return bool(self.held.deaths) or any(not failed.interrupted for failed in self.failed.values())
+
+    def _best(self) -> int | None:
+        """The rank whose state is the cell's: the lead if it stands between two steps, or one that has come far."""
+        if self.lead in self.finished:
+            return self.lead
+        able = {rank: failed for rank, failed in self.failed.items() if failed.whole}
+        if self.lead in able:
+            return self.lead
+        return max(able, key=lambda rank: (able[rank].calls, -rank), default=None)
+
+    def _alike(self) -> bool:
+        """Whether all ranks have taken the same steps, wherever they were cut short."""
+        ended = set(self.ranks) <= set(self.failed)
+        return ended and len({self.failed[rank].calls for rank in self.ranks}) == 1
+
+    def _quiet(self) -> bool:
+        """Whether the ranks have entered the same collectives and come out of them. If not, the next one would pair up
+        with one that was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
+        if self.spec.pool.world_size == 1 or not self.everybody:  # collectives are refused on some ranks only
+            return True
+        ends = {(failed.name, failed.text, failed.calls, failed.entered) for failed in self.failed.values()}
+        cut = any(failed.interrupted and not failed.between for failed in self.failed.values())
+        return len(self.failed) == self.spec.pool.world_size and len(ends) == 1 and not cut
+
+    def _conclude(self, lead: int) -> None:
+        """What the cell has done so far counts."""
+        self.lead = lead
+        waiting = {rank for rank in self.failed if rank in self.ranks} if lead in self.failed else set()
+        self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in waiting}
+        self.held.send(Conclude(lead=lead), waiting)
+        while waiting:
+            for event in self.held.answers():
+                self._take(event)
+            waiting -= set(self.finished)
+            if self.failed:
+                self._fail()
+
+    def _stopped_after(self) -> str:
+        steps = self.finished[self.lead].steps
+        after = f"after step {steps:,}" if steps else "before a step was finished"
+        return f"stopped {after}; what the cell did until then is in the notebook"
+
+    def _fail(self) -> NoReturn:
+        """The notebook is as it was; what is whole on the ranks is held for `recover`."""
+        held, stuck = self.held, self._open
+        dead = {death.rank for death in held.deaths}
+        steps = self.left_at
+        keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
+        error = self._error(stuck, f"Step {steps:,} is held: %distributed recover brings it home." if keeps else "")
+        if self.spec.pool.start == "fork":
             held.lose()
-            raise failure.died(deaths, tails)
-        stuck = set(range(self.spec.pool.world_size)) - set(self.finished) - set(self.failed)
-        error: BaseException
-        if self.stopped:
-            error = KeyboardInterrupt("stopped; the notebook is as it was before this cell")
-        else:
-            freed = {r for r, f in self.failed.items() if f.interrupted} | stuck
-            error = failure.exception(
-                self.failed, freed, self.spec.pool.world_size,
-                lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
-                lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic),
-            )  # fmt: skip
-        if stuck or not self._in_step():
-            mourn(traffic, self.shell.user_ns)
-            held.lose()
-        else:
-            drop_ahead(traffic)
+        elif dead or stuck or not self._quiet():
+            held.regroup(dead | stuck)
+        if keeps:
+            held.left = self
+        elif self.spec.pool.start != "fork":
+            drop_ahead(self._traffic)
             held.forget()
         self._over = True
         raise error
 
-    def _in_step(self) -> bool:
-        """Whether the ranks have taken part in the same collectives. If not, the next one would pair up with one that
-        was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
-        if self.spec.pool.world_size == 1 or not self.everybody:  # collectives are refused on some ranks only
-            return True
-        ends = {(failed.name, failed.text, failed.steps) for failed in self.failed.values()}
-        alike = len(self.failed) == self.spec.pool.world_size and len(ends) == 1
-        return alike and not any(failed.interrupted for failed in self.failed.values())
+    def _error(self, stuck: set[int], held: str) -> BaseException:
+        deaths = self.held.deaths
+        traffic = self._traffic
+        if deaths:
+            tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
+            return failure.died(deaths, tails, held)
+        if not self._fault:
+            return KeyboardInterrupt("stopped; the notebook is as it was before this cell")
+        numbers = self.held.numbers()
+        return failure.exception(
+            self.failed, stuck, self.spec.pool.world_size, held,
+            lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
+            lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic),
+            lambda failed: place([Frame(*frame) for frame in failed.frames], numbers),
+        )  # fmt: skip
 
-    def _come_home(self, traffic: Traffic) -> None:
-        done = self.finished[self.lead]
+    def _come_home(self) -> None:
+        traffic, done = self._traffic, self.finished[self.lead]
         for rank, finished in self.finished.items():
             traffic.packer.released(rank, finished.released)
         done = self.finished[self.lead] = replace(done, home=self.held.home(self.lead, done.home, done.streams))
@@ -265,7 +356,7 @@ class CellRun:
         for name in self.spec.keep:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
                 traffic.ahead.add(name)
-        others = [rank for rank in self.ranks if rank != self.lead]
+        others = [rank for rank in self.finished if rank != self.lead]
         if self.everybody:
             self.held.adopt(done.home.news, others)
         else:

@@ -3,7 +3,7 @@
 A collective needs every rank, and all of them in the same order. A rank that leaves a loop early, passes over a batch
 or calls `reduce` below `if rank == 0` breaks that: its peers would wait for ever, or take sums of what does not belong
 together. So each rank writes on a board which collective it enters, and that its cell has ended; and looks there what
-the others have entered in the same place. The board is memory that all ranks see: some microseconds per collective.
+the others have entered in the same place (`board.py`): some microseconds per collective.
 
 Only collectives of the default group are watched; on a GPU a rank is stopped before it enters one, not while it waits.
 """
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import mmap
-import os
 import struct
-import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,57 +22,28 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbtrain.errors import NotSupported
+from nbtrain.training.board import (
+    BACKWARD,
+    CELL,
+    COUNT,
+    ENTERED,
+    FILES,
+    MARKS,
+    PART,
+    PLACES,
+    WAITING,
+    WATCHED,
+    WIDTH,
+    Board,
+    words,
+)
 from nbtrain.training.patches import Patches
 from nbtrain.training.steps import Steps
 
-WATCHED = (
-    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
-)  # fmt: skip
 OF_ONE_SIZE = frozenset(WATCHED[:5])
 """The first argument has as many elements on every rank."""
 SLICE = datetime.timedelta(seconds=0.2)
-PLACES = 128
-"""collectives that are remembered of each rank; no rank gets so far ahead of another"""
-WIDTH = 9
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
-HEAD = 2
-FILES = 32
-"""files that rank 0 wrote, by a hash"""
-PART = HEAD + PLACES * WIDTH + 2 * FILES
-BACKWARD = 1
-
-
-class Board:
-    """What each rank has entered: for all to read, each writes its own part."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        store = c10d._get_default_store()
-        size = 8 * world_size * PART
-        if rank == 0:
-            path = _new_file(size)
-            store.set("nbtrain/board", path)
-        else:
-            path = store.get("nbtrain/board").decode()
-        with open(path, "r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), size)
-        words = memoryview(self.memory).cast("q")
-        self.parts = [words[i * PART : (i + 1) * PART] for i in range(world_size)]
-
-
-def _new_file(size: int) -> str:
-    if hasattr(os, "memfd_create"):
-        handle = os.memfd_create("nbtrain-board")
-        path = f"/proc/{os.getpid()}/fd/{handle}"  # open as long as this process lives
-    else:
-        handle, path = tempfile.mkstemp(prefix="nbtrain-board-")
-    os.ftruncate(handle, size)
-    return path
-
-
-_board: tuple[Any, Board] | None = None
-_cells = 0
-"""of this process, whatever strategy they had; equal on all ranks"""
 
 
 class Meeting:
@@ -86,25 +55,19 @@ class Meeting:
         self.steps = steps
         self.in_backward = in_backward
         self.board: Board | None = None
-        self.cell = self.count = self.first_step = 0
+        self.cell = self.count = 0
         self.others = [peer for peer in range(world_size) if peer != rank]
 
-    def begin(self) -> None:
-        """Every rank does this, also one that does not run the cell."""
-        global _board, _cells
-        _cells += 1
-        self.cell, self.count, self.first_step = _cells, 0, self.steps.total
-        if self.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-            return
-        if _board is None or _board[0] is not dist.group.WORLD:
-            _board = dist.group.WORLD, Board(self.rank, self.world_size)
-        self.board = _board[1]
+    def begin(self, board: Board | None, cell: int) -> None:
+        """Every rank does this, also one that does not run the cell. `cell`: the same number on all of them."""
+        self.cell, self.count = cell, 0
+        self.board = board if self.world_size > 1 and dist.is_available() and dist.is_initialized() else None
 
     def end(self, ok: bool) -> None:
         """A rank that failed is spoken of by the notebook."""
         if self.board is not None and ok:
-            self.board.parts[self.rank][1] = self.count
-            self.board.parts[self.rank][0] = self.cell
+            self.board.parts[self.rank][COUNT] = self.count
+            self.board.parts[self.rank][CELL] = self.cell
         self.board = None
 
     @property
@@ -129,7 +92,7 @@ class Meeting:
         """Rank 0 is in a collective to which this rank still has to come, or at the end of its cell."""
         assert self.board is not None
         part, following = self.board.parts[0], self.count + 1
-        return part[0] == self.cell or part[HEAD + following % PLACES * WIDTH] == (self.cell << 32) + following
+        return part[CELL] == self.cell or part[MARKS + following % PLACES * WIDTH] == (self.cell << 32) + following
 
     def patch(self, patches: Patches) -> None:
         if self.world_size > 1 and dist.is_available():
@@ -158,7 +121,7 @@ class Meeting:
                 work = old(*args, **kwargs, async_op=True)
                 if work is None:
                     return None
-                patient = Patient(work, lambda: self._look(place))
+                patient = Patient(work, self.board.parts[self.rank], lambda: self._look(place))
                 return patient if later else patient.wait() and None
 
             return collective
@@ -168,11 +131,12 @@ class Meeting:
     def _enter(self, code: int, size: int) -> tuple[int, ...]:
         assert self.board is not None
         self.count += 1
+        self.board.parts[self.rank][ENTERED] = self.count
         place = (
             (self.cell << 32) + self.count, code, size, BACKWARD if self.in_backward() else 0,
-            self.steps.total - self.first_step, *self.steps.place(),
+            self.steps.calls, *self.steps.place(),
         )  # fmt: skip
-        at = 8 * (self.rank * PART + HEAD + self.count % PLACES * WIDTH)
+        at = Board.at(self.rank) + 8 * (MARKS + self.count % PLACES * WIDTH)
         REST.pack_into(self.board.memory, at + 8, *place[1:])
         NUMBER.pack_into(self.board.memory, at, place[0])  # the last: until then nobody takes it for this one
         self._look(place)
@@ -183,38 +147,46 @@ class Meeting:
         if self.board is None:
             return
         count = mine[0] & 0xFFFFFFFF
-        at = HEAD + count % PLACES * WIDTH
+        at = MARKS + count % PLACES * WIDTH
         for peer in self.others:
             part = self.board.parts[peer]
             if part[at] == mine[0]:
                 theirs = tuple(part[at : at + WIDTH])
                 if theirs != mine and _apart(mine, theirs) and part[at] == mine[0]:
                     raise NotSupported(_gone_apart({self.rank: mine, peer: theirs}))
-            elif part[0] == self.cell and part[1] < count:
+            elif part[CELL] == self.cell and part[COUNT] < count:
                 raise NotSupported(
-                    f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {_words(mine)}: it "
+                    f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {words(mine)}: it "
                     f"would wait for ever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
                     "reduce and gather on every rank, not below `if rank == 0:`"
                 )
 
 
 class Patient:
-    """A `Work` whose `wait` looks now and then whether the others are still to come."""
+    """A `Work` whose `wait` looks now and then whether the others are still to come. An interrupt gets through."""
 
-    def __init__(self, work: Any, look: Callable[[], None]) -> None:
+    def __init__(self, work: Any, part: Any, look: Callable[[], None]) -> None:
         self.work = work
+        self.part = part
         self.look = look
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if timeout is not None:
             return bool(self.work.wait(timeout))
-        while True:
-            try:
-                return bool(self.work.wait(SLICE))
-            except RuntimeError:
-                if self.work.is_completed():  # it has failed, or came to its end just after this slice of time
-                    return bool(self.work.wait())
-            self.look()
+        began = 0
+        try:
+            while True:
+                try:
+                    return bool(self.work.wait(SLICE))
+                except RuntimeError:
+                    if self.work.is_completed():  # it has failed, or came to its end just after this slice of time
+                        return bool(self.work.wait())
+                if not began:
+                    began = self.part[WAITING] = time.monotonic_ns()
+                self.look()
+        finally:
+            if began:
+                self.part[WAITING] = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
@@ -244,7 +216,7 @@ DRAWN = (
 def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
     one, other = places.values()
-    ways = ", ".join(f"rank {rank} is {_words(place)}" for rank, place in places.items())
+    ways = ", ".join(f"rank {rank} is {words(place)}" for rank, place in places.items())
     if one[:7] == other[:7] and one[3] == BACKWARD:  # at the same batch of loaders that were not iterated alike
         return f"rank {next(iter(places))}: {DRAWN}"
     if one[3] == other[3] == BACKWARD:
@@ -258,10 +230,3 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "`if rank == 0:`"
         )
     return f"the ranks have gone different ways: {ways}. {ALL}. {hint}"
-
-
-def _words(place: tuple[int, ...]) -> str:
-    _, code, size, where, steps, batch, batches, _, _ = place
-    what = "in backward()" if where == BACKWARD else f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
-    at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
-    return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

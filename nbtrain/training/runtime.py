@@ -9,6 +9,7 @@ Functions of torch replaced by `install`, and why:
     randperm, for random_split           so are splits
     _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
     all_reduce, broadcast, …             nobody waits for ranks that will not come
+    GradScaler.step                      a step that is passed over has ended, too
     torch.save                           one file, written once
     Optimizer.__init__, add_param_group  models that the cell makes are set up
     nn.Module.__setstate__               a copied model is one that the cell made
@@ -37,6 +38,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, lines
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
+from nbtrain.training.board import Board
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
 from nbtrain.training.made import Made
@@ -47,6 +49,7 @@ from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
 from nbtrain.training.saving import Saving
 from nbtrain.training.steps import Steps
+from nbtrain.training.stopping import Stopping
 
 _installed: Runtime | None = None
 
@@ -73,6 +76,7 @@ class Runtime:
         self.loaders = Loaders(self.randomness, self.steps, self.device, info.rank)
         self.accumulation: Accumulation | None = None
         self.running = False
+        self.stopping = Stopping(info.rank, self.steps)
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self.saving = Saving(self.meeting)
         self.made = Made(lambda: self._looks_after, self._set_up_made)
@@ -98,6 +102,7 @@ class Runtime:
         for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
             for module in (torch.nn.utils.clip_grad, torch.nn.utils):
                 patches.wrap(module, name, make)
+        patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self.loaders.patch(patches)
         self.meeting.patch(patches)
         if self.info.world_size > 1:
@@ -119,14 +124,17 @@ class Runtime:
 
     # --- per cell --------------------------------------------------------------------------------
 
-    def begin(self, run: RunSpec, objects: Mapping[str, object]) -> list[str]:
-        """Prepare what the cell uses; sentences for the user. Collective."""
-        self.meeting.begin()
+    def begin(
+        self, run: RunSpec, objects: Mapping[str, object], board: Board | None = None, number: int = 0
+    ) -> list[str]:
+        """Prepare what the cell uses; sentences for the user. Collective. `number`: of this run, on all ranks."""
+        self.meeting.begin(board, number)
         self.saving.begin()
         self.workshop.prepare(objects)
         index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
         self.steps.begin()
+        self.stopping.begin(board, number)
         self.loaders.begin(deal, self.strategy.hands_off)
         if run.accumulate > 1:
             self.accumulation = Accumulation(
@@ -146,6 +154,7 @@ class Runtime:
         self.running = self._looks_after = False
         self._in_backward = False
         self.randomness.apart()
+        self.stopping.end()
         self.meeting.end(ok)
         if self.accumulation is not None:
             self.accumulation.leave()
@@ -224,8 +233,7 @@ class Runtime:
             if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
                 return old(tensors, grad_tensors, *args, **kwargs)
             self.randomness.apart()
-            if not self.steps.loading:
-                self.steps.at_boundary()
+            self.steps.backward()
             self._in_backward = True
             try:
                 if self.accumulation is None:
@@ -271,8 +279,17 @@ class Runtime:
             self.workshop.guard(optimizer)
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
-        self.steps.stepping = True
         return _with_common_loss(args, kwargs) if several else None
+
+    def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.steps.calls
+            result = old(scaler, optimizer, *args, **kwargs)
+            if self.running and self.steps.calls == before:
+                self.steps.passed_over()
+            return result
+
+        return step
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.running:

@@ -19,13 +19,14 @@ from nbtrain.events import Progress, Throughput
 class Steps:
     """The counters of one rank; `begin` sets them to zero.
 
-    `boundary`, when set, is called where a cell may be interrupted without leaving half a step behind: when the next
-    batch is asked for, or, while no loader is in use, when a backward begins. It may raise.
+    `ended` is called where a step has ended, `between` where none is under way: both may raise, for there a cell can
+    be interrupted without leaving half a step behind.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.boundary: Callable[[], None] | None = None
+        self.ended: Callable[[], None] = lambda: None
+        self.between: Callable[[], None] = lambda: None
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
@@ -35,9 +36,14 @@ class Steps:
         self.count = 0
         self.samples = 0
         self.batches = 0
-        self.stepping = False
-        """an optimizer's `step` is under way: not the moment to interrupt"""
+        self.calls = 0
+        """calls of `step`, of all optimizers"""
+        self.ends = 0
+        """steps that have ended"""
         self.armed = False
+        """an optimizer has stepped, or was passed over by a scaler, since the last end"""
+        self.under_way = False
+        """a backward has run since then"""
         self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.iterators: list[tuple[ref[Any], int, int | None]] = []
@@ -62,11 +68,19 @@ class Steps:
         if self.iterators and self.iterators[-1][0]() is not iterator and (place := self._remove(iterator)):
             self.iterators.append(place)
 
+    def backward(self) -> None:
+        """One begins."""
+        if not self.loading:
+            self.at_boundary()
+        self.under_way = True
+
     def at_boundary(self) -> None:
         if self.armed:
-            self.armed = False
-            if self.boundary is not None:
-                self.boundary()
+            self.armed = self.under_way = False
+            self.ends += 1
+            self.ended()
+        elif not self.under_way:
+            self.between()
 
     def got(self, samples: int) -> None:
         self.batches += 1
@@ -82,7 +96,11 @@ class Steps:
         self.taken[optimizer] = taken
         self.count = max(self.count, taken)
         self.total += 1
-        self.stepping = False
+        self.calls += 1
+        self.armed = True
+
+    def passed_over(self) -> None:
+        """A scaler found infinite gradients: no optimizer has stepped, but the step is over."""
         self.armed = True
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import datetime
 import math
 import multiprocessing
 import os
@@ -13,8 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import FunctionType
+from dataclasses import dataclass, field, replace
+from types import FunctionType, TracebackType
 from typing import Any
 
 import nbtrain.registry as registry
@@ -22,21 +21,21 @@ from nbtrain.errors import CannotTravel, NbtrainError
 from nbtrain.events import Adopted, Event, Failed, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
-from nbtrain.messages import Adopt, Close, Forget, Leave, Pull, Run
+from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run
 from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.training.board import ABORT, RAISED, Board
+from nbtrain.worker.group import Group
 from nbtrain.worker.homeward import KERNEL, LIMIT
-from nbtrain.worker.interrupts import Interrupts
+from nbtrain.worker.interrupts import Interrupts, cut_a_step_short
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
 from nbtrain.worker.output import Outputs
 from nbtrain.worker.shell import RankShell
+from nbtrain.worker.stack import answer_in
 from nbtrain.worker.streams import adopt as adopt_streams
 from nbtrain.worker.streams import collect as collect_streams
 from nbtrain.worker.surroundings import Taken
 from nbtrain.worker.twins import Twins
-
-A_MONTH = datetime.timedelta(days=30)
-"""Collectives wait this long for a slow peer: there is no time limit on user code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +45,17 @@ class RankConfig:
     info: RankInfo
     directory: str
     """private to the user; the channel's sockets and the group's store lie in it"""
+    secret: bytes = field(repr=False)
+    """by which the kernel knows this process"""
     backend: str
     generation: int
-    """a store's file is never used twice: it would hand out dead addresses"""
+    """which pool of this process's it belongs to"""
+    store: str
+    """where the process group meets"""
+    board: str
+    """memory that all ranks and the kernel see"""
+    stack: str
+    """the file in which it says where it is"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 
@@ -68,11 +75,14 @@ class Rank:
     def __init__(self, config: RankConfig, shell: RankShell, table: Table | None = None) -> None:
         self.config = config
         self.info = config.info
-        self.link = Link(config.directory)
+        self.link = Link(config.directory, config.info.rank, config.secret)
         self.outputs = Outputs(self.info.rank, self.link.send)
         self.shell = shell
         shell.outlet = self.outputs.outlet
-        self.meters = Meters(self.info.rank, self.outputs, self.link.send)
+        shell.interrupted = self._is_interruption
+        self.board = Board.open(config.board, self.info.world_size)
+        self.group = Group(self.info, config.backend)
+        self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
             self.twins.inherit(table)
@@ -82,16 +92,21 @@ class Rank:
         self._runs_as: Any = None
         self._found: tuple[Any, dict[str, Any]] | None = None
         self._environ: dict[str, str] = {}
+        self._last: tuple[Run, dict[str, Any]] | None = None
+        """the last run, and the names it was given"""
+        self._gave_up = 0
+        """the run whose collectives this rank has given up"""
 
     # -- life ----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        self.interrupts = Interrupts()
+        self.interrupts = Interrupts(self.board, self.info.rank)
+        answer_in(self.config.stack)
         self._state("starting")
         try:
             self._take_place()
         except BaseException as error:  # an exit code alone would tell nobody why
-            self._fail(error, self._lines_of(error), 0)
+            self._fail(error, self._lines_of(error))
             raise
         self._state("ready")
         while True:
@@ -108,13 +123,17 @@ class Rank:
             elif type(message) is Forget:
                 self.twins.forget(self._close_runtime, message.spare, message.known)
                 self._found = None
+            elif type(message) is Conclude:
+                self._conclude(message.lead)
+            elif type(message) is Regroup:
+                self.group.dissolve()
+                self.group.form(message.store)
             elif type(message) is Close:
                 return self._close()
 
     def _take_place(self) -> None:
         """Threads, device, process group: what makes this process a rank."""
         import torch
-        import torch.distributed as dist
 
         info = self.info
         torch.set_num_threads(info.threads)
@@ -138,23 +157,11 @@ class Rank:
         multiprocessing.current_process()._config["tempdir"] = self.config.directory  # type: ignore[attr-defined]
         if info.device.startswith("cuda"):
             torch.cuda.set_device(info.device)
-        if info.world_size > 1:
-            path = os.path.join(self.config.directory, f"group{self.config.generation}")
-            backend = "cpu:gloo,cuda:nccl" if self.config.backend == "nccl" else self.config.backend
-            dist.init_process_group(
-                backend,
-                store=dist.FileStore(path, info.world_size),
-                rank=info.rank,
-                world_size=info.world_size,
-                timeout=A_MONTH,
-            )
+        self.group.form(self.config.store)
 
     def _close(self) -> None:
-        import torch.distributed as dist
-
         self._close_runtime()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.group.dissolve()
         self.outputs.finish()
         self.link.close()
 
@@ -166,58 +173,83 @@ class Rank:
     # -- a cell --------------------------------------------------------------------------
 
     def _run(self, run: Run) -> None:
+        self._last = None
         try:
             ready = self._prepare(run)
         except BaseException as error:
-            self._fail(error, self._lines_of(error), 0)
+            self._fail(error, self._lines_of(error))
             return
         names, lead, running = ready
         if self.info.rank not in run.ranks:
             self.runtime.end(True)
             self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
             return
+        self._last = run, names
         steps = self.runtime.steps
         self.outputs.outlet.begin(running)
-        self.meters.begin(steps)
+        self.meters.begin(steps, run.number)
         failure, lines = self._execute(run)
         notes = self.runtime.end(failure is None)
         self.meters.end(steps)
         if failure is not None:
             self.outputs.outlet.announce()
-            self._fail(failure, lines, steps.count)
-            return
+            self._fail(failure, lines, run.number)
+        else:
+            self._go_home(run, names, lead, tuple(notes))
+
+    def _go_home(self, run: Run, names: dict[str, Any], lead: bool, notes: tuple[str, ...]) -> None:
+        """What the cell did counts."""
         try:
             homeward = self.twins.homeward(names, run.spec.keep, LIMIT if run.spec.pool.start != "fork" else math.inf)
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = Finished(
                 rank=self.info.rank,
                 time=time.time(),
-                steps=steps.count,
+                steps=self.runtime.steps.count,
                 home=homeward.pack(self.twins.packer) if lead else None,
                 streams=collect_streams(self.runtime.randomness) if lead else None,
                 agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
                 values=values,
                 released=self.twins.released(),
-                notes=tuple(notes),
+                grouped=self.group.intact,
+                notes=notes,
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
-            self._fail(error, self._lines_of(error), steps.count)
+            self._fail(error, self._lines_of(error))
         else:
             self.outputs.finish()
             unsaid = self.outputs.outlet.unsaid()
             self._send(finished if unsaid is None else replace(finished, began=unsaid))
 
+    def _conclude(self, lead: int) -> None:
+        """The cell was cut short, and the notebook wants what it did all the same."""
+        assert self._last is not None
+        run, names = self._last
+        if lead == self.info.rank != run.ranks[0]:
+            self.twins.lead_after_all()
+        self._go_home(run, names, lead == self.info.rank, ())
+
+    def _given_up(self, number: int) -> None:
+        """In the meters' thread, now and then: whether the peers of this run will not come."""
+        if self.board.head[ABORT] == number != self._gave_up:
+            self._gave_up = number
+            self.group.give_up()
+
     def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
         from nbtrain.training.subset import only
 
+        me = os.getpid()
         try:
             try:
-                self.interrupts.listen(run.sent)
+                self.interrupts.listen(run.number, run.sent)
                 with only(run.ranks, self.info.world_size):
                     return self.shell.run(run.code, run.filename, run.quiet)
             finally:
+                if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
+                    os._exit(0)
                 self.interrupts.ignore()
+                self.outputs.take_back()
         except KeyboardInterrupt as outside:  # it came before the cell's first line or after its last
             self.interrupts.ignore()
             return outside, []
@@ -240,7 +272,7 @@ class Rank:
         if touched:
             self._state("preparing")
         runtime.workshop.retire(self.twins.holds)
-        notes = list(runtime.begin(spec, self._objects(names, bool(touched))))
+        notes = list(runtime.begin(spec, self._objects(names, bool(touched)), self.board, run.number))
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         lead = self.info.rank == run.ranks[0]
@@ -299,13 +331,30 @@ class Rank:
         self.outputs.finish()
         self._send(event)
 
-    def _fail(self, error: BaseException, lines: list[str], steps: int) -> None:
-        self._finish(
-            Failed(
-                rank=self.info.rank, time=time.time(), name=type(error).__name__, text=str(error), lines=tuple(lines),
-                exception=self._packed(error), interrupted=isinstance(error, KeyboardInterrupt), steps=steps,
-            )
+    def _fail(self, error: BaseException, lines: list[str], number: int = 0) -> None:
+        """`number`: of the run whose code raised."""
+        interrupted = self._is_interruption(error)
+        failed = Failed(
+            rank=self.info.rank, time=time.time(), name=type(error).__name__, text=str(error), lines=tuple(lines),
+            exception=None if interrupted else self._packed(error), interrupted=interrupted,
+            frames=_frames(error.__traceback__) if interrupted else (),
         )  # fmt: skip
+        if number:
+            steps = self.runtime.steps
+            failed = replace(
+                failed, steps=steps.count, calls=steps.calls, entered=self.runtime.meeting.count,
+                between=_is_stop(error), whole=not cut_a_step_short(error.__traceback__),
+            )  # fmt: skip
+        self._finish(failed)
+
+    def _is_interruption(self, error: BaseException | None) -> bool:
+        """By the kernel; an error that comes once the peers were given up is one of having waited for them."""
+        if self._last is None:
+            return False
+        number = self._last[0].number
+        if isinstance(error, KeyboardInterrupt):  # the cell may raise one of its own
+            return self.board.parts[self.info.rank][RAISED] == number
+        return isinstance(error, RuntimeError) and self._gave_up == number
 
     def _packed(self, error: BaseException) -> bytes | None:
         """The exception itself, so that the notebook can raise one of the same type."""
@@ -324,6 +373,21 @@ class Rank:
             return [f"{type(error).__name__}: {error}"]
         made = self.shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
         return list(made)
+
+
+def _is_stop(error: BaseException) -> bool:
+    from nbtrain.training.stopping import Stopped
+
+    return isinstance(error, Stopped)
+
+
+def _frames(trace: TracebackType | None) -> tuple[tuple[str, int, str], ...]:
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return tuple(found[::-1])
 
 
 def _loopback() -> str:

@@ -21,16 +21,20 @@ MEMORY_EVERY = 1.0
 class Meters:
     """One thread a rank; it sleeps while no cell runs and nothing was written."""
 
-    def __init__(self, rank: int, outputs: Outputs, send: Callable[[Event], None]) -> None:
+    def __init__(self, rank: int, outputs: Outputs, send: Callable[[Event], None], look: Callable[[int], None]) -> None:
+        """`look` is called twenty times a second with the number of the run."""
         self.rank = rank
         self._outputs = outputs
         self._send = send
+        self._look = look
+        self._number = 0
         self._running: Steps | None = None
         self._began = 0.0
         self._awake = outputs.outlet.waiting
         threading.Thread(target=self._loop, name="nbtrain-meters", daemon=True).start()
 
-    def begin(self, steps: Steps) -> None:
+    def begin(self, steps: Steps, number: int) -> None:
+        self._number = number
         self._began = time.monotonic()
         self._running = steps
         self._awake.set()
@@ -52,6 +56,8 @@ class Meters:
         while True:
             self._awake.wait()
             time.sleep(FLUSH_EVERY)
+            if self._running is not None:
+                self._look(self._number)
             self._outputs.drain()
             self._outputs.outlet.flush()
             steps, now = self._running, time.monotonic()

@@ -213,8 +213,13 @@ class Outputs:
     def __init__(self, rank: int, send: Callable[[Event], None]) -> None:
         self.outlet = Outlet(rank, send)
         self._drains = [Drain(1, "stdout"), Drain(2, "stderr")]
-        sys.stdout = sys.__stdout__ = Stream("stdout", self.outlet, 1)  # type: ignore[misc, assignment]
-        sys.stderr = sys.__stderr__ = Stream("stderr", self.outlet, 2)  # type: ignore[misc, assignment]
+        self._streams = Stream("stdout", self.outlet, 1), Stream("stderr", self.outlet, 2)
+        self.take_back()
+
+    def take_back(self) -> None:
+        """A cell may have put something else in their place."""
+        sys.stdout = sys.__stdout__ = self._streams[0]  # type: ignore[misc, assignment]
+        sys.stderr = sys.__stderr__ = self._streams[1]  # type: ignore[misc, assignment]
 
     def drain(self) -> None:
         for drain in self._drains:

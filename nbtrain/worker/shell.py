@@ -10,7 +10,7 @@ import linecache
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
@@ -64,6 +64,8 @@ class RankShell(InteractiveShell):
     _events: asyncio.AbstractEventLoop | None = None
     muted = False
     traceback_lines: list[str]
+    interrupted: Callable[[BaseException | None], bool]
+    """whether this was raised because the kernel ended the cell"""
     old_main: Any
 
     def init_history(self) -> None:
@@ -94,6 +96,18 @@ class RankShell(InteractiveShell):
     def _get_exc_info(self, exc_tuple: Any = None) -> Any:
         etype, value, tb = super()._get_exc_info(exc_tuple)
         return etype, value, without_ours(tb) if isinstance(value, NbtrainError) else tb
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Where a rank was interrupted is told by the notebook: IPython would take half a second for it, first."""
+        if not self.interrupted(sys.exc_info()[1]):
+            super().showtraceback(*args, **kwargs)
+
+    def rehearse(self) -> None:
+        """The first traceback imports what shows all others."""
+        try:
+            raise RuntimeError
+        except RuntimeError as error:
+            self.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self.traceback_lines = list(stb)

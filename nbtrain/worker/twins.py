@@ -112,6 +112,11 @@ class Twins:
         self._homeward = None
         self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
 
+    def lead_after_all(self) -> None:
+        """The lead is gone: this rank's changes are to come home, and it has not remembered how things were."""
+        for node in self.table.nodes.values():
+            node.seen = None
+
     def homeward(self, names: Iterable[str], keep: tuple[str, ...], limit: float) -> Homeward:
         """What the cell changed, assigned and deleted. `names`: those that the notebook sent for it."""
         now, before = self.namespace, self._holds

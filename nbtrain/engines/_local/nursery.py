@@ -94,9 +94,15 @@ class Nursery:
         waiting = selectors.DefaultSelector()
         waiting.register(self.sock, selectors.EVENT_READ)
         waiting.register(woken, selectors.EVENT_READ)
+        rehearsed = False
         try:
             while os.getppid() == self.parent:
-                for key, _ in waiting.select(LOOK_UP):
+                ready = waiting.select(LOOK_UP)
+                if not ready and not rehearsed:  # there is time for what is not needed at once
+                    rehearsed = True
+                    self.shell.rehearse()
+                    gc.freeze()
+                for key, _ in ready:
                     if key.fd == woken:
                         os.read(woken, 4096)
                     else:

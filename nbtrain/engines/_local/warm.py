@@ -94,7 +94,9 @@ class Warm:
     def launch(self, configs: Iterable[RankConfig]) -> None:
         """Ask for ranks; `news` tells when they are there."""
         configs = list(configs)
-        self._pids, self._pending, self._generation = {}, True, configs[0].generation
+        if configs[0].generation != self._generation:
+            self._pids, self._generation = {}, configs[0].generation
+        self._pending = True
         self._say(("fork", self._generation, configs))
 
     def news(self) -> list[Death]:

@@ -1,0 +1,35 @@
+"""Time that does not count while this process did not run: a laptop that slept, a job that was stopped for a while."""
+
+from __future__ import annotations
+
+import time
+
+LONGEST = 1.0
+"""Seconds that may lie between two looks; of more than that, no more counts."""
+
+
+class Stopwatch:
+    """Runs from the moment it is made. Has to be looked at all the time."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._seen = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        now = time.monotonic()
+        self._sum += min(now - self._seen, LONGEST)
+        self._seen = now
+        return self._sum
+
+
+class Patience:
+    """So many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._watch = Stopwatch()
+
+    @property
+    def over(self) -> bool:
+        return self._watch.seconds > self._seconds

@@ -1,0 +1,90 @@
+"""How the ranks of a run are brought to an end: asked, interrupted, freed from each other, and at last given up.
+
+*Stop.* All ranks are asked to end after the same step (`training/stopping.py`). Where none has finished a step there is
+nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE is
+interrupted where it is. Nobody is given up: that takes a second press.
+
+*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
+end by themselves; then they are interrupted, which wakes those who wait, and if that does not help their collectives
+are given up on. Who has not ended then, after a failure, is ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from nbtrain.engines.base import Pool
+from nbtrain.patience import Stopwatch
+from nbtrain.training.board import ABORT, OPEN, STEPS, STOP, TARGET, UNKNOWN
+
+VISIBLE = 0.004
+"""Seconds after which a word on the board is seen by every rank."""
+PEERS_END = 0.3
+AGAIN = 0.15
+"""Between one interrupt and the next; with the second, collectives are given up."""
+GIVEN_UP = 0.9
+"""Seconds after a failure in which a rank must have ended."""
+PATIENCE = 3.0
+"""Seconds after Stop in which a step should end."""
+SLOW = 2.0
+"""Seconds after Stop from which the user is told what it waits for."""
+
+
+class Ending:
+    """One run's."""
+
+    def __init__(self, pool: Pool, number: int, tell: Callable[[set[int]], None]) -> None:
+        """`tell` shows where these ranks are."""
+        self.pool = pool
+        self.number = number
+        self.stopped = False
+        self._tell = tell
+        self._told = False
+        self._since_stop: Stopwatch | None = None
+        self._since_loss: Stopwatch | None = None
+        self._since_press: Stopwatch | None = None
+        self._presses = 0
+
+    def stop(self, running: set[int]) -> None:
+        """The user wants it."""
+        self.stopped = True
+        self._since_stop = Stopwatch()
+        head = self.pool.board.head
+        head[TARGET] = UNKNOWN
+        head[STOP] = self.number
+        time.sleep(VISIBLE)
+        most = max((part[STEPS] for part in self.pool.board.parts if part[OPEN] == self.number), default=0)
+        head[TARGET] = most + 1
+        if not most:
+            self._press(running)
+
+    def late(self, rank: int) -> None:
+        """It starts only now, and has been deaf until now."""
+        if self._presses:
+            self.pool.interrupt([rank])
+
+    def tick(self, running: set[int], lost: bool, gone: bool) -> bool:
+        """`lost`: some rank has failed, died, or ended after Stop. `gone`: because of a fault. Returns whether those
+        that are still running are to be ended."""
+        if lost and self._since_loss is None:
+            self._since_loss = Stopwatch()
+        loss = self._since_loss.seconds if self._since_loss is not None else 0.0
+        stop = self._since_stop.seconds if self._since_stop is not None else 0.0
+        if stop > SLOW and not self._told:
+            self._told = True
+            self._tell(running)
+        if loss > PEERS_END or stop > PATIENCE:
+            self._press_again(running)
+        return gone and loss > GIVEN_UP
+
+    def _press_again(self, running: set[int]) -> None:
+        if self._since_press is None or self._since_press.seconds > AGAIN:
+            if self._presses:
+                self.pool.board.head[ABORT] = self.number
+            self._press(running)
+
+    def _press(self, running: set[int]) -> None:
+        self._since_press = Stopwatch()
+        self._presses += 1
+        self.pool.interrupt(running)

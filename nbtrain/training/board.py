@@ -1,0 +1,98 @@
+"""Memory that the kernel and all ranks of one pool see: what each rank has entered, and where they are to stop.
+
+The kernel makes it and writes its head; each rank writes a part of its own and reads all. Nobody waits for a message:
+a rank whose interpreter is busy has still said where it is, and an aligned word is written in one piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Sequence
+
+from nbtrain.exchange.segment import Segment
+
+HEAD = 8
+"""words of the kernel's, before the parts"""
+STOP, TARGET, ABORT = range(3)
+"""In the head: the run that is to stop, after which step (UNKNOWN as long as that is not settled), and the run whose
+collectives are to be given up."""
+UNKNOWN = -1
+
+CELL, COUNT, STEPS, CALLS, WAITING, OPEN, ENTERED, RAISED = range(8)
+"""In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
+ended and how often an optimizer has stepped; since when it waits in a collective (the monotonic clock's nanoseconds,
+0: it does not); the run it is in, how many collectives it has entered there,
+and the run in which it was told to end, which is done once: user code may have something to put in order."""
+MARKS = 8
+"""words for these, before what the rank has entered"""
+PLACES = 128
+"""collectives that are remembered of each rank; no rank gets so far ahead of another"""
+WIDTH = 9
+"""words of each"""
+FILES = 32
+"""files that rank 0 wrote, by a hash"""
+PART = MARKS + PLACES * WIDTH + 2 * FILES
+
+WATCHED = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
+)  # fmt: skip
+BACKWARD = 1
+"""in a place: the collective is one of a backward"""
+
+
+def size(world_size: int) -> int:
+    return 8 * (HEAD + world_size * PART)
+
+
+class Board:
+    """One side's view of it."""
+
+    def __init__(self, memory: mmap.mmap, world_size: int) -> None:
+        self.memory = memory
+        words = memoryview(memory).cast("q")
+        self.head = words[:HEAD]
+        self.parts = [words[HEAD + i * PART : HEAD + (i + 1) * PART] for i in range(world_size)]
+
+    @classmethod
+    def open(cls, path: str, world_size: int) -> Board:
+        """A rank's side."""
+        with open(path, "r+b") as file:
+            return cls(mmap.mmap(file.fileno(), size(world_size)), world_size)
+
+    def waits(self, rank: int, run: int) -> tuple[float, str] | None:
+        """For how many seconds this rank has waited for others in this run, and in what."""
+        part = self.parts[rank]
+        since = part[WAITING]
+        if not since or part[OPEN] != run:
+            return None
+        at = MARKS + part[ENTERED] % PLACES * WIDTH
+        return (time.monotonic_ns() - since) / 1e9, words(part[at : at + WIDTH].tolist())
+
+    @staticmethod
+    def at(rank: int) -> int:
+        """The byte at which a rank's part begins."""
+        return 8 * (HEAD + rank * PART)
+
+
+class Owned(Board):
+    """The kernel's side."""
+
+    def __init__(self, world_size: int, directory: str) -> None:
+        self._segment = Segment(0, size(world_size), directory)
+        self.path = self._segment.path
+        super().__init__(mmap.mmap(self._segment.fd, size(world_size)), world_size)
+
+    def close(self) -> None:
+        for view in (self.head, *self.parts):
+            view.release()
+        self._segment.close()
+
+
+def words(place: Sequence[int]) -> str:
+    """What a rank has entered, as its part tells."""
+    _, code, size, where, steps, batch, batches, _, _ = place
+    what = "in backward()" if where == BACKWARD else f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
+    at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
+    return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

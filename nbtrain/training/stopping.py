@@ -1,0 +1,75 @@
+"""All ranks of a cell end at the same step when it is stopped.
+
+A *step* ends when the optimizers used since the last end have stepped, or been passed over by a GradScaler. A rank
+notices that it has ended when the next batch is asked for, or, while no loader is in use, when the next backward
+begins: gradients are zeroed by then, and schedulers have moved. There it says how many steps have ended *and then*
+looks whether it is to stop. If so it waits until the kernel has said after which step.
+
+The kernel sets the stop word, lets that become visible, and reads what all have said: the largest number, and one more,
+is the step after which all stop. A rank that did not see the word at the end of step k is on its way to the end of step
+k + 1, where it will. So that step is reached by all and passed by none, whatever collectives they wait in.
+
+Where nothing is under way (no backward since the last step ended: an evaluation, or before the first step), there is
+nothing to agree on, and a rank stops at its next batch.
+"""
+
+from __future__ import annotations
+
+import time
+
+from nbtrain.training.board import CALLS, ENTERED, OPEN, RAISED, STEPS, STOP, TARGET, UNKNOWN, WAITING, Board
+from nbtrain.training.steps import Steps
+
+PAUSE = 0.0005
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised where nothing is under way."""
+
+
+class Stopping:
+    """The rank's part in it. `begin` before a cell; then `steps` calls."""
+
+    def __init__(self, rank: int, steps: Steps) -> None:
+        self.rank = rank
+        self.steps = steps
+        self._board: Board | None = None
+        self._run = 0
+        steps.ended = self._ended
+        steps.between = self._between
+
+    def begin(self, board: Board | None, run: int) -> None:
+        self._board, self._run = board, run
+        if board is not None:
+            part = board.parts[self.rank]
+            part[STEPS] = part[CALLS] = part[ENTERED] = part[WAITING] = 0
+            part[OPEN] = run
+
+    def end(self) -> None:
+        self._board = None
+
+    def _ended(self) -> None:
+        """A step has ended."""
+        board = self._board
+        if board is None:
+            return
+        part = board.parts[self.rank]
+        part[CALLS] = self.steps.calls
+        part[STEPS] = self.steps.ends  # said first, and then looked: one of both sides sees the other
+        if board.head[STOP] != self._run:
+            return
+        while board.head[TARGET] == UNKNOWN:  # nobody passes while it is being chosen
+            time.sleep(PAUSE)
+        if self.steps.ends >= board.head[TARGET]:
+            self._raise(board)
+
+    def _between(self) -> None:
+        """Nothing is under way."""
+        if self._board is not None and self._board.head[STOP] == self._run:
+            self._raise(self._board)
+
+    def _raise(self, board: Board) -> None:
+        part = board.parts[self.rank]
+        if part[RAISED] != self._run:
+            part[RAISED] = self._run
+            raise Stopped

@@ -1,0 +1,125 @@
+"""The ranks' process group: formed, given up when a peer will not come, formed again in milliseconds.
+
+A rank inside gloo hears no signal, and gloo's own `abort` does not free it. Shutting down the connections does: every
+rank that waits in a collective gets a RuntimeError at once. So each group's sockets are noted while it is formed,
+those of the groups a cell makes too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from nbtrain.specs import RankInfo
+
+A_MONTH = datetime.timedelta(days=30)
+"""Collectives wait this long for a slow peer: there is no time limit on user code."""
+_DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+
+
+class Group:
+    """One rank's membership. `give_up` may come from any thread."""
+
+    def __init__(self, info: RankInfo, backend: str) -> None:
+        self.info = info
+        self.backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        self._sockets: set[tuple[int, int]] = set()
+        """descriptor and inode: the number alone may be another's by now"""
+        self._lock = threading.Lock()
+        self._ours: Any = None
+        self._undo: Callable[[], None] = lambda: None
+
+    def form(self, store: str) -> None:
+        """Collective. `store`: a file that no group was formed with before: it would hand out dead addresses."""
+        if self.info.world_size == 1:
+            return
+        import torch.distributed as dist
+
+        self._watch()
+        dist.init_process_group(
+            self.backend,
+            store=dist.FileStore(store, self.info.world_size),
+            rank=self.info.rank,
+            world_size=self.info.world_size,
+            timeout=A_MONTH,
+        )
+        self._ours = dist.group.WORLD
+
+    @property
+    def intact(self) -> bool:
+        """Nobody has destroyed it, or put another in its place."""
+        if self.info.world_size == 1:
+            return True
+        import torch.distributed as dist
+
+        return dist.is_initialized() and dist.group.WORLD is self._ours
+
+    def give_up(self) -> None:
+        """Whoever waits in a collective, here or on another rank, gets an error now."""
+        with self._lock:
+            for descriptor, inode in self._sockets:
+                _shut(descriptor, inode)
+            self._sockets.clear()
+        if "nccl" in self.backend and self._ours is not None:
+            import torch.distributed.distributed_c10d as c10d
+
+            with suppress(Exception):  # it may be going down by itself
+                c10d._abort_process_group()
+
+    def dissolve(self) -> None:
+        """Not collective: the others may be gone."""
+        import torch.distributed as dist
+
+        self.give_up()
+        self._ours = None
+        with suppress(Exception):  # a cell may have destroyed it, or half of it
+            dist.destroy_process_group()
+        self._undo()
+
+    def _watch(self) -> None:
+        """Note the sockets of every group that is made from here on, those of a cell's `new_group` too."""
+        import torch.distributed.distributed_c10d as c10d
+
+        old = c10d._new_process_group_helper
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            before = _sockets()
+            made = old(*args, **kwargs)
+            with self._lock:
+                self._sockets |= _sockets() - before
+            return made
+
+        def undo() -> None:
+            if c10d._new_process_group_helper is noting:
+                c10d._new_process_group_helper = old
+
+        c10d._new_process_group_helper = noting
+        self._undo = undo
+
+
+def _sockets() -> set[tuple[int, int]]:
+    found = set()
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # the listing's own
+            state = os.stat(int(name))
+            if (state.st_mode & 0o170000) == 0o140000:  # a socket
+                found.add((int(name), state.st_ino))
+    return found
+
+
+def _shut(descriptor: int, inode: int) -> None:
+    with suppress(OSError):  # closed since, or never connected
+        copy = os.dup(descriptor)
+        if os.fstat(copy).st_ino != inode:
+            os.close(copy)
+            return
+        with socket.socket(fileno=copy) as connection:
+            # Shutting down a listener ends the process.
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
