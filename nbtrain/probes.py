@@ -109,6 +109,22 @@ def private_memory(pid: int, root: Path = ROOT) -> int | None:
         return None
 
 
+def peak_memory(pid: int, root: Path = ROOT) -> int | None:
+    """The most that the process has had at once, with what it shares; None where the system does not say."""
+    for line in _lines(root / "proc" / str(pid) / "status"):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def out_of_memory_kills(root: Path = ROOT) -> int | None:
+    """How many processes the system has ended for want of memory since it began."""
+    for line in _lines(root / "proc/vmstat"):
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return None
+
+
 def _levels(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
     """The directories of this process's cgroup, its own first, then its parents', as (directory, cgroup version)."""
     own: dict[str, str] = {}

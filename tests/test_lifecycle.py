@@ -25,7 +25,6 @@ from nbtrain.events import Event, Failed, RankState
 from nbtrain.magics.parse import parse
 from nbtrain.magics.resolve import Resolver
 from nbtrain.probes import Gpu
-from nbtrain.session.run import PATIENCE
 from nbtrain.specs import PoolSpec
 from tests.hygiene import GRACE, describe, gone_within
 from tests.kernels import Kernel
@@ -146,18 +145,15 @@ def test_start_stop_restart_and_status(notebook: Notebook) -> None:
 
 def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
     """An interrupt that comes in the middle of a message must not make nonsense of what follows it."""
-    notebook("import nbtrain.session.run as run; run.PATIENCE = 30.0")
     for _ in range(4):
         cell = notebook.kernel.start(
             "%%distributed --devices 2 --monitor off\nprint('begun')\nwhile True: print('x' * 9_999)"
         )
         notebook.kernel.wait_for(lambda cell=cell: cell.stdout.count("x") > 200_000)
-        began = time.monotonic()
         notebook.kernel.interrupt()
         assert (error := notebook.kernel.wait(cell).error) is not None
         assert error.ename == "KeyboardInterrupt"
-        assert time.monotonic() - began < 30, "both ranks answered, nobody was given up"
-    notebook(f"run.PATIENCE = {PATIENCE}")
+        assert "what the cell did until then is in the notebook" in error.evalue
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,15 @@ from nbtrain.events import Event
 from nbtrain.messages import Message
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.training.board import Board
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call on a stack."""
+
+    filename: str
+    line: int
+    function: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,25 +33,16 @@ class Death:
     code: int | None
     said: str = ""
     """why it could not start, in its own words"""
+    peak: int = 0
+    """bytes of memory that it had at most"""
+    frames: tuple[Frame, ...] = ()
+    """where it crashed, the innermost call first"""
 
     def __str__(self) -> str:
-        import signal
-
         if self.signal is not None:
-            name = signal.Signals(self.signal).name
-            hint = " (the kernel's out-of-memory killer sends this)" if self.signal == signal.SIGKILL else ""
-            return f"rank {self.rank} (process {self.pid}) was ended by {name}{hint}"
+            return f"rank {self.rank} (process {self.pid}) was ended by {signal.Signals(self.signal).name}"
         said = f"; it said:\n{self.said}" if self.said else ""
         return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call on a stack."""
-
-    filename: str
-    line: int
-    function: str
 
 
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)

@@ -12,13 +12,14 @@ from dataclasses import replace
 import nbtrain.devices as devices
 import nbtrain.probes as probes
 from nbtrain.engines._local import directory
+from nbtrain.engines._local.blackbox import BlackBox
 from nbtrain.engines._local.channel import Channel
 from nbtrain.engines._local.fork import Body, Fork
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
-from nbtrain.engines.base import Death, Frame, frames_in
+from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Event, Failed, RankState
 from nbtrain.exchange.segment import Segment
@@ -33,7 +34,6 @@ GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
 ANSWER = 0.02
 """Seconds in which a running process has written where it is."""
-LONGEST_STACK = 1 << 18
 LOOK_UP = 0.1
 """Seconds between looks at processes that nobody reports on."""
 _generations = 0
@@ -61,7 +61,7 @@ class LocalPool:
         self._generation = _generations
         self._meetings = 0
         self._stores: list[Segment] = []
-        self._stacks: list[Segment] = []
+        self._boxes: list[BlackBox] = []
         with contextlib.ExitStack() as undo:
             self.directory = directory.make()
             undo.callback(directory.remove, self.directory)
@@ -73,10 +73,12 @@ class LocalPool:
             undo.callback(self._processes.release)
             if (fd := self._processes.fileno()) is not None:
                 self._channel.watch(fd)
-            for files, count in ((self._stores, 2), (self._stacks, spec.world_size)):
-                for number in range(count):
-                    files.append(Segment(number, 0, self.directory))
-                    undo.callback(files[-1].close)
+            for number in range(2):
+                self._stores.append(Segment(number, 0, self.directory))
+                undo.callback(self._stores[-1].close)
+            for rank in range(spec.world_size):
+                self._boxes.append(BlackBox(rank, self.directory))
+                undo.callback(self._boxes[-1].close)
             self._launch(self.ranks, self._new_store())
             undo.pop_all()
 
@@ -85,7 +87,7 @@ class LocalPool:
             RankConfig(
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
                 generation=self._generation, store=store, board=self.board.path,
-                stack=self._stacks[info.rank].path, environ=self._environ,
+                texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=self._environ,
             )
             for info in ranks
         )  # fmt: skip
@@ -111,6 +113,7 @@ class LocalPool:
             self._channel.expect(rank)
             self._ready.discard(rank)
             self._said.pop(rank, None)
+            self._boxes[rank].empty(self.board)
         store = self._new_store()
         if gone:
             self._launch([info for info in self.ranks if info.rank in gone], store)
@@ -127,9 +130,17 @@ class LocalPool:
         deaths = self._processes.news()
         if deaths:
             heard += self._channel.receive(0.05)  # what they said before they died
+            heard += [words for death in deaths for words in self._boxes[death.rank].last_words(self.board)]
         for event in heard:
             self._note(event)
-        return heard + [replace(death, said=self._said.get(death.rank, death.said)) for death in deaths]
+        return heard + [
+            replace(
+                death,
+                said=self._said.get(death.rank, death.said),
+                frames=tuple(self._boxes[death.rank].crash()),
+            )
+            for death in deaths
+        ]
 
     def _note(self, event: Event | Death) -> None:
         if isinstance(event, RankState) and event.state == "ready":
@@ -145,14 +156,11 @@ class LocalPool:
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
         pids = self.pids()
-        asked = {rank: os.fstat(self._stacks[rank].fd).st_size for rank in ranks if rank in self._ready & set(pids)}
+        asked = {rank: self._boxes[rank].mark() for rank in ranks if rank in self._ready & set(pids)}
         for rank in asked:
             _signal(pids[rank], ASK)
         time.sleep(ANSWER)
-        return {
-            rank: frames_in(os.pread(self._stacks[rank].fd, LONGEST_STACK, start).decode("utf-8", "replace"))
-            for rank, start in asked.items()
-        }
+        return {rank: self._boxes[rank].frames(since) for rank, since in asked.items()}
 
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
@@ -170,8 +178,10 @@ class LocalPool:
         finally:
             self._channel.close()
             self.board.close()
-            for file in (*self._stores, *self._stacks):
-                file.close()
+            for store in self._stores:
+                store.close()
+            for box in self._boxes:
+                box.close()
             directory.remove(self.directory)
 
     def _end(self, kill: bool) -> None:

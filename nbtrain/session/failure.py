@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import nbtrain.words as words
-from nbtrain.engines.base import Death
+from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import RankDied, RankError
 from nbtrain.events import Failed
+from nbtrain.session.memory import of_the_dead
+from nbtrain.session.where import place
 
 AS_BEFORE = "The notebook is as it was before this cell."
 
@@ -21,10 +24,10 @@ def exception(
     held: str,
     open_packed: Callable[[int, bytes], Any],
     hint: Callable[[Failed], str],
-    place: Callable[[Failed], str],
+    numbers: Mapping[str, int],
 ) -> BaseException:
     """The first failure that was not an interruption by us, raised as what it was. `held`: what is left on the ranks.
-    `hint`: what else is to be said. `place`: where one was interrupted. `stuck`: who had to be ended."""
+    `hint`: what else is to be said. `numbers`: of the notebook's cells. `stuck`: who had to be ended."""
     first = min(failed.values(), key=lambda f: (f.interrupted, f.time))
     same = sorted(f.rank for f in failed.values() if (f.name, f.text) == (first.name, first.text))
     others = sorted(f.rank for f in failed.values() if f.rank not in same and not f.interrupted)
@@ -32,7 +35,8 @@ def exception(
     freed: dict[str, list[int]] = {}
     for rank in sorted(failed):
         if failed[rank].interrupted and rank not in same:
-            freed.setdefault(place(failed[rank]), []).append(rank)
+            at = place([Frame(*frame) for frame in failed[rank].frames], numbers)
+            freed.setdefault(at, []).append(rank)
     where = _where(same, others, freed, sorted(stuck), failed, world_size, held)
     help_ = hint(first)
     lines = [*first.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
@@ -82,9 +86,17 @@ def _ranks(ranks: list[int], world_size: int) -> str:
     return words.ranks(ranks)
 
 
-def died(deaths: list[Death], tails: Mapping[int, str], held: str = "") -> RankDied:
+def died(
+    deaths: Iterable[Death], tails: Mapping[int, str], numbers: Mapping[str, int], killer: bool, held: str = ""
+) -> RankDied:
+    """`tails`: the last that they said. `numbers`: of the notebook's cells. `killer`: see `of_the_dead`."""
     parts = []
     for death in deaths:
         said = tails.get(death.rank, "")
-        parts.append(str(death) + (f"; the last it said:\n{said}" if said else ""))
+        at = " " + place(list(death.frames), numbers) if death.frames else ""
+        parts.append(f"{death}{at}" + (f"; the last it said:\n{said}" if said else ""))
+        if death.signal == signal.SIGKILL:
+            parts.append(of_the_dead(death.peak, killer))
+        elif death.peak:
+            parts.append(f"It had {words.size(death.peak)} of memory at most.")
     return RankDied("\n".join([*parts, f"{AS_BEFORE} {held}".rstrip()]))

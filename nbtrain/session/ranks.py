@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import nbtrain.probes as probes
@@ -51,6 +51,8 @@ class Ranks:
         self.left: Any = None
         """the failed run whose last step is still on the ranks"""
         self._runs = 0
+        self._killed = 0
+        """how many processes the system had ended for want of memory when the ranks were started"""
         self.running = False
         """a cell is on its way through them"""
         self._idle: Idle | None = None
@@ -124,6 +126,7 @@ class Ranks:
         self._adopting, self._ready, self.deaths = set(), set(), []
         if spec.start == "fork":
             return  # forked when it is known what a cell reads: see `fork`
+        self._killed = probes.out_of_memory_kills() or 0
         self.pool = registry.engine(spec.engine).load()(spec)
         self._new_traffic()
         if spec.kind == "cuda":
@@ -155,7 +158,12 @@ class Ranks:
         if self.deaths:
             deaths = self.deaths
             self.lose()
-            raise failure.died(deaths, {})
+            raise self.died(deaths)
+
+    def died(self, deaths: Iterable[Death], tails: Mapping[int, str] | None = None, held: str = "") -> Exception:
+        """What to raise for them."""
+        killed = (probes.out_of_memory_kills() or 0) > self._killed
+        return failure.died(deaths, tails or {}, self.numbers(), killed, held)
 
     def _new_traffic(self, spared: bool = False) -> None:
         """`spared`: the ranks still have what the notebook has handles for."""
@@ -298,7 +306,7 @@ class Ranks:
         if self.deaths or self.pool is None:
             deaths = self.deaths
             self.lose()
-            raise failure.died(deaths, {})
+            raise self.died(deaths)
         return events
 
     def adopt(self, news: tuple[Any, ...], ranks: list[int]) -> None:

@@ -7,8 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from nbtrain.engines.base import Frame
-from nbtrain.events import Display, Event, Failed, Finished, Output, RankState
+from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
 from nbtrain.exchange.kinds import ATOMS
 from nbtrain.exchange.names import Captured
 from nbtrain.exchange.residence import Handle
@@ -18,11 +17,11 @@ from nbtrain.session.cell import Cell
 from nbtrain.session.ending import Ending
 from nbtrain.session.handles import SLOW
 from nbtrain.session.hints import hint
+from nbtrain.session.memory import ran_out, readings
 from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.report import drop_ahead, report, slow
 from nbtrain.session.traffic import MISSING, Outgoing, Traffic
-from nbtrain.session.where import place
 from nbtrain.shield import shielded
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose
@@ -44,6 +43,8 @@ class CellRun:
         self.view = choose(run.monitor, shell)
         self.finished: dict[int, Finished] = {}
         self.failed: dict[int, Failed] = {}
+        self._memory: dict[int, Memory] = {}
+        """what each rank has said last"""
         self._ending: Ending | None = None
         """once the ranks have been sent the cell"""
         self._running = False
@@ -172,6 +173,8 @@ class CellRun:
                     self._take(event.began)
             elif isinstance(event, Failed):
                 self.failed[event.rank] = event
+            elif isinstance(event, Memory):
+                self._memory[event.rank] = event
             elif isinstance(event, RankState):
                 if event.state == "starting" and self._ending is not None:
                     self._ending.late(event.rank)
@@ -336,16 +339,19 @@ class CellRun:
         traffic = self._traffic
         if deaths:
             tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
-            return failure.died(deaths, tails, held)
+            return self.held.died(deaths, tails, held)
         if not self._fault:
             return KeyboardInterrupt("stopped; the notebook is as it was before this cell")
-        numbers = self.held.numbers()
         return failure.exception(
             self.failed, stuck, self.spec.pool.world_size, held,
             lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
-            lambda failed: hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), traffic),
-            lambda failed: place([Frame(*frame) for frame in failed.frames], numbers),
+            self._hint, self.held.numbers(),
         )  # fmt: skip
+
+    def _hint(self, failed: Failed) -> str:
+        if ran_out(failed) and self.held.pool is not None:
+            return readings(self._memory, self.held.pool.pids())
+        return hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), self._traffic)
 
     def _come_home(self) -> None:
         traffic, done = self._traffic, self.finished[self.lead]

@@ -23,7 +23,7 @@ from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run
 from nbtrain.specs import RankInfo, RunSpec
-from nbtrain.training.board import ABORT, RAISED, Board
+from nbtrain.training.board import ABORT, RAISED, TAKEN, Board
 from nbtrain.worker.group import Group
 from nbtrain.worker.homeward import KERNEL, LIMIT
 from nbtrain.worker.interrupts import Interrupts, cut_a_step_short
@@ -54,6 +54,8 @@ class RankConfig:
     """where the process group meets"""
     board: str
     """memory that all ranks and the kernel see"""
+    texts: tuple[str, ...]
+    """the files behind its file descriptors 1 and 2"""
     stack: str
     """the file in which it says where it is"""
     environ: Mapping[str, str]
@@ -76,11 +78,12 @@ class Rank:
         self.config = config
         self.info = config.info
         self.link = Link(config.directory, config.info.rank, config.secret)
-        self.outputs = Outputs(self.info.rank, self.link.send)
+        self.board = Board.open(config.board, self.info.world_size)
+        taken = self.board.parts[self.info.rank][TAKEN:]
+        self.outputs = Outputs(self.info.rank, self.link.send, config.texts, (taken, taken[1:]))
         self.shell = shell
         shell.outlet = self.outputs.outlet
         shell.interrupted = self._is_interruption
-        self.board = Board.open(config.board, self.info.world_size)
         self.group = Group(self.info, config.backend)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)

@@ -12,10 +12,9 @@ import ctypes
 import io
 import os
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from nbtrain.events import Display, Event, Output, RankState
@@ -34,6 +33,8 @@ class Outlet:
         self._send = send
         self._parts: list[tuple[str, str]] = []
         self._size = 0
+        self._sent = 0.0
+        """when, by the clock of this process"""
         self._first: RankState | None = None
         self._lock = threading.RLock()
         os.register_at_fork(after_in_child=self._in_child)
@@ -44,8 +45,8 @@ class Outlet:
         with self._lock:
             self._parts.append((stream, text))
             self._size += len(text)
-            full = self._size > LONG
-        if full:
+            now = self._size > LONG or ("\n" in text and time.monotonic() - self._sent > FLUSH_EVERY)
+        if now:  # also the first line after a while: it may be the last before a crash
             self.flush()
         elif not self.waiting.is_set():
             self.waiting.set()
@@ -58,6 +59,7 @@ class Outlet:
     def begin(self, first: RankState) -> None:
         """A cell begins: `first` goes before all that it shows, or with its end if that comes at once."""
         self._first = first
+        self._sent = 0.0
 
     def unsaid(self) -> RankState | None:
         """What `begin` was given, if it is not sent yet."""
@@ -87,6 +89,7 @@ class Outlet:
             self.waiting.clear()
             at = 0
             if parts:
+                self._sent = time.monotonic()
                 self.announce()
             while at < len(parts):
                 stream = parts[at][0]
@@ -171,18 +174,13 @@ class _Bytes(io.RawIOBase):
 class Drain:
     """What was written to a file descriptor by something that is not Python."""
 
-    def __init__(self, fd: int, stream: str) -> None:
+    def __init__(self, fd: int, stream: str, path: str, taken: memoryview[int]) -> None:
+        """`taken`: where it is said how much was read, for whoever reads on when this process is dead."""
         self.stream = stream
         self._at = 0
-        if sys.platform == "linux":
-            self._file = os.memfd_create(f"nbtrain-{stream}", os.MFD_CLOEXEC)
-        else:
-            self._file, path = tempfile.mkstemp()
-            os.unlink(path)
+        self._taken = taken
         # Appending, so that writers of several processes do not overwrite each other.
-        import fcntl
-
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_APPEND)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         os.dup2(self._file, fd)
 
     def read(self) -> str:
@@ -193,6 +191,7 @@ class Drain:
             return ""
         data = os.pread(self._file, size - self._at, self._at)
         self._at += len(data)
+        self._taken[0] = self._at
         if sys.platform == "linux" and self._at > LONG:
             _punch(self._file, self._at)
         return data.decode("utf-8", "replace")
@@ -210,9 +209,12 @@ def _punch(fd: int, size: int) -> None:
 class Outputs:
     """All of a rank's ways to write, taken over for as long as the process lives."""
 
-    def __init__(self, rank: int, send: Callable[[Event], None]) -> None:
+    def __init__(
+        self, rank: int, send: Callable[[Event], None], files: Sequence[str], taken: Sequence[memoryview[int]]
+    ) -> None:
+        """`files`: behind the file descriptors; `taken`: see `Drain`."""
         self.outlet = Outlet(rank, send)
-        self._drains = [Drain(1, "stdout"), Drain(2, "stderr")]
+        self._drains = [Drain(1, "stdout", files[0], taken[0]), Drain(2, "stderr", files[1], taken[1])]
         self._streams = Stream("stdout", self.outlet, 1), Stream("stderr", self.outlet, 2)
         self.take_back()
 

@@ -1,7 +1,7 @@
 """Where a rank's main thread is, for whoever asks, even while it computes in C and nothing of Python's can run.
 
 The kernel sends ASK; the interpreter's own signal handler writes the stack to a file that the kernel has made. No lock
-is taken, no Python runs, and system calls that it strikes are restarted.
+is taken, no Python runs, and system calls that it strikes are restarted. A crash leaves the last stack there.
 """
 
 from __future__ import annotations
@@ -17,3 +17,4 @@ def answer_in(path: str) -> None:
     """From now on, for as long as the process lives."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(ASK, file, all_threads=False)
+    faulthandler.enable(file, all_threads=False)

@@ -83,11 +83,11 @@ class Fork:
     def news(self) -> list[Death]:
         deaths = []
         for rank, pid in list(self._pids.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, usage = os.wait4(pid, os.WNOHANG)
             if done:
                 del self._pids[rank]
                 end_group(pid)
-                deaths.append(death(rank, pid, status))
+                deaths.append(death(rank, pid, status, usage.ru_maxrss))
         return deaths
 
     def pids(self) -> dict[int, int]:

@@ -10,8 +10,8 @@ rank with all that the rank has started, removes the directory, and goes.
 
 On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`
 and `("end", generation)`, from it `("ready", pid)`, `("forked", generation, {rank: pid})` and
-`("died", generation, rank, pid, status)`. The generation says which pool is meant: one may have been given up by
-the time that the nursery, still importing, gets to it.
+`("died", generation, rank, pid, status, peak)`: the most memory it had. The generation says which pool is meant: one
+may have been given up by the time that the nursery, still importing, gets to it.
 """
 
 from __future__ import annotations
@@ -182,11 +182,11 @@ class Nursery:
 
     def _reap(self) -> None:
         for pid in list(self.children):
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, usage = os.wait4(pid, os.WNOHANG)
             if done:
                 generation, rank = self.children.pop(pid)
                 end_group(pid)  # whatever it had started
-                send(self.sock, ("died", generation, rank, pid, status))
+                send(self.sock, ("died", generation, rank, pid, status, usage.ru_maxrss))
 
     def _end(self) -> None:
         from nbtrain.engines._local import directory

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 
 from nbtrain.engines._local.nursery import end_group
-from nbtrain.engines._local.warm import environment
+from nbtrain.engines._local.warm import death, environment
 from nbtrain.engines.base import Death
 from nbtrain.worker.main import RankConfig
 
@@ -55,17 +56,13 @@ class Spawn:
     def news(self) -> list[Death]:
         deaths = []
         for rank, process in list(self._processes.items()):
-            code = process.poll()
-            if code is not None:
+            done, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if done:
                 del self._processes[rank]
+                process.returncode = os.waitstatus_to_exitcode(status)
                 end_group(process.pid)
-                signal = -code if code < 0 else None
-                deaths.append(
-                    Death(
-                        rank=rank, pid=process.pid, signal=signal, code=None if signal else code,
-                        said=self._said() if code else "",
-                    )
-                )  # fmt: skip
+                dead = death(rank, process.pid, status, usage.ru_maxrss)
+                deaths.append(replace(dead, said=self._said() if process.returncode else ""))
         return deaths
 
     def _said(self) -> str:

@@ -112,10 +112,10 @@ class Warm:
                 self._pids.update(message[2])
                 self._pending = False
             elif message[0] == "died":
-                _, _, rank, pid, status = message
+                _, _, rank, pid, status, peak = message
                 if self._pids.get(rank) == pid:
                     del self._pids[rank]
-                    deaths.append(death(rank, pid, status))
+                    deaths.append(death(rank, pid, status, peak))
         return deaths
 
     def pids(self) -> dict[int, int]:
@@ -170,10 +170,12 @@ class Warm:
         )
 
 
-def death(rank: int, pid: int, status: int) -> Death:
+def death(rank: int, pid: int, status: int, peak: int) -> Death:
+    """`peak`: as the system counts it, on macOS in bytes, elsewhere in KiB."""
+    peak *= 1 if sys.platform == "darwin" else 1024
     if os.WIFSIGNALED(status):
-        return Death(rank=rank, pid=pid, signal=os.WTERMSIG(status), code=None)
-    return Death(rank=rank, pid=pid, signal=None, code=os.WEXITSTATUS(status))
+        return Death(rank=rank, pid=pid, signal=os.WTERMSIG(status), code=None, peak=peak)
+    return Death(rank=rank, pid=pid, signal=None, code=os.WEXITSTATUS(status), peak=peak)
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,83 @@
+"""What can still be read of a rank once it is dead.
+
+The files behind a rank's file descriptors 1 and 2, and the one it writes its stack to, are the kernel's: a crash, a
+signal or the out-of-memory killer takes none of what stands in them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+
+from nbtrain.engines.base import Frame, frames_in
+from nbtrain.events import Output
+from nbtrain.exchange.segment import Segment
+from nbtrain.training.board import TAKEN, Board
+
+STREAMS = "stdout", "stderr"
+LONGEST = 1 << 16
+"""Bytes of its last words, and of a stack."""
+FATAL = "Fatal Python error"
+
+
+class BlackBox:
+    """One rank's."""
+
+    def __init__(self, rank: int, directory: str) -> None:
+        self.rank = rank
+        with ExitStack() as undo:
+            files = []
+            for number in range(len(STREAMS) + 1):
+                files.append(Segment(number, 0, directory))
+                undo.callback(files[-1].close)
+            undo.pop_all()
+        *self._streams, self._stack = files
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of the streams."""
+        return tuple(file.path for file in self._streams)
+
+    @property
+    def stack(self) -> str:
+        return self._stack.path
+
+    def empty(self, board: Board) -> None:
+        """Another process takes the rank's place."""
+        for number, file in enumerate((*self._streams, self._stack)):
+            os.ftruncate(file.fd, 0)
+            if number < len(STREAMS):
+                board.parts[self.rank][TAKEN + number] = 0
+
+    def mark(self) -> int:
+        """Where the next stack will begin."""
+        return os.fstat(self._stack.fd).st_size
+
+    def frames(self, since: int = 0) -> list[Frame]:
+        return frames_in(_read(self._stack.fd, since, since + LONGEST))
+
+    def crash(self) -> list[Frame]:
+        """Where it was when it died of a signal that Python hears of."""
+        size = os.fstat(self._stack.fd).st_size
+        _, fatal, text = _read(self._stack.fd, size - LONGEST, size).partition(FATAL)
+        return frames_in(text) if fatal else []
+
+    def last_words(self, board: Board) -> list[Output]:
+        """What it did not come to send."""
+        found = []
+        for number, stream in enumerate(STREAMS):
+            file, taken = self._streams[number], board.parts[self.rank][TAKEN + number]
+            size = os.fstat(file.fd).st_size
+            if text := _read(file.fd, max(taken, size - LONGEST), size):
+                found.append(Output(rank=self.rank, time=time.time(), stream=stream, text=text))
+        return found
+
+    def close(self) -> None:
+        for file in (*self._streams, self._stack):
+            file.close()
+
+
+def _read(fd: int, start: int, end: int) -> str:
+    start = max(0, start)
+    return os.pread(fd, end - start, start).decode("utf-8", "replace") if end > start else ""
