@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-LONGEST = 1.0
+LONGEST = 0.25
 """Seconds that may lie between two looks; of more than that, no more counts."""
 
 
@@ -33,3 +33,18 @@ class Patience:
     @property
     def over(self) -> bool:
         return self._watch.seconds > self._seconds
+
+
+class Standing:
+    """For how many seconds something has been as it is. Has to be looked at all the time, too."""
+
+    def __init__(self) -> None:
+        self._watch = Stopwatch()
+        self._known: dict[int, tuple[object, float]] = {}
+
+    def seconds(self, of: int, state: object) -> float:
+        now = self._watch.seconds
+        before = self._known.get(of)
+        if before is None or before[0] != state:
+            before = self._known[of] = state, now
+        return now - before[1]

@@ -11,7 +11,6 @@ import pickle
 import select
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +19,11 @@ from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.names import CellNames, reach
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk
 from nbtrain.exchange.stream import dump, load
+from nbtrain.patience import Patience
 
 PATIENCE = 20.0
 """Seconds that the copy has: a `__setstate__` may wait for a thread that exists in the kernel only."""
+LOOK_UP = 0.1
 
 _RUNS_CODE = ("__setstate__", "__new__", "__hash__", "__eq__", "__getattr__", "__getattribute__", "__init_subclass__",
               "__set_name__", "__setattr__")  # fmt: skip
@@ -67,11 +68,13 @@ def tried(namespace: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
 
 def _heard(pipe: int) -> bytes | None:
     """All that comes, or None when it did not come to an end."""
-    data, until = b"", time.monotonic() + PATIENCE
+    data, patience = b"", Patience(PATIENCE)
     while True:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
+        ready, _, _ = select.select([pipe], [], [], LOOK_UP)
+        if patience.over:
             return None
+        if not ready:
+            continue
         part = os.read(pipe, 1 << 16)
         if not part:
             return data or None

@@ -12,6 +12,7 @@ from nbtrain.exchange.kinds import ATOMS
 from nbtrain.exchange.names import Captured
 from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Conclude, Run, Source
+from nbtrain.patience import Standing
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
 from nbtrain.session.ending import Ending
@@ -51,6 +52,7 @@ class CellRun:
         """the lead has begun"""
         self._sent = 0.0
         self._said_slow = self._said_hang = False
+        self._waited = Standing()
         self._over = True
         """no rank runs the cell, or those that did are gone"""
 
@@ -213,10 +215,11 @@ class CellRun:
         if self._said_hang or self._ending is None or self.stopped:
             return
         board, number = self._ending.pool.board, self._ending.number
-        waiting = [waits[0] for rank in self._open if (waits := board.waits(rank, number)) is not None]
-        if waiting and max(waiting) > self.spec.hang_after:
+        waits = {rank: board.waits(rank, number) for rank in self._open}
+        longest = max((self._waited.seconds(rank, wait) for rank, wait in waits.items() if wait is not None), default=0)
+        if longest > self.spec.hang_after:
             self._said_hang = True
-            said = f"ranks have waited for each other for {max(waiting):.0f} s (--hang-after {self.spec.hang_after:g}):"
+            said = f"ranks have waited for each other for {longest:.0f} s (--hang-after {self.spec.hang_after:g}):"
             print("\n".join([said, *self.held.where(), "The cell goes on; Stop ends it."]))
 
     # -- how it ends ---------------------------------------------------------------------

@@ -7,7 +7,6 @@ a rank whose interpreter is busy has still said where it is, and an aligned word
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Sequence
 
 from nbtrain.exchange.segment import Segment
@@ -62,14 +61,14 @@ class Board:
         with open(path, "r+b") as file:
             return cls(mmap.mmap(file.fileno(), size(world_size)), world_size)
 
-    def waits(self, rank: int, run: int) -> tuple[float, str] | None:
-        """For how many seconds this rank has waited for others in this run, and in what."""
+    def waits(self, rank: int, run: int) -> tuple[int, str] | None:
+        """Since when this rank waits for others in this run, and in what."""
         part = self.parts[rank]
         since = part[WAITING]
         if not since or part[OPEN] != run:
             return None
         at = MARKS + part[ENTERED] % PLACES * WIDTH
-        return (time.monotonic_ns() - since) / 1e9, words(part[at : at + WIDTH].tolist())
+        return since, words(part[at : at + WIDTH].tolist())
 
     @staticmethod
     def at(rank: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.patience import Patience
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.patches import Patches
 
@@ -59,9 +60,9 @@ class Saving:
 
     def _written(self, key: int) -> bool:
         """Wait for rank 0; whether it has written this file."""
-        deadline = time.monotonic() + PATIENCE
+        patience = Patience(PATIENCE)
         while True:
-            past = self.meeting.past_us() or time.monotonic() > deadline  # asked first: it may write in between
+            past = self.meeting.past_us() or patience.over  # asked first: it may write in between
             if self.meeting.has_written(key, self.calls[key]):
                 return True
             if past:
