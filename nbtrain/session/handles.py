@@ -41,7 +41,14 @@ class Fetch:
         """From now on these handles can be pulled; `lead` ran the cell that left the objects behind."""
         for node in nodes:
             if type(node.obj) is Handle and node.obj.fetch is None:
-                node.obj.fetch = self._way(node.key, self.leads.setdefault(node.key, lead))
+                node.obj.fetch = self._way(node.key, self.leads.setdefault(node.key, lead), node.obj.lost)
+
+    def replaced(self, ranks: Iterable[int]) -> None:
+        """New processes take these ranks' places: what the others have can still be pulled."""
+        for node in kept.handles(self.traffic.table):
+            node.obj.lost.update(ranks)
+            if node.obj.lost >= set(self.ranks):
+                node.obj.fetch, node.obj.holds = None, []
 
     def inherit(self, before: Fetch) -> None:
         """The ranks spared what these handles stand for."""
@@ -53,8 +60,12 @@ class Fetch:
         for node in kept.handles(self.traffic.table):
             node.obj.fetch, node.obj.holds = None, []
 
-    def _way(self, key: int, lead: int) -> Callable[[bool], dict[int, Any]]:
-        return lambda everybody: self._fetch(key, self.ranks if everybody else (lead,))
+    def _way(self, key: int, lead: int, lost: set[int]) -> Callable[[bool], dict[int, Any]]:
+        def fetch(everybody: bool) -> dict[int, Any]:
+            have = tuple(rank for rank in self.ranks if rank not in lost)
+            return self._fetch(key, have if everybody else (lead,) if lead in have else have[:1])
+
+        return fetch
 
     def _fetch(self, key: int, ranks: tuple[int, ...]) -> dict[int, Any]:
         if not self._open:  # other ranks may have something else under this key

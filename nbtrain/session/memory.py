@@ -11,8 +11,8 @@ from nbtrain.events import Failed, Memory
 
 _ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 LESS = (
-    "Smaller batches need less memory, and --accumulate N makes the same steps of them; fewer ranks (--devices) leave more "
-    "for each."
+    "Smaller batches need less memory, and --accumulate N makes the same steps of them; fewer ranks (--devices) leave "
+    "more for each."
 )
 
 

@@ -18,7 +18,7 @@ from nbtrain.session import failure
 from nbtrain.session.handles import SLOW, Fetch
 from nbtrain.session.idle import MINUTES, Idle
 from nbtrain.session.kept import handles, kept
-from nbtrain.session.report import drop_ahead, mourn
+from nbtrain.session.report import drop_ahead, mourn, mourn_some
 from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
 from nbtrain.session.where import where
@@ -228,8 +228,12 @@ class Ranks:
         self.deaths = [death for death in self.deaths if death.rank not in anew]
         self._ready -= anew
         self._adopting -= anew
-        if anew:
+        if anew == {info.rank for info in self.pool.ranks}:
             mourn(self.traffic, self.shell.user_ns)
+        elif anew:
+            mourn_some(self.traffic, self.shell.user_ns, anew)
+        if self.fetch is not None:
+            self.fetch.replaced(anew)
         self.pool.regroup(anew)
 
     def rest(self) -> None:

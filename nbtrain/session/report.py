@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import nbtrain.words as words
 from nbtrain.events import Finished
 from nbtrain.session.kept import kept
 from nbtrain.session.traffic import Traffic
@@ -38,6 +39,14 @@ def mourn(traffic: Traffic | None, namespace: Mapping[str, Any]) -> None:
     if traffic is not None and (lost := kept(traffic.table, namespace)):
         print(f"{listed(lost)}: lived on these ranks only, which are ended; to be made again")
     drop_ahead(traffic)
+
+
+def mourn_some(traffic: Traffic, namespace: Mapping[str, Any], ranks: Iterable[int]) -> None:
+    """So do these, and the others live on."""
+    if held := kept(traffic.table, namespace):
+        first = next(iter(held))
+        said = f"{words.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
+        print(f"{listed(held)}: {said}")
 
 
 def drop_ahead(traffic: Traffic | None) -> None:

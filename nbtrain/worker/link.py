@@ -2,10 +2,13 @@
 
 Messages are read by the main thread only, events are sent by whoever has something to say, one at a time.
 
-A rank says its number, then frames: a length, a seal and a pickle. Opening a pickle runs what it says, so nothing is
-opened before its seal is found right: a keyed hash of the frame's number and bytes. The key is made from a secret that
-the kernel gives to each rank's process when it is born, and that is good for one connection. So frames of another
-process, of another direction, or said once before are not opened either.
+    rank → kernel   number, seal │ length, seal, seal, pickle │ length, seal, seal, pickle │ …
+    kernel → rank                  length, seal, seal, pickle │ …
+
+Opening a pickle runs what it says, so nothing is opened, and no length believed, before its seal is found right: a
+keyed hash of the bytes and of how many seals came before. The key is made from a secret that the kernel gives to each
+rank's process when it is born, and that is good for one connection. So what another process says is not opened, nor
+what was meant for the other direction, nor what was said once before.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from nbtrain.events import Event
 from nbtrain.messages import Message
 from nbtrain.shield import shielded
 
-HEAD = struct.Struct("<Q16s")
-NUMBER = struct.Struct("<Q")
 CHUNK = 1 << 18
-NAME = struct.Struct("<I")
-"""what a rank says first: its number"""
-FIRST = 1 << 20
-"""Bytes of a connection's first frame at most: until its seal was right, anybody may have sent it."""
+NAME = struct.Struct("<I16s")
+"""What a rank says first: its number, sealed."""
+HEAD = struct.Struct("<Q16s16s")
+"""Before each pickle: its length, sealed, and the pickle's own seal."""
+NUMBER, LENGTH, COUNT = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<Q")
+UP, DOWN = b"rank to kernel", b"kernel to rank"
 
 
 class Forged(PoolError):
@@ -42,70 +45,88 @@ def address(directory: str) -> str:
     return os.path.join(directory, "channel")
 
 
-class Sealer:
-    """Things → frames, of one direction of one connection."""
+class _Seals:
+    """What the two ends of one direction of one connection count alike."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
-        self._key = _key(secret, direction)
-        self._number = 0
+        self._key = blake2b(direction, key=secret).digest()
+        self._count = 0
+
+    def next(self, data: bytes) -> bytes:
+        made = blake2b(COUNT.pack(self._count), key=self._key, digest_size=16)
+        self._count += 1
+        made.update(data)
+        return made.digest()
+
+
+class Sealer:
+    """Bytes → frames, of one direction of one connection."""
+
+    def __init__(self, secret: bytes, direction: bytes) -> None:
+        self._seals = _Seals(secret, direction)
+
+    def name(self, rank: int) -> bytes:
+        return NAME.pack(rank, self._seals.next(NUMBER.pack(rank)))
 
     def frame(self, data: bytes) -> bytes:
-        seal = _seal(self._key, self._number, data)
-        self._number += 1
-        return HEAD.pack(len(data), seal) + data
+        size = len(data)
+        return HEAD.pack(size, self._seals.next(LENGTH.pack(size)), self._seals.next(data)) + data
 
 
 class Frames:
     """Bytes as they come → the things in frames that are whole and whose seals are right."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
-        self._key = _key(secret, direction)
-        self._number = 0
+        self._seals = _Seals(secret, direction)
         self._buffer = bytearray()
+        self._awaited: tuple[int, bytes] | None = None
+        """length and seal of the pickle whose head was right"""
+
+    def meet(self, name: bytes | bytearray) -> None:
+        """Whoever said this knows the secret."""
+        rank, seal = NAME.unpack(name)
+        self._check(NUMBER.pack(rank), seal, "name")
 
     def feed(self, data: bytes | bytearray) -> list[Any]:
-        buffer = self._buffer
-        buffer += data
-        whole, at = [], 0
-        while len(buffer) - at >= HEAD.size:
-            size, seal = HEAD.unpack_from(buffer, at)
-            if not self._number and size > FIRST:
-                raise Forged("a first frame of this length is none of ours")
-            end = at + HEAD.size + size
-            if end > len(buffer):
-                break
-            content = bytes(buffer[at + HEAD.size : end])
-            if not hmac.compare_digest(seal, _seal(self._key, self._number, content)):
-                raise Forged("a frame's seal is not right")
-            self._number += 1
+        self._buffer += data
+        whole = []
+        while (content := self._next()) is not None:
             whole.append(content)
-            at = end
-        del buffer[:at]  # before anything is opened: what cannot be is not met again with the next bytes
         return [pickle.loads(content) for content in whole]
 
+    def _next(self) -> bytes | None:
+        """It leaves the buffer before it is opened: what cannot be is not met again with the next bytes."""
+        if self._awaited is None:
+            if len(self._buffer) < HEAD.size:
+                return None
+            size, seal_of_size, seal = HEAD.unpack_from(self._buffer)
+            self._check(LENGTH.pack(size), seal_of_size, "frame's length")
+            self._awaited = size, seal
+            del self._buffer[: HEAD.size]
+        size, seal = self._awaited
+        if len(self._buffer) < size:
+            return None
+        content = bytes(memoryview(self._buffer)[:size])
+        self._check(content, seal, "frame")
+        self._awaited = None
+        del self._buffer[:size]
+        return content
 
-def _key(secret: bytes, direction: bytes) -> bytes:
-    return blake2b(direction, key=secret).digest()
-
-
-def _seal(key: bytes, number: int, data: bytes) -> bytes:
-    made = blake2b(NUMBER.pack(number), key=key, digest_size=16)
-    made.update(data)
-    return made.digest()
-
-
-UP, DOWN = b"rank to kernel", b"kernel to rank"
+    def _check(self, data: bytes, seal: bytes, what: str) -> None:
+        if not hmac.compare_digest(seal, self._seals.next(data)):
+            raise Forged(f"a {what} came with a seal that is not right")
 
 
 class Link:
     """Made in the rank's own process."""
 
     def __init__(self, directory: str, rank: int, secret: bytes) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address(directory))
-        self._socket.sendall(NAME.pack(rank))
         self._frames = Frames(secret, DOWN)
         self._sealer = Sealer(secret, UP)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(None)  # whatever the notebook's default is
+        self._socket.connect(address(directory))
+        self._socket.sendall(self._sealer.name(rank))
         self._read: list[Message] = []
         self._lock = threading.Lock()
         self._owner = os.getpid()

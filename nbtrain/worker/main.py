@@ -83,7 +83,7 @@ class Rank:
         self.outputs = Outputs(self.info.rank, self.link.send, config.texts, (taken, taken[1:]))
         self.shell = shell
         shell.outlet = self.outputs.outlet
-        shell.interrupted = self._is_interruption
+        shell.worth_showing = self._worth_showing
         self.group = Group(self.info, config.backend)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
@@ -349,6 +349,10 @@ class Rank:
                 between=_is_stop(error), whole=not cut_a_step_short(error.__traceback__),
             )  # fmt: skip
         self._finish(failed)
+
+    def _worth_showing(self, error: BaseException | None) -> bool:
+        self.interrupts.ignore()  # the cell is over
+        return not self._is_interruption(error)
 
     def _is_interruption(self, error: BaseException | None) -> bool:
         """By the kernel; an error that comes once the peers were given up is one of having waited for them."""

@@ -64,8 +64,8 @@ class RankShell(InteractiveShell):
     _events: asyncio.AbstractEventLoop | None = None
     muted = False
     traceback_lines: list[str]
-    interrupted: Callable[[BaseException | None], bool]
-    """whether this was raised because the kernel ended the cell"""
+    worth_showing: Callable[[BaseException | None], bool]
+    """asked with what a cell has raised"""
     old_main: Any
 
     def init_history(self) -> None:
@@ -99,7 +99,7 @@ class RankShell(InteractiveShell):
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Where a rank was interrupted is told by the notebook: IPython would take half a second for it, first."""
-        if not self.interrupted(sys.exc_info()[1]):
+        if self.worth_showing(sys.exc_info()[1]):
             super().showtraceback(*args, **kwargs)
 
     def rehearse(self) -> None:

@@ -2,14 +2,19 @@
 
 Plain sockets and no message queue between: each thread that a message passes through has to be woken, which
 an empty cell notices.
+
+Whoever connects is a stranger until he has said a rank's name, sealed. A stranger can keep nobody waiting: no more is
+read of him than a name has bytes, and there are only so many.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import secrets
 import selectors
 import socket
+import struct
 from collections.abc import Iterable
 
 from nbtrain.errors import PoolError
@@ -17,10 +22,14 @@ from nbtrain.events import Event, RankState
 from nbtrain.messages import Message
 from nbtrain.patience import Patience
 from nbtrain.shield import shielded
-from nbtrain.worker.link import CHUNK, DOWN, NAME, UP, Forged, Frames, Sealer, address
+from nbtrain.worker.link import CHUNK, DOWN, NAME, NUMBER, UP, Forged, Frames, Sealer, address
 
 PATIENCE = 5.0
 """Seconds in which a rank that is there must take some of what it is sent: Stop waits as long."""
+STRANGERS = 64
+"""Connections that have not said a name; one more, and the oldest goes. A rank says its own as it connects."""
+PEER = struct.Struct("iII")
+"""What the system tells of who connected: process, user, group."""
 
 
 class Channel:
@@ -28,12 +37,14 @@ class Channel:
 
     def __init__(self, directory: str, world_size: int) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
         self._listener.bind(address(directory))
-        self._listener.listen(world_size)
+        os.chmod(address(directory), 0o600)
+        self._listener.listen(world_size + STRANGERS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, bytearray] = {}
-        self._peers: dict[socket.socket, Frames] = {}
+        self._peers: dict[socket.socket, tuple[int, Frames]] = {}
         self._ranks: dict[int, tuple[socket.socket, Sealer]] = {}
         self._heard: list[Event] = []
         """events that came while something was sent"""
@@ -84,7 +95,7 @@ class Channel:
         rest, patience = memoryview(sealer.frame(data)), Patience(PATIENCE)
         while rest:
             try:
-                rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+                rest = rest[connection.send(rest) :]
                 patience = Patience(PATIENCE)
             except BlockingIOError:
                 if patience.over:
@@ -101,68 +112,110 @@ class Channel:
         with shielded():
             for key, _ in ready:
                 if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    self._strangers[connection] = bytearray()
-                    self._selector.register(connection, selectors.EVENT_READ)
-                elif isinstance(key.fileobj, socket.socket):
+                    self._accept()
+                elif key.fileobj in self._strangers:
+                    self._meet(key.fileobj)
+                elif key.fileobj in self._peers:
                     self._hear(key.fileobj)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            data = connection.recv(CHUNK)
-        except OSError:  # closed since the selector saw it, too
-            data = b""
-        if connection in self._strangers:
-            self._meet(connection, data)
-        elif connection in self._peers:
-            if data:
-                self._take(connection, data)
-            else:
-                self._selector.unregister(connection)
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # gone since the selector saw it
+            return
+        except OSError as error:
+            raise PoolError(
+                f"no rank can connect: {error.strerror}. Close files that the notebook has open, or allow more of them "
+                "(`ulimit -n`), and run the cell again."
+            ) from error
+        if not _of_this_user(connection):
+            connection.close()
+            return
+        if len(self._strangers) == STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        connection.setblocking(False)
+        self._strangers[connection] = bytearray()
+        self._selector.register(connection, selectors.EVENT_READ)
 
-    def _meet(self, connection: socket.socket, data: bytes) -> None:
-        """Nobody is believed to be a rank before a frame of his was found right."""
+    def _meet(self, connection: socket.socket) -> None:
+        """Nobody is believed to be a rank before his name's seal was found right."""
         said = self._strangers[connection]
+        data = _received(connection, NAME.size - len(said))
+        if data is None:
+            return
         said += data
         if data and len(said) < NAME.size:
             return
-        rank = NAME.unpack_from(said)[0] if data else None
+        (rank,) = NUMBER.unpack_from(said) if data else (None,)
         if rank not in self.secrets or rank in self._ranks:
             self._drop(connection)
             return
         frames = Frames(self.secrets[rank], UP)
         try:
-            events = frames.feed(said[NAME.size :])
+            frames.meet(said)
         except Forged:
             self._drop(connection)
             return
-        if events:
-            del self._strangers[connection]
-            self._peers[connection] = frames
-            self._ranks[rank] = connection, Sealer(self.secrets[rank], DOWN)
-            self._note(events)
+        del self._strangers[connection]
+        self._peers[connection] = rank, frames
+        self._ranks[rank] = connection, Sealer(self.secrets[rank], DOWN)
 
-    def _take(self, connection: socket.socket, data: bytes) -> None:
+    def _hear(self, connection: socket.socket) -> None:
+        data = _received(connection, CHUNK)
+        if data is None:
+            return
+        if not data:
+            self._ignore(connection)
+            return
+        rank, frames = self._peers[connection]
         try:
-            events: list[Event] = self._peers[connection].feed(data)
-        except Exception as error:  # of whatever class: it may come from an object of the user's
+            events: list[Event] = frames.feed(data)
+        except Forged as error:
+            self._drop(connection)
             raise PoolError(
-                f"what a rank said cannot be read ({type(error).__name__}: {error}). "
+                f"rank {rank} is given up: {error}, so it was not opened. Something else than nbtrain wrote to the "
+                "rank's connection; a cell that writes to a descriptor which is not its own does. "
                 "Run the cell again to start new ranks."
             ) from error
-        self._note(events)
+        except Exception as error:  # of whatever class: it may come from an object of the user's
+            raise PoolError(
+                f"what rank {rank} said cannot be read ({type(error).__name__}: {error}). "
+                "Run the cell again to start new ranks."
+            ) from error
+        self._note(rank, events)
 
-    def _note(self, events: list[Event]) -> None:
+    def _note(self, rank: int, events: list[Event]) -> None:
         for event in events:
             self._heard.append(event)
             starting = isinstance(event, RankState) and event.state == "starting"
-            if event.rank in self._waiting and not starting:  # one that starts may not read for long
-                for waiting in self._waiting.pop(event.rank):
-                    self._write(event.rank, waiting)
+            if rank in self._waiting and not starting:  # one that starts may not read for long
+                for waiting in self._waiting.pop(rank):
+                    self._write(rank, waiting)
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _ignore(self, connection: socket.socket) -> None:
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._ignore(connection)
         self._strangers.pop(connection, None)
         self._peers.pop(connection, None)
         connection.close()
+
+
+def _received(connection: socket.socket, size: int) -> bytes | None:
+    """What is there; nothing at its end, None if it was read already, since the selector saw it."""
+    try:
+        return connection.recv(size)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _of_this_user(connection: socket.socket) -> bool:
+    """The directory lets nobody else in; where the system tells who connected, it is asked too."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    return bool(PEER.unpack(told)[1] == os.geteuid())

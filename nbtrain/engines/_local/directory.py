@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 
@@ -20,7 +21,10 @@ def make() -> str:
     reasons = []
     for base in _places():
         try:
-            path = tempfile.mkdtemp(prefix="nbtrain-", dir=base)  # mode 0700
+            if (danger := _danger(base)) is not None:
+                reasons.append(f"{base}: {danger}")
+                continue
+            path = tempfile.mkdtemp(prefix="nbtrain-", dir=base)  # mode 0700, a name nobody can foresee
         except OSError as error:
             reasons.append(f"{base}: {error.strerror}")
             continue
@@ -31,7 +35,7 @@ def make() -> str:
         remove(path)
     raise PoolError(
         "there is no directory for the ranks' sockets: " + "; ".join(reasons) + ". "
-        "Set XDG_RUNTIME_DIR or TMPDIR to one that is writable, has room and a short path"
+        "Set XDG_RUNTIME_DIR or TMPDIR to one that is yours, is writable, has room and a short path"
     )
 
 
@@ -42,12 +46,35 @@ def remove(path: str) -> None:
 def _places() -> Iterator[str]:
     seen = set()
     for place in (os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", os.getcwd()):
-        if place and place not in seen:
-            seen.add(place)
-            yield place
+        if place and (path := os.path.abspath(place)) not in seen:
+            seen.add(path)
+            yield path
+
+
+def _danger(base: str) -> str | None:
+    """Why somebody else could put a directory of his own in the place of one that is made here."""
+    found = os.stat(base)
+    if found.st_uid not in (os.geteuid(), 0, _stranger()):
+        return f"it belongs to another user (number {found.st_uid})"
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        return "every user may rename what lies in it (it has no sticky bit)"
+    return None
+
+
+def _stranger() -> int:
+    """Whom files seem to belong to, /tmp among them, in a container that does not know the host's users."""
+    try:
+        with open("/proc/self/uid_map") as table, open("/proc/sys/kernel/overflowuid") as number:
+            everybody_is_known = table.read().split() == ["0", "0", str((1 << 32) - 1)]
+            return 0 if everybody_is_known else int(number.read())
+    except OSError:  # not on Linux
+        return 0
 
 
 def _problem(path: str) -> str | None:
+    found = os.lstat(path)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        return "what is made there is open to other users"
     if len(os.fsencode(path)) > LONGEST:
         return "its path is too long for a socket"
     probe = os.path.join(path, "probe")

@@ -86,7 +86,7 @@ class Put:
     state: Any
 
 
-_OF_A_HANDLE = frozenset(("type_name", "text", "kept", "holds", "fetch"))
+_OF_A_HANDLE = frozenset(("type_name", "text", "kept", "holds", "lost", "fetch"))
 
 
 class Handle:
@@ -102,6 +102,8 @@ class Handle:
         """it could travel, and so it is worth something: nobody lets go of it unasked"""
         self.holds: list[Any] = []
         """the notebook's own objects that are in it"""
+        self.lost: set[int] = set()
+        """ranks that were replaced since: the new ones do not have it"""
         self.fetch: Callable[[bool], dict[int, Any]] | None = None
         """brings copies, by rank, from the lead or from all; None: the ranks that had the object are gone"""
 
@@ -154,6 +156,7 @@ class Handle:
         )
 
 
+REPLACED = "had to be started anew and does not have it any more; bring home what the others have with .pull()"
 GONE = "the ranks that had what this handle stands for are gone; make it again"
 
 

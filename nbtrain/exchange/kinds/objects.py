@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle.cloudpickle as cp
 
+import nbtrain.words as words
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.fingerprint import memory_checksum
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, Handle, Kind, Make
+from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
@@ -317,6 +318,8 @@ class Kept(Kind):
 
     def look(self, node: Node, walk: Visit) -> Any:
         if type(node.obj) is Handle:
+            if node.obj.lost and not walk.quiet:
+                raise CannotTravel(f"{words.ranks(sorted(node.obj.lost))} {REPLACED}")
             return None
         held = walk.known_inside(node.obj)
         keys = [one.key for one in held]
