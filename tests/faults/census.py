@@ -1,0 +1,141 @@
+"""What exists because of a kernel, counted from outside: processes, threads, descriptors by kind, files.
+
+before = Census.take(kernel, folder)
+...
+more = Census.take(kernel, folder).more_than(before)      # lines; [] when nothing was left behind
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.hygiene import describe
+from tests.kernels import Kernel
+
+ALLOWED = {
+    "kernel's threads": 1,  # psutil counts one that is just ending
+    "kernel's anon_inode": 1,  # tornado's executor wakes up by one, made when it is first needed
+}
+"""Growth by so much is no leak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Numbers by what was counted."""
+
+    counts: Counter[str]
+    people: dict[str, list[str]]
+    """who was counted as what, for the message"""
+
+    @classmethod
+    def take(cls, kernel: Kernel, folder: Path) -> Census:
+        """`folder`: the kernel's own temporary directory, where its pools keep their files."""
+        counts: Counter[str] = Counter()
+        people: dict[str, list[str]] = {}
+        of_ranks: dict[str, list[int]] = {}
+        for process in [psutil.Process(kernel.pid), *kernel.children()]:
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                role = _role(process, kernel.pid)
+                found = _inside(process.pid)
+                people.setdefault(role, []).append(describe(process))
+                counts[f"processes: {role}"] += 1
+                if role == "rank":  # the one that has most: they differ in who listens and who connects
+                    for what, number in found.items():
+                        of_ranks.setdefault(f"a rank's {what}", []).append(number)
+                elif role in ("kernel", "nursery"):
+                    for what, number in found.items():
+                        counts[f"{role}'s {what}"] += number
+        counts.update({what: max(numbers) for what, numbers in of_ranks.items()})
+        counts["processes: zombie"] = sum(_is_zombie(p) for p in _below(kernel.pid))
+        for path in [*_tree(folder), *_shared_memory({p.pid for p in kernel.children()} | {kernel.pid})]:
+            counts[f"files: {re.sub('[a-z0-9_]{8}(?=/|$)|[0-9]+', '*', path)}"] += 1
+        return cls(counts, people)
+
+    def more_than(self, before: Census) -> list[str]:
+        """What there is more of; of processes, what there is less of too."""
+        found = []
+        for what in sorted(self.counts.keys() | before.counts.keys()):
+            then, now = before.counts[what], self.counts[what]
+            if now > then + ALLOWED.get(what, 0) or (now < then and what in ("processes: rank", "processes: nursery")):
+                who = self.people.get(what.removeprefix("processes: "), [])
+                found.append(f"{what}: {then} → {now}" + (f" ({'; '.join(who)})" if who else ""))
+        return found
+
+
+def _role(process: psutil.Process, kernel: int) -> str:
+    if process.pid == kernel:
+        return "kernel"
+    line, parent = " ".join(process.cmdline()), process.ppid()
+    if "nbtrain.engines._local.nursery" in line:
+        if parent == kernel:
+            return "nursery"
+        with suppress(psutil.NoSuchProcess):
+            # A rank's own children look like it: who was forked by the nursery itself is a rank.
+            if psutil.Process(parent).ppid() == kernel:
+                return "rank"
+        return "a rank's child"
+    if "nbtrain.worker" in line:
+        return "rank" if parent == kernel else "a rank's child"
+    return "other"
+
+
+def _inside(pid: int) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    counts["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            counts[_kind(os.readlink(f"/proc/{pid}/fd/{entry}"))] += 1
+    return counts
+
+
+def _kind(target: str) -> str:
+    """The sort of thing that a descriptor leads to."""
+    for start, kind in (
+        ("socket:", "sockets"),
+        ("pipe:", "pipes"),
+        ("/memfd:", "memory files"),
+        ("anon_inode", "anon_inode"),
+    ):
+        if target.startswith(start):
+            return kind
+    return "devices" if target.startswith("/dev/") and not target.startswith("/dev/shm/") else "files"
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return False
+
+
+def _tree(folder: Path) -> list[str]:
+    found = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            found.append(str(path.relative_to(folder)))
+    return found
+
+
+def _shared_memory(pids: set[int]) -> list[str]:
+    """Files in /dev/shm, which others use too: those that nobody else has open or mapped."""
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    if not names:
+        return []
+    for process in psutil.process_iter():
+        if process.pid not in pids:
+            with suppress(psutil.Error, OSError):
+                names -= {name for name in names if name in Path(f"/proc/{process.pid}/maps").read_text()}
+                names -= {os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()}
+    return sorted(names)
