@@ -22,7 +22,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
     """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
     name = _missing(failed)
-    if name is None or name not in namespace or private(name):
+    if name is None or name not in namespace or private(name) or name in ("exit", "quit"):
         return ""
     if name in traffic.left:
         return f"The notebook has {name!r}, and it was left behind: {traffic.why_left(name)}"

@@ -4,28 +4,71 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import shutil
 import signal
 import sys
-import threading
+from contextlib import suppress
+
+LOOK_UP = 0.5
+"""Seconds between looks at whether the kernel lives: a copy of it that the notebook has forked holds the pipe too."""
+BOTH = 0.5
+"""Seconds after a rank's end in which its kernel may end of the same cause."""
 
 
-def _end_with_kernel(lifeline: int, directory: str) -> None:
-    """Nothing is ever written to this pipe: reading from it ends when the kernel does, who can clean up no more."""
-    os.read(lifeline, 1)
+def _guard(lifeline: int, directory: str) -> None:
+    """Leave a process beside this one that ends it when the kernel ends, with all that it has started.
+
+    No thread could: it would have to wait while modules are imported, and for ever in a rank that is stopped.
+    """
+    rank, kernel = os.getpid(), os.getppid()
+    ends, ours = os.pipe()
+    if between := os.fork():
+        os.close(ends)
+        os.waitpid(between, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:  # no child of the rank's: the cell may wait for its own
+            os.close(ours)
+            _watch(lifeline, ends, rank, kernel, directory)
+    finally:
+        os._exit(0)
+
+
+def _watch(lifeline: int, ends: int, rank: int, kernel: int, directory: str) -> None:
+    """Nothing is ever written to these pipes: one can be read when the kernel has ended, the other when the rank has."""
+    while _lives(kernel):
+        ready, _, _ = select.select([lifeline, ends], [], [], LOOK_UP)
+        if lifeline in ready:
+            break
+        if ends in ready and not select.select([lifeline], [], [], BOTH)[0]:
+            return
+    with suppress(ProcessLookupError):
+        os.killpg(rank, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main() -> None:
+    lifeline, directory = int(sys.argv[1]), sys.argv[2]
+    _guard(lifeline, directory)
+    os.close(lifeline)
     config = pickle.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    threading.Thread(target=_end_with_kernel, args=(int(sys.argv[1]), config.directory), daemon=True).start()
     from nbtrain.worker.main import Rank
     from nbtrain.worker.shell import make_shell
 
     Rank(config, make_shell()).serve()
+    os._exit(0)  # a thread that a cell has left running must not keep the process
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import linecache
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
@@ -197,6 +198,7 @@ def make_shell(module: Any = None) -> RankShell:
     where = tempfile.gettempdir() if not os.access(os.path.expanduser("~"), os.W_OK) else None
     if where is not None:
         os.environ.setdefault("IPYTHONDIR", os.path.join(where, f"nbtrain-ipython-{os.getuid()}"))
+    warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning)  # a sys.exit() of the cell's: an exception
     main = sys.modules.get("__main__")
     shell = RankShell.instance(config=config, user_module=module)
     shell.packages = Packages()

@@ -74,7 +74,7 @@ def _stranger() -> int:
 def _problem(path: str) -> str | None:
     found = os.lstat(path)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        return "what is made there is open to other users"
+        return "what is made there is not this user's alone"
     if len(os.fsencode(path)) > LONGEST:
         return "its path is too long for a socket"
     probe = os.path.join(path, "probe")

@@ -39,7 +39,7 @@ class Spawn:
     def launch(self, configs: Iterable[RankConfig]) -> None:
         for config in configs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nbtrain.worker", str(self._theirs)],
+                [sys.executable, "-m", "nbtrain.worker", str(self._theirs), config.directory],
                 pass_fds=(self._theirs,),
                 stdin=subprocess.PIPE,
                 stdout=self._errors,
