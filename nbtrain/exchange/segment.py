@@ -30,6 +30,7 @@ class Segment:
         else:
             self.fd, self.path = tempfile.mkstemp(prefix="segment-", dir=directory)
         try:
+            os.fchmod(self.fd, 0o600)  # Linux makes a memfd for everybody
             os.ftruncate(self.fd, size)
         except BaseException:
             self.close()
