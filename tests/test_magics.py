@@ -115,7 +115,7 @@ def test_verbs(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "says"),
     [
         ("%distributed statuss", "there is no verb 'statuss'; did you mean status?; there are status, start, "),
-        ("%distributed where", "there is no verb 'where'; there are status, start, stop, restart, check, strategies, "),
+        ("%distributed whither", "there is no verb 'whither'; did you mean where?; there are status, start, stop, "),
         ("%distributed stop now", "stop stands alone: what is 'now' there for?"),
         ("%distributed stop -d 2", "stop has no option --devices; it takes none"),
         ("%distributed start --output all", "start has no option --output; it takes --devices, --accelerator, "),

@@ -207,6 +207,7 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--split-batches", False),
         (None, "--no-sampler", False),
         (None, "--keep", False),
+        (None, "--hang-after", False),
         (None, "--oversubscribe", True),
         (None, "--output", False),
         (None, "--monitor", False),

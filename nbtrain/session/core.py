@@ -83,8 +83,9 @@ class Session:
         return f"the notebook has what the failed cell had done until step {steps:,}"
 
     def where(self) -> str:
-        """Where the ranks are."""
-        self.ranks.listen(0)
+        """Where the ranks are; asked while a cell runs, it is asked from another thread."""
+        if not self.ranks.running:
+            self.ranks.listen(0)
         return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
 
     def status(self) -> str:
