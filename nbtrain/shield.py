@@ -1,4 +1,4 @@
-"""While the notebook's own objects are written, a press on Stop waits."""
+"""What a press on Stop must not cut in two."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+ENOUGH = 3
+"""Presses after which something is raised, whatever goes on."""
 
 
 @contextmanager
@@ -23,3 +27,34 @@ def shielded() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came and callable(before):
         before(*came[0])
+
+
+class Presses:
+    """How often Stop was pressed. They are raised as they come until `count` was called; then whoever looks sees them,
+    and nothing that was heard from the ranks is lost."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counting = False
+        self._before: Any = signal.default_int_handler
+
+    def only_count(self) -> None:
+        self._counting = True
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        self.count += self._counting
+        if callable(self._before) and (not self._counting or self.count >= ENOUGH):
+            self._before(number, frame)
+
+
+@contextmanager
+def presses() -> Iterator[Presses]:
+    found = Presses()
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    found._before = signal.signal(signal.SIGINT, found.hear)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, found._before)

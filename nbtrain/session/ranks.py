@@ -22,10 +22,11 @@ from nbtrain.session.report import drop_ahead, mourn, mourn_some
 from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
 from nbtrain.session.where import where
+from nbtrain.shield import shielded
 from nbtrain.specs import PoolSpec
 from nbtrain.worker.homeward import Home
 
-BEAT = 0.1
+BEAT = 0.05
 """Seconds between two looks at the clock while nothing happens."""
 LONG = 10.0
 """Seconds in which idle ranks must have answered a question that takes them milliseconds."""
@@ -257,26 +258,29 @@ class Ranks:
 
     def listen(self, seconds: float) -> list[Event]:
         """What happened; deaths and answers of an adoption are noted here."""
-        events: list[Event] = []
-        try:
-            heard = [] if self.pool is None else self.pool.poll(seconds)
-        except PoolError:
-            self.lose()
-            raise
-        for event in heard:
-            if isinstance(event, Death):
-                self.deaths.append(event)
-            elif isinstance(event, Adopted):
-                self._adopting.discard(event.rank)
-                if self.traffic is not None:
-                    self.traffic.lacks(event.lacking)
-            else:
-                if isinstance(event, Pulled) and self.fetch is not None:
-                    self.fetch.missed(event)
-                if isinstance(event, RankState) and event.state == "ready":
-                    self._ready.add(event.rank)
-                events.append(event)
-        return events
+        with shielded():  # what was heard once is not heard again
+            try:
+                heard = [] if self.pool is None else self.pool.poll(seconds)
+            except PoolError:
+                self.lose()
+                raise
+            return [left for event in heard if (left := self._note(event)) is not None]
+
+    def _note(self, event: Event | Death) -> Event | None:
+        """What is left of it for others to do."""
+        if isinstance(event, Death):
+            self.deaths.append(event)
+            return None
+        if isinstance(event, Adopted):
+            self._adopting.discard(event.rank)
+            if self.traffic is not None:
+                self.traffic.lacks(event.lacking)
+            return None
+        if isinstance(event, Pulled) and self.fetch is not None:
+            self.fetch.missed(event)
+        if isinstance(event, RankState) and event.state == "ready":
+            self._ready.add(event.rank)
+        return event
 
     def home(self, lead: int, home: Home, streams: Any) -> Home:
         """Take home what the lead packed. What the notebook cannot make stays there, behind a handle."""

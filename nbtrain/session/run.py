@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
 from nbtrain.exchange.kinds import ATOMS
 from nbtrain.exchange.names import Captured
@@ -23,7 +24,7 @@ from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.report import drop_ahead, report, slow
 from nbtrain.session.traffic import MISSING, Outgoing, Traffic
-from nbtrain.shield import shielded
+from nbtrain.shield import Presses, presses, shielded
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose
 
@@ -46,6 +47,7 @@ class CellRun:
         self.failed: dict[int, Failed] = {}
         self._memory: dict[int, Memory] = {}
         """what each rank has said last"""
+        self._presses = Presses()
         self._ending: Ending | None = None
         """once the ranks have been sent the cell"""
         self._running = False
@@ -57,6 +59,12 @@ class CellRun:
         """no rank runs the cell, or those that did are gone"""
 
     def run(self) -> None:
+        with presses() as self._presses:
+            self._run()
+        if self._presses.count and not self.stopped:
+            raise KeyboardInterrupt("the cell had ended before it was stopped; all it did is in the notebook")
+
+    def _run(self) -> None:
         held = self.held
         ok = False
         try:
@@ -71,8 +79,8 @@ class CellRun:
             ok = len(self.finished) == self.spec.pool.world_size and not self.stopped
             self._end(ok)
         except BaseException:
-            if not self._over:  # a view or the screen failed, or a second Stop: the next cell must not hear of this one
-                held.lose()
+            if not self._over:  # a view or the screen failed, or Stop was pressed and pressed: the next cell must not
+                held.lose()  # hear of this one
             raise
         finally:
             held.running = False
@@ -89,15 +97,18 @@ class CellRun:
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
         said = set(traffic.slow)
-        out = traffic.outgoing(
-            self.names.hard, self.names.soft, spec.options, everything_goes=forks, running=self.cell.filename
-        )
-        for name in traffic.slow.keys() - said:
-            print(slow(name, self.shell.user_ns[name], traffic.slow[name]))
         try:
+            out = traffic.outgoing(
+                self.names.hard, self.names.soft, spec.options, everything_goes=forks, running=self.cell.filename
+            )
+            for name in traffic.slow.keys() - said:
+                print(slow(name, self.shell.user_ns[name], traffic.slow[name]))
+            self._presses.only_count()  # from here on the ranks have the cell
             self._post(out, sources, traffic if forks else None)
-        except BaseException:  # what was not sent must not be taken for sent
-            held.lose() if forks else held.forget()
+        except CannotTravel:
+            raise  # the walk has taken back what it had noted
+        except BaseException as error:  # what was not sent must not be taken for sent
+            held.lose() if forks or isinstance(error, PoolError) else held.forget()
             raise
 
     def _post(self, out: Outgoing, sources: list[Source], fork_with: Traffic | None) -> None:
@@ -124,9 +135,8 @@ class CellRun:
             sources=(*sources, *out.sources),
             surroundings=held.mirror.changes(),
         )
-        with shielded():
-            held.send(run, range(spec.pool.world_size))
-            self._over = False
+        self._over = False
+        held.send(run, range(spec.pool.world_size))
 
     # -- while it runs -------------------------------------------------------------------
 
@@ -144,24 +154,20 @@ class CellRun:
         held, ending = self.held, self._ending
         assert ending is not None
         while True:
-            try:
-                for event in events:
-                    self._take(event)
-                if not self._open:
-                    return
-                if self._running:  # a view's time is the cell's, without the start of ranks before it
-                    self.view.tick(time.monotonic())
-                    self._say_hang()
-                else:
-                    self._say_slow()
-                if ending.tick(self._open, self._fault or (ending.stopped and bool(self.failed)), self._fault):
-                    return
-                events = held.listen(BEAT)
-            except KeyboardInterrupt:
-                events = []
-                if ending.stopped:  # a second press: no more waiting
-                    return
+            for event in events:
+                self._take(event)
+            if not self._open or self._presses.count > 1:  # a second press: no more waiting
+                return
+            if self._presses.count and not ending.stopped:
                 ending.stop(self._open)
+            if self._running:  # a view's time is the cell's, without the start of ranks before it
+                self.view.tick(time.monotonic())
+                self._say_hang()
+            else:
+                self._say_slow()
+            if ending.tick(self._open, self._fault or (ending.stopped and bool(self.failed)), self._fault):
+                return
+            events = held.listen(BEAT)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Output):
@@ -306,10 +312,14 @@ class CellRun:
         waiting = {rank for rank in self.failed if rank in self.ranks} if lead in self.failed else set()
         self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in waiting}
         self.held.send(Conclude(lead=lead), waiting)
+        before, said = self._presses.count, False
         while waiting:
             for event in self.held.answers():
                 self._take(event)
             waiting -= set(self.finished)
+            if waiting and not said and self._presses.count > before:
+                said = True
+                print("what the cell did is on its way home; press Stop once more to give it up")
             if self.failed:
                 self._fail()
 
