@@ -18,6 +18,10 @@ class Source:
     number: int | None
 
 
+LATELY = 128
+"""Texts that were told last: a rank has them still. Of others it lets go, unless a function of that cell lives."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
     """What a rank takes over from the kernel's process before a cell. None: as before."""

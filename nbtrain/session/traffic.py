@@ -19,7 +19,7 @@ from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
 from nbtrain.exchange.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
-from nbtrain.messages import Source
+from nbtrain.messages import LATELY, Source
 from nbtrain.session import kept
 from nbtrain.worker.homeward import Home
 from nbtrain.worker.streams import States, capture, restore
@@ -178,6 +178,8 @@ class Traffic:
         entry = linecache.cache.get(filename)
         if entry is None or len(entry) < 3 or os.path.exists(filename):  # the ranks read files for themselves
             return None
+        if len(self._told) >= LATELY:  # older ones may be gone there by now
+            self._told.clear()
         self._told.add(filename)
         return Source(filename=filename, text="".join(entry[2]), number=self._numbers.get(filename))
 

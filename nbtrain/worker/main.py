@@ -154,6 +154,9 @@ class Rank:
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
         }
+        if self.config.backend == "gloo":
+            # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
+            self._environ["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
         os.environ.update(self._environ)
         self.taken = Taken(self.shell, self._environ)
         # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
@@ -265,7 +268,7 @@ class Rank:
         if again:  # what was prepared may call what is no more
             self._close_runtime()
             self._found = None
-        self.shell.learn(run.sources)
+        self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
         spec = replace(run.spec, options=self.twins.options)

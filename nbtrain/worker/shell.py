@@ -6,7 +6,6 @@ import ast
 import asyncio
 import builtins
 import getpass
-import linecache
 import os
 import sys
 import tempfile
@@ -21,9 +20,9 @@ from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, Intera
 from traitlets.config import Config
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.messages import Source
 from nbtrain.worker.output import Outlet
 from nbtrain.worker.packages import Packages
+from nbtrain.worker.texts import Texts
 
 INLINE = "module://matplotlib_inline.backend_inline"
 
@@ -62,6 +61,7 @@ class RankShell(InteractiveShell):
     displayhook_class = _Hook
     outlet: Outlet
     packages: Packages
+    texts: Texts
     _events: asyncio.AbstractEventLoop | None = None
     muted = False
     traceback_lines: list[str]
@@ -156,15 +156,6 @@ class RankShell(InteractiveShell):
 
         backend_inline.flush_figures()
 
-    def learn(self, sources: tuple[Source, ...]) -> None:
-        """Cells' texts, so that tracebacks show lines of the notebook."""
-        for source in sources:
-            lines = source.text.splitlines(keepends=True)
-            linecache.cache[source.filename] = (len(source.text), None, lines, source.filename)
-            names = getattr(self.compile, "_filename_map", None)
-            if names is not None and source.number is not None:
-                names[source.filename] = source.number
-
 
 def without_ours(tb: TracebackType | None) -> TracebackType | None:
     """The stack down to the user's last line: where we noticed what is wrong is of no use to him."""
@@ -202,6 +193,7 @@ def make_shell(module: Any = None) -> RankShell:
     main = sys.modules.get("__main__")
     shell = RankShell.instance(config=config, user_module=module)
     shell.packages = Packages()
+    shell.texts = Texts(getattr(shell.compile, "_filename_map", None))
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
 
