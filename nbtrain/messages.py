@@ -113,7 +113,7 @@ class Conclude:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regroup:
-    """Leave the process group, and form a new one."""
+    """Leave the process group, and form a new one. Answered by being ready once more."""
 
     store: str
 

@@ -174,7 +174,7 @@ def test_who_waits_for_a_rank_that_failed_is_freed(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("waiting", ["time.sleep(60)", "step()", "barrier() if rank else time.sleep(60)"])
-def test_stop_ends_the_ranks_and_leaves_the_notebook_as_it_was(notebook: Notebook, waiting: str) -> None:
+def test_stop_ends_the_ranks_and_keeps_what_they_did(notebook: Notebook, waiting: str) -> None:
     notebook("""
 import time
 before = model[0].weight.detach().clone(); losses = []
@@ -193,7 +193,13 @@ def step():
     assert result.error.ename == "KeyboardInterrupt"
     assert "otherwise" not in result.text
     assert "nbtrain/" not in result.error.traceback
-    notebook("assert torch.equal(before, model[0].weight) and losses == [] and not opt.state")
+    steps = re.search(r"stopped after step ([\d,]+)", result.error.evalue)
+    assert (steps is not None) == (waiting == "step()")
+    if steps is None:
+        notebook("assert torch.equal(before, model[0].weight) and losses == [] and not opt.state")
+    else:
+        count = steps[1].replace(",", "")
+        notebook(f"assert len(losses) == opt.state[model[0].weight]['step'] == {count}")
 
 
 @pytest.mark.parametrize(
@@ -216,12 +222,14 @@ def test_a_rank_that_dies_is_named(notebook: Notebook, code: str, says: str) -> 
 
 def test_a_rank_that_dies_between_cells_is_replaced(notebook: Notebook) -> None:
     notebook("%%distributed --devices 2" + LOOP)
-    victim = psutil.Process(notebook.pids()[1])
+    other, dead = notebook.pids()
+    victim = psutil.Process(dead)
     victim.kill()
     victim.wait(10)
     shown = notebook("%%distributed --devices 2" + LOOP)
     assert "SIGKILL" in shown.stdout
     notebook("assert opt.state[model[0].weight]['step'] == 6")
+    assert notebook.pids()[0] == other
 
 
 # --- the extension and the machine ------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class LocalPool:
             self._launch([info for info in self.ranks if info.rank in gone], store)
         if self.spec.world_size > 1:
             self.send(Regroup(store=store), [info.rank for info in self.ranks if info.rank not in gone])
+            self._ready.clear()
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
         self._channel.send(message, ranks)

@@ -74,9 +74,8 @@ class Ranks:
         except PoolError as error:  # who forks the ranks is gone, and they with it
             note = f"nbtrain: {str(error).splitlines()[0]}; new ones are started"
         if self.deaths:
-            note = f"nbtrain: {self._why_gone()}; new ones are started"
-            self.lose()
-        elif self.pool is not None and self.pool.spec != spec:
+            note = f"nbtrain: {self._why_gone()}; {'a new one is' if self._replace() else 'new ones are'} started"
+        if self.pool is not None and self.pool.spec != spec:
             self._keep(_difference(self.pool.spec, spec))
             note = f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
             self.stop()
@@ -116,6 +115,19 @@ class Ranks:
                 f"present ranks only, and {reason} asks for new ones. Bring it home with {held[0]} = {held[0]}.pull(), "
                 "or let it go with %distributed stop"
             )
+
+    def _replace(self) -> bool:
+        """Those that died since the last cell; whether the others could stay."""
+        assert self.pool is not None
+        everybody = {info.rank for info in self.pool.ranks}
+        # Who is not ready waits for the dead one to form a group with.
+        dead = {death.rank for death in self.deaths} | (everybody - self._ready)
+        if dead == everybody or (self._idle is not None and self._idle.released):
+            self.lose()
+            return False
+        self.regroup(dead)
+        self.forget()
+        return True
 
     def _why_gone(self) -> str:
         if self._idle is not None and self._idle.released:
@@ -227,7 +239,8 @@ class Ranks:
         assert self.traffic is not None
         anew = set(anew)
         self.deaths = [death for death in self.deaths if death.rank not in anew]
-        self._ready -= anew
+        if len(self.pool.ranks) > 1:
+            self._ready.clear()
         self._adopting -= anew
         if anew == {info.rank for info in self.pool.ranks}:
             mourn(self.traffic, self.shell.user_ns)

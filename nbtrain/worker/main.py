@@ -131,6 +131,7 @@ class Rank:
             elif type(message) is Regroup:
                 self.group.dissolve()
                 self.group.form(message.store)
+                self._state("ready")
             elif type(message) is Close:
                 return self._close()
 
