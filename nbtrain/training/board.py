@@ -87,6 +87,7 @@ class Owned(Board):
     def close(self) -> None:
         for view in (self.head, *self.parts):
             view.release()
+        self.memory.close()  # it has a descriptor of its own
         self._segment.close()
 
 
