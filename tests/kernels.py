@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +123,8 @@ class Result:
 class Kernel:
     """One kernel process and the connection to it."""
 
-    def __init__(self, home: Path, environment: dict[str, str]) -> None:
+    def __init__(self, home: Path, environment: dict[str, str], within: Sequence[str] = ()) -> None:
+        """`within`: the beginning of a command that becomes the kernel, such as `unshare -m`."""
         self.home = home
         self.mark = uuid.uuid4().hex
         self._results: dict[str, Result] = {}
@@ -133,6 +134,9 @@ class Kernel:
             connection_file=str(home / f"kernel-{uuid.uuid4()}.json"),
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this Python's own, whatever is installed
         )
+        if within:
+            assert self.manager.kernel_spec is not None
+            self.manager.kernel_spec.argv[:1] = [*within, sys.executable]
         self.manager.start_kernel(env=private_environment(home) | environment | {MARK: self.mark}, cwd=str(home))
         self._pid: int = self.manager.provisioner.pid  # type: ignore[union-attr]
         self.client: BlockingKernelClient = self.manager.client()
@@ -239,9 +243,9 @@ def private_home() -> Iterator[Path]:
 
 
 @contextmanager
-def running_kernel(**environment: str) -> Iterator[Kernel]:
+def running_kernel(*within: str, **environment: str) -> Iterator[Kernel]:
     with private_home() as home:
-        kernel = Kernel(home, environment)
+        kernel = Kernel(home, environment, within)
         try:
             yield kernel
         finally:

@@ -37,7 +37,7 @@ def _guard(lifeline: int, directory: str) -> None:
 
 
 def _watch(lifeline: int, ends: int, rank: int, kernel: int, directory: str) -> None:
-    """Nothing is ever written to these pipes: one can be read when the kernel has ended, the other when the rank has."""
+    """Nothing is ever written to these pipes: one can be read when the kernel has ended, one when the rank has."""
     while _lives(kernel):
         ready, _, _ = select.select([lifeline, ends], [], [], LOOK_UP)
         if lifeline in ready:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
+from typing import BinaryIO, cast
 
 from nbtrain.errors import PoolError
 
 LONGEST = 80
 """A socket's path may have about 100 bytes; the rest is for its name."""
 ROOM = 1 << 16
-"""Bytes that must be writable: the store and the sockets need less."""
+"""Bytes that must be writable: sockets need less, but libraries that ranks import look for room themselves."""
 
 
 def make() -> str:
@@ -85,3 +87,10 @@ def _problem(path: str) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def unnamed() -> BinaryIO:
+    """A file for the words of processes that start: memory where that can be, for disks may be full."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("nbtrain-starting", os.MFD_CLOEXEC), "w+b", buffering=0)
+    return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))

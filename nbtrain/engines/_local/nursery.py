@@ -100,8 +100,9 @@ class Nursery:
                 ready = waiting.select(LOOK_UP)
                 if not ready and not rehearsed:  # there is time for what is not needed at once
                     rehearsed = True
-                    self.shell.rehearse()
-                    gc.freeze()
+                    with self._not_orphaned():
+                        self.shell.rehearse()
+                        gc.freeze()
                 for key, _ in ready:
                     if key.fd == woken:
                         os.read(woken, 4096)
@@ -115,11 +116,13 @@ class Nursery:
 
     @contextmanager
     def _not_orphaned(self) -> Iterator[None]:
-        """The imports take seconds in which nobody looks at the socket: end them when the kernel ends."""
+        """Imports take seconds in which nobody looks at the socket: end them when the kernel ends."""
 
         def look(number: int, frame: FrameType | None) -> None:
             if os.getppid() != self.parent:
-                os._exit(0)  # there is nothing of ours yet
+                if self.directories:
+                    self._end()
+                os._exit(0)
 
         signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, LOOK_UP, LOOK_UP)

@@ -7,10 +7,10 @@ import pickle
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 
+from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.warm import death, environment
 from nbtrain.engines.base import Death
@@ -25,7 +25,7 @@ class Spawn:
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as we do
+        self._errors = directory.unnamed()
         self._theirs, self._ours = os.pipe()
         self._hashes = str(random.SystemRandom().randrange(1, 1 << 32))
 

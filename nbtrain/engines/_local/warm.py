@@ -8,13 +8,12 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.probes as probes
-from nbtrain.engines._local import nursery
+from nbtrain.engines._local import directory, nursery
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.shield import shielded
@@ -60,7 +59,7 @@ class Warm:
     def __init__(self) -> None:
         self.owner = os.getpid()
         ours, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as we do
+        self._errors = directory.unnamed()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nbtrain.engines._local.nursery", str(theirs.fileno()), str(self.owner)],
             pass_fds=(theirs.fileno(),),
