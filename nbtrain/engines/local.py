@@ -21,7 +21,7 @@ from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
 from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Event, Failed, RankState
+from nbtrain.events import Event, Failed, Output, RankState
 from nbtrain.exchange.segment import Segment
 from nbtrain.messages import Close, Message, Regroup
 from nbtrain.patience import Patience
@@ -146,6 +146,8 @@ class LocalPool:
     def _note(self, event: Event | Death) -> None:
         if isinstance(event, RankState) and event.state == "ready":
             self._ready.add(event.rank)
+        if isinstance(event, Output):  # the traceback, which is printed too
+            return
         why = f"{event.name}: {event.text}" if isinstance(event, Failed) and event.rank not in self._ready else ""
         self._said[event.rank] = why
 
