@@ -174,8 +174,8 @@ def one_raises(nb: Notebook, dice: random.Random) -> None:
 
 def recovered(nb: Notebook, dice: random.Random) -> None:
     before = int(nb.value("done[0]"))
-    nb.fails("%%distributed\nfor i in range(5):\n"
-             "    F.cross_entropy(model(X[:8]), Y[:8]).backward(); opt.step(); opt.zero_grad(); done[0] += 1\n1 / 0")  # fmt: skip
+    nb.fails("%%distributed\nfor i in range(5):\n    F.cross_entropy(model(X[:8]), Y[:8]).backward()\n"
+             "    opt.step(); opt.zero_grad(); done[0] += 1\n1 / 0")  # fmt: skip
     nb("%distributed recover")
     assert int(nb.value("done[0]")) == before + 5
 
@@ -234,4 +234,3 @@ def cycle(dice: random.Random) -> Iterator[tuple[str, Callable[[Notebook, random
     todo = [(name, act) for name, (act, often) in ACTS.items() for _ in range(often)]
     dice.shuffle(todo)
     return iter(todo)
-

@@ -8,8 +8,7 @@ text, twice or three times, and its history) is counted in the kernel and taken 
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -45,6 +44,8 @@ class Reading:
     memory: dict[str, float] = field(default_factory=dict)
     """process → MB of its own; of the kernel, without IPython's record"""
     untrimmed: dict[str, float] = field(default_factory=dict)
+    mapped: dict[str, float] = field(default_factory=dict)
+    """with pages that are shared with the process it was forked from: a rank's own grow when that one writes, too"""
     descriptors: dict[str, int] = field(default_factory=dict)
     threads: dict[str, int] = field(default_factory=dict)
     record: float = 0.0
@@ -59,8 +60,8 @@ class Reading:
 def take(nb: Notebook) -> Reading:
     found = Reading()
     pids = {"kernel": nb.kernel.pid} | {f"rank {rank}": pid for rank, pid in nb.pids().items()}
-    nurseries = [p for p in psutil.Process(nb.kernel.pid).children() if "nursery" in " ".join(p.cmdline())]
-    pids |= {"nursery": p.pid for p in nurseries}
+    (nursery,) = [p for p in psutil.Process(nb.kernel.pid).children() if "nursery" in " ".join(p.cmdline())]
+    pids["nursery"] = nursery.pid
     nb(f"%%distributed\n{SETTLE.split(';')[0]}")  # what the last act has dropped is told to the ranks with a next cell
     found.untrimmed = {name: _memory(pid) for name, pid in pids.items()}
     nb(f"%%distributed\n{SETTLE}")
@@ -68,6 +69,7 @@ def take(nb: Notebook) -> Reading:
     found.record = float(nb.value("_record()")) / 1e6
     found.memory = {name: _memory(pid) for name, pid in pids.items()}
     found.memory["kernel"] -= found.record
+    found.mapped = {name: _anonymous(pid) for name, pid in pids.items()}
     found.descriptors = {name: psutil.Process(pid).num_fds() for name, pid in pids.items()}
     found.threads = {name: psutil.Process(pid).num_threads() for name, pid in pids.items()}
     found.held = _held(pids.values())
@@ -85,6 +87,11 @@ def _memory(pid: int) -> float:
     return float(psutil.Process(pid).memory_full_info().uss) / 1e6
 
 
+def _anonymous(pid: int) -> float:
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return float(sum(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))) / 1e3
+
+
 def _held(pids: Iterable[int]) -> float:
     blocks: dict[int, int] = {}
     for pid in pids:
@@ -95,7 +102,3 @@ def _held(pids: Iterable[int]) -> float:
                     state = os.stat(path)
                     blocks[state.st_ino] = state.st_blocks
     return sum(blocks.values()) * 512 / 1e6
-
-
-def median(readings: Iterable[Reading], of: Callable[[Reading], float]) -> float:
-    return statistics.median(map(of, readings))
