@@ -1,4 +1,4 @@
-"""What a rank did not find although the notebook has it: names in strings cannot be seen when a cell is sent."""
+"""What else is to be said of an error: that the notebook has what a rank did not find, or what was full."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
+import nbtrain.probes as probes
+import nbtrain.words as words
 from nbtrain.events import Failed
 from nbtrain.exchange.names import private
 from nbtrain.session.traffic import Traffic
@@ -21,6 +23,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
     """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
+    if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
+        return room
     name = _missing(failed)
     if name is None or name not in namespace or private(name) or name in ("exit", "quit"):
         return ""
@@ -32,6 +36,23 @@ def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], tra
         f"The notebook has {name!r}, but the cell reads it in a way that cannot be seen beforehand (eval, globals(), a "
         f"string), so it was not sent. Write its name in the cell, a line with nothing but\n    {name}\nis enough."
     )
+
+
+def _no_room(failed: Failed) -> str:
+    """What is full, where the error itself does not say it."""
+    if "[Errno 28]" in failed.text and any("synchronize.py" in block for block in failed.lines):
+        space = probes.shared_memory()
+        large = f" of {words.size(space.total)}" if space is not None else ""
+        return (
+            f"/dev/shm{large} is full: a DataLoader's workers keep their locks and batches there. Write num_workers=0, "
+            "or give the container more (docker run --shm-size=1g)."
+        )
+    if "iostream error" in failed.text:
+        return (
+            "That is how torch says that it could not write a file to its end: most often the disk is full, or a quota "
+            "is used up. Make room, or write to another disk."
+        )
+    return ""
 
 
 def _missing(failed: Failed) -> str | None:
