@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,6 +31,12 @@ BEAT = 0.05
 """Seconds between two looks at the clock while nothing happens."""
 LONG = 10.0
 """Seconds in which idle ranks must have answered a question that takes them milliseconds."""
+
+
+TOO_MANY = (
+    "the notebook has as many files open as it may, and ranks need some more. Close some, or allow more: "
+    "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096)), or ulimit -n 4096 before Jupyter starts"
+)
 
 
 def starting(count: int) -> str:
@@ -140,7 +147,12 @@ class Ranks:
         if spec.start == "fork":
             return  # forked when it is known what a cell reads: see `fork`
         self._killed = probes.out_of_memory_kills() or 0
-        self.pool = registry.engine(spec.engine).load()(spec)
+        try:
+            self.pool = registry.engine(spec.engine).load()(spec)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise PoolError(TOO_MANY) from error
+            raise
         self._new_traffic()
         if spec.kind == "cuda":
             self._idle = Idle(self._give_back)
