@@ -20,6 +20,7 @@ from nbtrain.engines._local.channel import PATIENCE, STRANGERS, Channel
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Output, RankState
 from nbtrain.messages import Forget, Source
+from nbtrain.patience import Patience
 from nbtrain.worker.link import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
 
 SECRET = b"of this process"
@@ -130,8 +131,9 @@ def test_an_interrupt_does_not_tear_a_frame(channel: Channel, directory: str) ->
             connection.recv(1, socket.MSG_PEEK)  # the frame has begun
             connection.setblocking(False)
             os.kill(os.getpid(), signal.SIGINT)
-            while len(came) < 2:
-                came.extend(channel.receive(1))
+            patience = Patience(20)
+            while len(came) < 2 and not patience.over:
+                came.extend(channel.receive(0.1))
 
         with meanwhile(read, free=link.close):
             with pytest.raises(KeyboardInterrupt):
@@ -196,8 +198,8 @@ def test_what_was_read_while_another_was_written_to_is_not_waited_for(directory:
     with closing(channel), linked(channel, directory, 0) as first, linked(channel, directory, 1) as second:
 
         def both_heard() -> None:
-            deadline = time.monotonic() + 3
-            while len(channel._heard) < 2 and time.monotonic() < deadline:
+            patience = Patience(3)
+            while len(channel._heard) < 2 and not patience.over:
                 time.sleep(0.001)
             read.set()
 
@@ -389,6 +391,9 @@ def test_a_rank_that_dies_in_the_middle_of_a_frame_is_heard_until_there(
         link._socket.sendall(link._sealer.frame(bomb.armed)[:-1])
     assert heard(channel) == [state("ready")]
     assert channel.receive(0.01) == []
+    began = time.monotonic()
+    assert channel.receive(0.2) == []  # its end was met, and is not met again
+    assert time.monotonic() - began > 0.1
     channel.send(big(), [0])  # its death is told by others; nobody waits for it here
 
 
@@ -481,6 +486,8 @@ def test_a_new_process_of_a_rank_has_another_secret(channel: Channel, directory:
 
 
 def test_what_went_in_one_direction_is_not_heard_in_the_other(channel: Channel, directory: str, bomb: Bomb) -> None:
+    with pytest.raises(Forged):
+        Frames(SECRET, DOWN).feed(Sealer(SECRET, UP).frame(bomb.armed))
     with linked(channel, directory) as link:
         connection, sealer = channel._ranks[0]
         connection.sendall(link._sealer.frame(bomb.armed))
