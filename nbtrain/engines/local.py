@@ -131,9 +131,9 @@ class LocalPool:
         deaths = self._processes.news()
         if deaths:
             heard += self._channel.receive(0.05)  # what they said before they died
-            heard += [words for death in deaths for words in self._boxes[death.rank].last_words(self.board)]
         for event in heard:
             self._note(event)
+        heard += [words for death in deaths for words in self._boxes[death.rank].last_words(self.board)]
         return heard + [
             replace(
                 death,

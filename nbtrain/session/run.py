@@ -335,13 +335,14 @@ class CellRun:
         steps = self.left_at
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
         error = self._error(stuck, f"Step {steps:,} is held: %distributed recover brings it home." if keeps else "")
-        if self.spec.pool.start == "fork":
+        if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # others could not start either
             held.lose()
+            keeps = False
         elif dead or stuck or not self._quiet():
             held.regroup(dead | stuck)
         if keeps:
             held.left = self
-        elif self.spec.pool.start != "fork":
+        elif held.pool is not None:
             drop_ahead(self._traffic)
             held.forget()
         self._over = True
