@@ -57,7 +57,9 @@ def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseE
         except Exception:  # classes that pickle and do not unpickle; the text is still there
             error = None
         if isinstance(error, BaseException):
-            return error
+            with suppress(Exception):  # one whose text cannot be had cannot be shown
+                str(error)
+                return error
     return RankError(f"{failed.name}: {failed.text}")
 
 

@@ -342,7 +342,7 @@ class Rank:
         """`number`: of the run whose code raised."""
         interrupted = self._is_interruption(error)
         failed = Failed(
-            rank=self.info.rank, time=time.time(), name=type(error).__name__, text=str(error), lines=tuple(lines),
+            rank=self.info.rank, time=time.time(), name=type(error).__name__, text=_text(error), lines=tuple(lines),
             exception=None if interrupted else self._packed(error), interrupted=interrupted,
             frames=_frames(error.__traceback__) if interrupted else (),
         )  # fmt: skip
@@ -353,6 +353,7 @@ class Rank:
                 between=_is_stop(error), whole=not cut_a_step_short(error.__traceback__),
             )  # fmt: skip
         self._finish(failed)
+        self.shell.let_go_of_errors()
 
     def _worth_showing(self, error: BaseException | None) -> bool:
         self.interrupts.ignore()  # the cell is over
@@ -384,6 +385,13 @@ class Rank:
             return [f"{type(error).__name__}: {error}"]
         made = self.shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
         return list(made)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # its class is the user's
+        return "<its __str__ raises>"
 
 
 def _is_stop(error: BaseException) -> bool:

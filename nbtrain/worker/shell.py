@@ -113,6 +113,13 @@ class RankShell(InteractiveShell):
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self.traceback_lines = list(stb)
 
+    def let_go_of_errors(self) -> None:
+        """Nobody can ask a rank for its last traceback, and its frames hold what the cell had: loaders' workers too."""
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+        self.InteractiveTB.tb = None
+
     def run(self, code: str, filename: str, muted: bool) -> tuple[BaseException | None, list[str]]:
         """Run a cell that was transformed and moved to its lines; the exception it raised, and how IPython shows it."""
         self.muted = muted

@@ -89,9 +89,12 @@ class Twins:
     def alone(self, name: str, obj: Any) -> Parcel | None:
         """One object packed by itself, or None when it cannot travel."""
         walk = Walk(self.table, self.namespace)
-        walk.name(name, obj)
-        cargo = walk.finish()
-        return None if walk.culprits else self.packer.pack(cargo, (KERNEL,))
+        try:
+            walk.name(name, obj)
+            cargo = walk.finish()
+            return None if walk.culprits else self.packer.pack(cargo, (KERNEL,))
+        finally:
+            walk.undo()  # the notebook opens it by itself too, and does not keep what came with it
 
     def find(self, names: dict[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
         return find_all(self.table, names, wanted)
