@@ -443,6 +443,24 @@ model = nn.Linear(4, 1, bias=False)""")
     book("%%distributed --devices 1\nother(torch.ones(1, 2)).sum().backward()")
 
 
+def test_what_the_others_have_outlives_a_rank(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = torch.ones(3) * (rank + 1)")
+    lost = book.kernel.run(f"{TWO}\nimport os\nif rank == 0: os._exit(3)\nbarrier()")
+    assert lost.error is not None
+    assert lost.error.ename == "RankDied"
+    assert "cache: rank 0's is gone; bring home what the others have with cache = cache.pull()" in lost.stdout
+    refused = book.fails(f"{TWO}\nprint(cache)")
+    assert "rank 0 had to be started anew" in refused.traceback
+    assert ".pull()" in refused.traceback
+    book("assert cache.pull().tolist() == [2, 2, 2] and list(cache.per_rank()) == [1]")
+    book("cache = cache.pull()")
+    book(f"{TWO}\nassert cache.sum() == 6")
+    book(f"{TWO} --keep cache\ncache = 1.5 * torch.ones(3)")
+    lost = book.kernel.run(f"{TWO}\nimport os\nos._exit(3)")
+    assert "cache: lived on these ranks only" in lost.stdout
+    assert "make it again" in book.fails("cache.pull()").evalue
+
+
 def test_what_was_kept_and_is_dropped_is_said(book: Notebook) -> None:
     book(TRAIN)
     book(f"{TWO} --keep model,opt{LOOP}")
