@@ -66,7 +66,7 @@ def test_every_rule_names_tests_that_exist() -> None:
     assert len(names) > 80
     there = cases({name.partition("::")[0] for name in names})
     for name in names:
-        test, bracket, case = name.partition("[")
+        test, _, case = name.partition("[")
         assert test in there, name
         # a case of the table is run under each strategy: `[GAN-ddp]`, `[single-warm-SIGKILL]`
         wanted = case.removesuffix("]")
