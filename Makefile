@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test gpu bench fuzz
+.PHONY: help lab demo test gpu bench fuzz faults
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks'
 	@echo 'make fuzz   random notebooks against one process; EXAMPLES=2000 SEED=0'
+	@echo 'make faults every fault under every strategy and start method; SEED=0'
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
@@ -35,6 +36,9 @@ bench: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_fuzz.py
+
+faults: $(INSTALLED)
+	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults
 
 # Made anew in place when what is wanted has changed; a half-finished one has no stamp.
 $(INSTALLED): pyproject.toml constraints.txt

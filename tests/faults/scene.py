@@ -8,7 +8,7 @@
 compared with a trajectory: the same cell run unharmed on the same ranks, the world described after each of its steps.
 Under `none`, which has no synchronisation, the trajectory is rank 0's.
 
-A body is the text of a cell; its loops call `mark(loss)` when a step is done (world.py). Lines that end with `# harm`
+A body is the text of a cell; its loops call `mark()` when a step is done (world.py). Lines that end with `# harm`
 are left out of it when the trajectory is recorded.
 """
 
@@ -18,7 +18,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from tests.faults import world
-from tests.faults.census import Census
+from tests.faults.census import Census, role_of
 from tests.kernels import Error, Kernel, Result, running_kernel
 
 SETTLES = 8.0
@@ -82,7 +82,7 @@ class Scene:
     before: State
     """what the notebook had when it was prepared"""
     existed: Census
-    """and what there was"""
+    """what there was before the first fault: it may not grow from one to the next either"""
 
     def __init__(self, kernel: Kernel, folder: Path, combination: Combination) -> None:
         """`folder`: the kernel's own temporary directory."""
@@ -95,8 +95,13 @@ class Scene:
         self.notebook("get_ipython().extension_manager.load_extension('nbtrain');")
         self.notebook(world.TOOLS + world.LOOK)
         self.prepare()
-        self.notebook(self.head() + world.NEXT)  # ranks, and the threads of all libraries, are there from now on
+        # From here on there is all that stays: ranks, the threads of libraries (pyzmq has some for long texts), what
+        # the first group of ranks leaves.
+        self.notebook("print('.' * 200_000)")
+        self.notebook(self.head() + world.ALONE + world.NEXT)
+        assert self.cell("1 / 0" if self.devices == 1 else "barrier()\nif rank: 1 / 0\nbarrier()").error is not None
         self.prepare()
+        self.existed = self.census()
 
     # -- playing -------------------------------------------------------------------------
 
@@ -115,15 +120,14 @@ class Scene:
         self._extra = extra
         self.notebook("\n".join([world.EMPTY, world.START, extra, world.READY]))
         self.before = self.state()
-        self.existed = self.census()
 
     def cell(self, body: str, options: str = "", timeout: float = 60) -> Result:
         """A distributed cell, to its end. What it raised is in `.error`."""
-        return self.kernel.run(self.head(options) + body, timeout)
+        return self.kernel.run(self.head(options) + world.ALONE + body, timeout)
 
     def begin(self, body: str, options: str = "") -> Result:
         """A distributed cell, fired; `scene.kernel.wait(result)` waits for its end."""
-        return self.kernel.start(self.head(options) + body)
+        return self.kernel.start(self.head(options) + world.ALONE + body)
 
     def stop(self) -> None:
         """The ■ button."""
@@ -144,15 +148,20 @@ class Scene:
         status = self.notebook("%distributed status").stdout
         return [psutil.Process(int(pid)) for pid in re.findall(r"process (\d+)", status)]
 
+    def ranks_now(self) -> list[psutil.Process]:
+        """The same, found without asking the notebook, which may be busy."""
+        return [process for process in self.kernel.children() if role_of(process, self.kernel.pid) == "rank"]
+
     def trajectory(self, body: str, options: str = "", extra: str | None = None) -> list[Entry]:
         """Entry N: the world after N marked steps of this cell, unharmed. Leaves a newly prepared world."""
         extra = self._extra if extra is None else extra
+        body = _HARM.sub("", body)
         key = extra, body, options
         if key not in self._trajectories:
             self.prepare(extra)
             first = self.before
             self.notebook("recording = True")
-            result = self.cell(_HARM.sub("", body), options)
+            result = self.cell(body, options)
             assert result.error is None, f"the cell fails by itself:\n{result.text}"
             shown = self.notebook("print('trace:' + json.dumps([trace, {'told': told(world)}]))").stdout
             entries, last = json.loads(shown.rsplit("trace:", 1)[1])
@@ -164,11 +173,13 @@ class Scene:
 
     # -- what must be so -----------------------------------------------------------------
 
-    def check_after(self, result: Result, body: str, options: str = "") -> None:
+    def check_after(
+        self, result: Result, body: str, options: str = "", leaves: Mapping[str, int] | None = None
+    ) -> None:
         """All that is promised after a cell that was run from the prepared world. What is promised is read from what
         it has shown: that it has ended, was stopped after a step, or failed, with or without a step that is held.
-        Leaves a newly prepared world."""
-        shown, before, existed, extra = result.text, self.before, self.existed, self._extra
+        `leaves`: so much more of this (census.py) is the user's own. Leaves a newly prepared world."""
+        shown, before, extra = result.text, self.before, self._extra
         now = self.state()
         step = announced(result.error)
         if result.error is not None and step is None:
@@ -179,11 +190,19 @@ class Scene:
                 assert f"until step {held[1]}" in said, said
                 step, now = _number(held[1]), self.state()
         self._check_next(shown)
-        self._settle(existed, shown)
+        self._settle(leaves or {}, shown)
         if result.error is None or step is not None:
             assert now.ids == before.ids, f"other objects than before the cell\n{shown}"
             entries = self._until(step, now, before) or self.trajectory(body, options, extra)
             _check_entry(now, entries, step, shown)
+        self._check_trains(shown)
+        self.prepare(extra)
+
+    def check_works(self, shown: str) -> None:
+        """What must be so whatever has come home. Leaves a newly prepared world."""
+        extra = self._extra
+        self._check_next(shown)
+        self._settle({}, shown)
         self._check_trains(shown)
         self.prepare(extra)
 
@@ -202,7 +221,7 @@ class Scene:
 
     def _check_next(self, shown: str) -> None:
         """The next cell works, whatever the notebook has now, and its ranks agree."""
-        said = self.kernel.run(self.head() + world.NEXT)
+        said = self.kernel.run(self.head() + world.ALONE + world.NEXT)
         assert said.error is None, f"the next cell fails:\n{said.text}\nafter\n{shown}"
         if self.strategy == "ddp":
             assert self.notebook("print(alike)").stdout == "1\n", f"ranks differ in the next cell, after\n{shown}"
@@ -210,15 +229,15 @@ class Scene:
     def _check_trains(self, shown: str) -> None:
         """From a new world on, ranks do exactly what they did before anything happened to them."""
         expected = self.trajectory(world.NEXT, extra="")[-1]
-        self.notebook(self.head() + world.NEXT)
+        self.notebook(self.head() + world.ALONE + world.NEXT)
         now = self.state()
         values = [name for name, told in expected.told.items() if now.told[name] != told]
         assert not values, f"the next cell trains otherwise: {', '.join(values)}, after\n{shown}"
 
-    def _settle(self, existed: Census, shown: str) -> None:
+    def _settle(self, leaves: Mapping[str, int], shown: str) -> None:
         """What there is more of than there was is gone within SETTLES."""
         deadline = time.monotonic() + SETTLES
-        while more := self.census().more_than(existed):
+        while more := self.census().more_than(self.existed, leaves):
             if time.monotonic() > deadline:
                 raise AssertionError(f"left behind: {'; '.join(more)}\nafter\n{shown}")
             time.sleep(0.05)
