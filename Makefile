@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test gpu bench fuzz faults
+.PHONY: help lab demo test gpu bench fuzz faults soak
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo 'make bench  the benchmarks'
 	@echo 'make fuzz   random notebooks against one process; EXAMPLES=2000 SEED=0'
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
+	@echo 'make soak   hours of a notebook: does anything grow or slow down; MINUTES=60 SEED=0'
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
@@ -39,6 +40,9 @@ fuzz: $(INSTALLED)
 
 faults: $(INSTALLED)
 	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults
+
+soak: $(INSTALLED)
+	$(BIN)/python -u -m benchmarks.soak $(or $(MINUTES),60) $(or $(SEED),0)
 
 # Made anew in place when what is wanted has changed; a half-finished one has no stamp.
 $(INSTALLED): pyproject.toml constraints.txt
