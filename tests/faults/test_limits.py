@@ -253,9 +253,7 @@ def weights_travel(notebook: Limited) -> None:
 @pytest.mark.parametrize("start", STARTS)
 def test_few_descriptors(kernel: Kernel, start: str) -> None:
     """256 do for several ranks, loader workers and many objects; a cell that takes them all fails alone."""
-    kernel.run(
-        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
-    )
+    kernel.run("from resource import *\nsetrlimit(RLIMIT_NOFILE, (256, getrlimit(RLIMIT_NOFILE)[1]))")
     notebook = Limited(kernel, start)
     notebook.magic = notebook.magic.replace("--devices 2", "--devices 4")
     notebook.train()
