@@ -29,7 +29,7 @@ often = pytest.mark.skipif(not ALL, reason="FAULTS=all plays it")
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 """of version 1, where it is mounted"""
-MORE = 200 << 20
+MORE = 600 << 20
 """Bytes that everything together may still take in the group."""
 
 BEGIN = """
