@@ -27,6 +27,8 @@ class Interrupts:
         self._run = 0
         self._listening = False
         self._came = 0.0
+        self._children: Any = signal.SIG_DFL
+        """what the cells have for SIGCHLD: torch's raises wherever it comes, for each loader's worker that died"""
         signal.signal(signal.SIGINT, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -38,6 +40,7 @@ class Interrupts:
     def listen(self, run: int, since: float) -> None:
         """From here on an interrupt is raised; also one that came after `since`, by the clock of this machine."""
         self._run = run
+        signal.signal(signal.SIGCHLD, self._children)
         self._listening = True
         if self._came >= since:
             self._raise()
@@ -48,6 +51,8 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def ignore(self) -> None:
+        if self._listening:
+            self._children = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
         self._listening = False
         signal.signal(signal.SIGINT, self._hear)  # a cell may have put a handler of its own here
 
