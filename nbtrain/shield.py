@@ -30,8 +30,8 @@ def shielded() -> Iterator[None]:
 
 
 class Presses:
-    """How often Stop was pressed. They are raised as they come until `count` was called; then whoever looks sees them,
-    and nothing that was heard from the ranks is lost."""
+    """How often Stop was pressed. They are raised as they come until `only_count` was called; then whoever looks sees
+    them, and nothing that was heard from the ranks is lost."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -131,6 +131,8 @@ class Map(mmap.mmap):
     def of(path: str, size: int) -> Map:
         fd = os.open(path, os.O_RDONLY)
         try:
+            if os.fstat(fd).st_uid != os.geteuid():  # a process number that has become another user's
+                raise PermissionError(f"{path} belongs to another user")
             made = Map(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
