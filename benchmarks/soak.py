@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from benchmarks.soak_cells import RANKS, STANDARD, START, Notebook, cycle
-from benchmarks.soak_readings import RECORD, Reading, take
-from tests.kernels import running_kernel
+from benchmarks.soak_readings import BARE, Reading, take
+from tests.kernels import Kernel, running_kernel
 
 FLAT = 1.02
 """times as much memory as before is as much"""
@@ -40,8 +40,9 @@ SAY_EVERY = 5.0
 class Soak:
     """One run."""
 
-    def __init__(self, nb: Notebook, minutes: float, seed: int) -> None:
+    def __init__(self, nb: Notebook, bare: Kernel, minutes: float, seed: int) -> None:
         self.nb = nb
+        self.bare_kernel = bare
         self.dice = random.Random(seed)
         self.began = time.monotonic()
         self.ends = self.began + 60 * minutes
@@ -70,7 +71,7 @@ class Soak:
                 self.say(what)
                 act(self.nb, self.dice)
             self._standard_cells()
-            self.readings.append(take(self.nb))
+            self.readings.append(take(self.nb, self.bare_kernel))
             self._say_reading(self.readings[-1])
             warmed = time.monotonic() - self.began > WARM_UP * (self.ends - self.began)
             if self.warm_at is None and len(self.readings) >= LEAST and warmed:
@@ -89,12 +90,13 @@ class Soak:
                 if self.warm_at is not None:
                     times.append(took)
             self.nb.cells += STANDARDS + 1
+            self.nb.texts += [code] * (STANDARDS + 1)
 
     def _say_reading(self, reading: Reading) -> None:
         memory = ", ".join(f"{name} {size:.2f}" for name, size in reading.memory.items())
         fds = "/".join(map(str, reading.descriptors.values()))
         took = f"{1e3 * statistics.median(self.times[-STANDARDS:]):.1f} ms" if self.times else "warming up"
-        self.say(f"{self.nb.cells} cells, MB: {memory}; record {reading.record:.2f}, memfds {reading.held:.2f}; "
+        self.say(f"{self.nb.cells} cells, MB: {memory}; memfds {reading.held:.2f}; "
                  f"descriptors {fds}; standard cell {took}", now=True)  # fmt: skip
 
     # -- the report ----------------------------------------------------------------------
@@ -107,9 +109,8 @@ class Soak:
         cells = len(self.times)
         print(f"\n{len(self.readings)} cycles, {self.nb.cells} cells, {self.warm_at} cycles of warm-up; the "
               f"first and the last {size} cycles after it\n"
-              f"{'':4}{'what':<40}{'first':>10}{'last':>10}  change")  # fmt: skip
-        for name in first[0].memory:
-            self._flat(f"memory of {name}, MB", first, last, lambda r: r.memory[name])  # noqa: B023
+              f"{'':4}{'what':<52}{'first':>10}{'last':>10}  change")  # fmt: skip
+        self._memory(first, last, [name for name in first[0].memory if name != BARE])
         self._flat("files that are memory, MB", first, last, lambda r: r.held, max)
         for name in first[0].descriptors:
             self._flat(f"descriptors of {name}", first, last, lambda r: r.descriptors[name], max)  # noqa: B023
@@ -123,11 +124,20 @@ class Soak:
                   1e3 * statistics.median(self.times[-hundred:]), AS_FAST * slower)  # fmt: skip
         self._row("cells that do nothing, ms (the control)", 1e3 * statistics.median(self.bare[:hundred]),
                   1e3 * statistics.median(self.bare[-hundred:]), ANY)  # fmt: skip
-        for name in first[0].untrimmed:
-            self._flat(f"{name} before malloc_trim, MB", first, last, lambda r: r.untrimmed[name], limit=ANY)  # noqa: B023
-        for name in first[0].mapped:
-            self._flat(f"{name}, shared pages too, MB", first, last, lambda r: r.mapped[name], limit=ANY)  # noqa: B023
-        self._flat("IPython's record of the cells, MB", first, last, lambda r: r.record, limit=ANY)
+        self._flat(f"{BARE}, as many cells, MB", first, last, lambda r: r.memory[BARE], limit=ANY)
+        for name in first[0].private:
+            self._flat(f"private to {name}, MB", first, last, lambda r: r.private[name], limit=ANY)  # noqa: B023
+            self._flat("the same before malloc_trim, MB", first, last, lambda r: r.untrimmed[name], limit=ANY)  # noqa: B023
+
+    def _memory(self, first: list[Reading], last: list[Reading], names: Iterable[str]) -> None:
+        for name in names:
+            notebooks = name == "kernel"
+            grown = notebooks and statistics.median(r.memory[BARE] for r in last) - statistics.median(
+                r.memory[BARE] for r in first
+            )
+            less = ", less the control's growth" if notebooks else ""
+            then, now = (statistics.median(r.memory[name] for r in side) for side in (first, last))
+            self._row(f"memory of {name}{less}, MB", then, now - grown, FLAT)
 
     def _flat(
         self, what: str, first: list[Reading], last: list[Reading], of: Callable[[Reading], float],
@@ -141,7 +151,7 @@ class Soak:
         self.wrong += not ok
         change = f"{100 * (last / first - 1):+.1f} %" if first else f"{last - first:+g}"
         mark = "" if limit == ANY else "ok" if ok else "!!"
-        print(f"{mark:<4}{what:<40}{first:>10.5g}{last:>10.5g}  {change}", flush=True)
+        print(f"{mark:<4}{what:<52}{first:>10.5g}{last:>10.5g}  {change}", flush=True)
 
     # -- pools ---------------------------------------------------------------------------
 
@@ -155,12 +165,12 @@ class Soak:
             )
             self.nb("%distributed restart")
             self.nb(STANDARD)
-            readings.append(take(self.nb))
+            readings.append(take(self.nb, self.bare_kernel))
         half = POOLS // 2
         first, last = readings[1:half], readings[half:]
         print(f"\n{3 * POOLS} pools, medians of the first and the second half")
+        self._memory(first, last, ("kernel", "nursery"))
         for name in ("kernel", "nursery"):
-            self._flat(f"memory of {name}, MB", first, last, lambda r: r.memory[name])  # noqa: B023
             self._flat(f"descriptors of {name}", first, last, lambda r: r.descriptors[name], max)  # noqa: B023
             self._flat(f"threads of {name}", first, last, lambda r: r.threads[name], max)  # noqa: B023
         self._flat("temporary files", first, last, lambda r: r.files, max)
@@ -169,12 +179,17 @@ class Soak:
 def main() -> int:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, running_kernel(TMPDIR=temporary) as kernel:
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as temporary,
+        running_kernel(TMPDIR=temporary) as kernel,
+        running_kernel() as bare,
+    ):
         print(f"{minutes:g} minutes on {RANKS} ranks, seed {seed}; starting", flush=True)
         nb = Notebook(kernel)
-        for cell in ("%load_ext nbtrain", START, RECORD, STANDARD):
+        for cell in ("%load_ext nbtrain", START, STANDARD):
             nb(cell)
-        soak = Soak(nb, minutes, seed)
+        bare.run("import torch")
+        soak = Soak(nb, bare, minutes, seed)
         soak.run()
         soak.report()
         soak.pools()

@@ -41,6 +41,8 @@ class Notebook:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.cells = 0
+        self.texts: list[str] = []
+        """of the cells that were run; whoever has seen them empties it"""
 
     def __call__(self, code: str) -> Result:
         result = self.kernel.run(self._text(code), timeout=120)
@@ -78,7 +80,9 @@ class Notebook:
 
     def _text(self, code: str) -> str:
         self.cells += 1
-        return code if self.cells % 3 == 0 else f"{code}\n# {self.cells}"
+        text = code if self.cells % 3 == 0 else f"{code}\n# {self.cells}"
+        self.texts.append(text)
+        return text
 
 
 def ddp(nb: Notebook, dice: random.Random) -> None:
