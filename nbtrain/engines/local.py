@@ -154,7 +154,7 @@ class LocalPool:
     def interrupt(self, ranks: Iterable[int]) -> None:
         pids = self.pids()
         for rank in ranks:
-            if rank in pids:
+            if rank in pids and rank in self._said:  # before that it has no ear for it, and would end
                 _signal(pids[rank], signal.SIGINT)
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
