@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
@@ -111,6 +112,7 @@ class Rank:
         except BaseException as error:  # an exit code alone would tell nobody why
             self._fail(error, self._lines_of(error))
             raise
+        gc.freeze()  # what was imported stays: a collection after a failed cell need not look at it
         self._state("ready")
         while True:
             message = self.link.receive()
