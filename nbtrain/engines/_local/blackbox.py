@@ -52,7 +52,11 @@ class BlackBox:
 
     def mark(self) -> int:
         """Where the next stack will begin."""
-        return os.fstat(self._stack.fd).st_size
+        size = os.fstat(self._stack.fd).st_size
+        if size < LONGEST:
+            return size
+        os.ftruncate(self._stack.fd, 0)  # whoever writes there appends
+        return 0
 
     def frames(self, since: int = 0) -> list[Frame]:
         return frames_in(_read(self._stack.fd, since, since + LONGEST))
