@@ -352,7 +352,9 @@ class Rank:
             steps = self.runtime.steps
             failed = replace(
                 failed, steps=steps.count, calls=steps.calls, entered=self.runtime.meeting.count,
-                between=_is_stop(error), whole=not cut_a_step_short(error.__traceback__),
+                between=_is_stop(error),
+                # A closure's first backward is between two steps too, though an optimizer has called it.
+                whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),
             )  # fmt: skip
         self._finish(failed)
         self.shell.let_go_of_errors()
