@@ -31,6 +31,9 @@ GRACE = 2.0
 SESSION = "NBTRAIN_TEST_SESSION"
 """In the environment of every process a test starts, so that an orphan is still recognised as ours."""
 
+KERNEL = "NBTRAIN_TEST_KERNEL"
+"""In the environment of one kernel and of everything it starts."""
+
 LIBRARIES_SET = ("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTEST_", "COLUMNS", "LINES")
 """Environment variables that libraries set when they are imported."""
 
@@ -64,6 +67,12 @@ def alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def _kernel_of(process: psutil.Process) -> str | None:
+    with suppress(psutil.Error, OSError):
+        return process.environ().get(KERNEL)
+    return None
 
 
 def describe(process: psutil.Process) -> str:
@@ -179,10 +188,13 @@ class Snapshot:
     def _strangers(self) -> list[psutil.Process]:
         """New processes, without those that something older than the test has started."""
         background = set(self.processes)
+        kernels = {_kernel_of(process) for process in background} - {None}
         new = []
         for process in _descendants():
             with suppress(psutil.Error):
-                if process not in background and alive(process) and background.isdisjoint(process.parents()):
+                known = process in background or not background.isdisjoint(process.parents())
+                # A rank's guard outlives its parent, but not its kernel.
+                if not known and alive(process) and _kernel_of(process) not in kernels:
                     new.append(process)
         return new
 

@@ -34,9 +34,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 from tests.hygiene import GRACE, describe, gone_within, marked
-
-MARK = "NBTRAIN_TEST_KERNEL"
-"""In the environment of one kernel and of everything it starts."""
+from tests.hygiene import KERNEL as MARK
 
 ROOT = Path(__file__).resolve().parent.parent
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
