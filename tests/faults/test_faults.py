@@ -31,7 +31,7 @@ def drawn() -> list[tuple[Combination, Fault]]:
 
 
 @pytest.mark.parametrize(
-    ("open_scenes", "fault"), drawn(), indirect=["open_scenes"],
+    ("open_scenes", "fault"), drawn(), indirect=["open_scenes"], scope="module",  # of both: a kernel serves many
     ids=lambda one: one.name.replace(" ", "-") if isinstance(one, Fault) else str(one),
 )  # fmt: skip
 def test_after(scene: Scene, fault: Fault) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -112,8 +113,21 @@ STEPLESS = ("no optimizer", "evaluation")
 REFUSED = {("ddp", "no optimizer"), ("ddp", "closures of LBFGS")}
 
 
-def drawn() -> list[tuple[Combination, str, float, float | None]]:
-    """Combination, cell, the moment of the first press, and how long after it the second comes."""
+@dataclass(frozen=True, slots=True)
+class Press:
+    cell: str
+    moment: float
+    """seconds after the cell's first word"""
+    again: float | None
+    """and so many after that, if at all"""
+
+    def __str__(self) -> str:
+        twice = f"-and-{self.again:.3f}" if self.again is not None else ""
+        return f"{self.cell.replace(' ', '-')}-{self.moment:.3f}{twice}"
+
+
+def drawn() -> list[tuple[Combination, Press]]:
+    """What is played, in the order in which kernels are had."""
     draw = random.Random(SEED)
     # A few of the kernels for the sample: each takes its time to start.
     combinations = COMBINATIONS if PRESSES > 100 else draw.sample(COMBINATIONS, 2)
@@ -122,34 +136,31 @@ def drawn() -> list[tuple[Combination, str, float, float | None]]:
         combination = combinations[number % len(combinations)]
         cell = draw.choice([name for name in CELLS if (combination.strategy, name) not in REFUSED])
         again = draw.uniform(0, 0.3) if draw.random() < 0.3 else None
-        played.append((combination, cell, draw.uniform(0, 1.3), again))
+        played.append((combination, Press(cell, draw.uniform(0, 1.3), again)))
     return sorted(played, key=lambda one: COMBINATIONS.index(one[0]))
 
 
-@pytest.mark.parametrize(
-    ("open_scenes", "cell", "moment", "again"), drawn(), indirect=["open_scenes"],
-    ids=lambda one: f"{one:.3f}" if isinstance(one, float) else str(one).replace(" ", "-"),
-)  # fmt: skip
-def test_stop(scene: Scene, cell: str, moment: float, again: float | None) -> None:
-    body, extra = CELLS[cell]
-    scene.trajectory("print('begun')\n" + body, extra=extra)  # leaves a world with `extra`
-    scene.notebook(f"pause = {PAUSE}")
+@pytest.mark.parametrize(("open_scenes", "press"), drawn(), indirect=["open_scenes"], scope="module", ids=str)
+def test_stop(scene: Scene, press: Press) -> None:
+    body, extra = CELLS[press.cell]
     body = "print('begun')\n" + body
+    scene.trajectory(body, extra=extra)  # leaves a new world, with `extra`
+    scene.notebook(f"pause = {PAUSE}")
     result = scene.begin(body)
     scene.kernel.wait_for(lambda: "begun" in result.text, 30)
     pids = [process.pid for process in scene.ranks_now()]
-    time.sleep(moment)
+    time.sleep(press.moment)
     scene.stop()
-    if again is not None:
-        time.sleep(again)
+    if press.again is not None:
+        time.sleep(press.again)
         scene.stop()
     scene.kernel.wait(result, 30)
     if result.error is not None:
         assert result.error.ename == "KeyboardInterrupt", result.text
-        assert announced(result.error) is not None or again is not None, result.text
-    if again is None:
+        assert announced(result.error) is not None or press.again is not None, result.text
+    if press.again is None:
         assert pids == [process.pid for process in scene.ranks_now()], f"ranks were lost\n{result.text}"
-    if cell in STEPLESS:
+    if press.cell in STEPLESS:
         scene.check_works(result.text)
         return
     scene.check_after(result, body)
