@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,29 @@ def test_interruption_falls_between_steps(runtime: Runtime) -> None:
     with pytest.raises(KeyboardInterrupt):
         step(model, optimizer, torch.ones(1, 2))
     assert runtime.steps.count == 9
+
+
+def test_without_a_loader_a_step_is_over_when_every_optimizer_had_its_turn(runtime: Runtime) -> None:
+    model, judge, _ = make()
+    maker = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(1, 2)
+    seen: list[int] = []
+    runtime.steps.ended = lambda: seen.append(runtime.steps.calls)
+    for _ in range(4):
+        step(model, judge, x)
+        step(model, maker, x)
+    assert seen == [4, 6], "the first round is over when the judge steps once more"
+    seen.clear()
+    for _ in range(3):
+        step(model, judge, x)
+    assert seen == [8, 10], "after a change of habits it is one step late"
+    del judge, maker
+    gc.collect()
+    seen.clear()
+    fresh = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        step(model, fresh, x)
+    assert seen == [13]
 
 
 def test_a_broken_off_loader_is_let_go(runtime: Runtime) -> None:

@@ -286,7 +286,7 @@ class Runtime:
             before = self.steps.calls
             result = old(scaler, optimizer, *args, **kwargs)
             if self.running and self.steps.calls == before:
-                self.steps.passed_over()
+                self.steps.passed_over(optimizer)
             return result
 
         return step

@@ -9,11 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.utils.data import DataLoader
 
 from nbtrain.events import Progress, Throughput
+
+
+class Round:
+    """The optimizers that take turns: a GAN's two. Where no loader says that a step is over, it is over when each of
+    them has stepped; who they are is seen when the first of them steps once more."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[Any] = WeakSet()
+        self._since: WeakSet[Any] = WeakSet()
+
+    def stepped(self, optimizer: Any) -> None:
+        if optimizer in self._since:
+            self._all, self._since = self._since, WeakSet()
+        self._since.add(optimizer)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._all) and self._all <= self._since
 
 
 class Steps:
@@ -27,6 +45,7 @@ class Steps:
         self.rank = rank
         self.ended: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
+        self.round = Round()
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
@@ -70,7 +89,7 @@ class Steps:
 
     def backward(self) -> None:
         """One begins."""
-        if not self.loading:
+        if not self.loading and (self.round.complete or not self.armed):
             self.at_boundary()
         self.under_way = True
 
@@ -97,10 +116,12 @@ class Steps:
         self.count = max(self.count, taken)
         self.total += 1
         self.calls += 1
+        self.round.stepped(optimizer)
         self.armed = True
 
-    def passed_over(self) -> None:
-        """A scaler found infinite gradients: no optimizer has stepped, but the step is over."""
+    def passed_over(self, optimizer: Any) -> None:
+        """A scaler found infinite gradients: it has not stepped, but its turn is over."""
+        self.round.stepped(optimizer)
         self.armed = True
 
     @property
