@@ -182,8 +182,10 @@ def step():
     for _ in range(10_000):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
-            loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())""")
-    result = notebook.kernel.start(f"%%distributed --devices 2 --monitor off\nprint('begun')\n{waiting}")
+            loss.backward(); opt.step(); opt.zero_grad(); losses.append(loss.item())
+            if len(losses) == 3: print('begun')""")
+    begun = "" if waiting == "step()" else "print('begun')\n"
+    result = notebook.kernel.start(f"%%distributed --devices 2 --monitor off\n{begun}{waiting}")
     notebook.kernel.wait_for(lambda: "begun" in result.stdout)
     asked = time.monotonic()
     notebook.kernel.interrupt()

@@ -92,5 +92,7 @@ def _problem(path: str) -> str | None:
 def unnamed() -> BinaryIO:
     """A file for the words of processes that start: memory where that can be, for disks may be full."""
     if sys.platform == "linux":
-        return open(os.memfd_create("nbtrain-starting", os.MFD_CLOEXEC), "w+b", buffering=0)
+        fd = os.memfd_create("nbtrain-starting", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)  # Linux makes it for everybody
+        return open(fd, "w+b", buffering=0)
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
