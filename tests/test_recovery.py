@@ -111,3 +111,14 @@ def test_directory_environment_and_settings_are_the_notebooks(nb: Notebook) -> N
     assert said.splitlines()[1:] == ["/tmp False x", "torch.float32"]
     nb("os.chdir('/'); del os.environ['OF_THE_NOTEBOOK']")
     assert nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_THE_NOTEBOOK' in os.environ)").stdout.endswith("/ False\n")
+
+
+def test_ranks_that_were_freed_form_a_new_group_where_only_some_ran_the_cell(nb: Notebook) -> None:
+    """What frees who waits shuts the connections to all the others, those that had no part in the cell too."""
+    nb("import time, torch")
+    nb("%%distributed -d 3\npass")
+    nb.fails(
+        "%%rank 0,1\nif rank == 0: raise ValueError\ntry: time.sleep(30)\nexcept KeyboardInterrupt: time.sleep(0.4)"
+    )
+    nb("%%distributed -d 3\nsum_ = float(reduce(torch.ones(1), 'sum'))")
+    assert nb("print(sum_)").stdout == "3.0\n"

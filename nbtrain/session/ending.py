@@ -39,6 +39,8 @@ class Ending:
         self.pool = pool
         self.number = number
         self.stopped = False
+        self.gave_up = False
+        """on collectives: the ranks' connections are shut"""
         self._tell = tell
         self._told = False
         self._since_stop: Stopwatch | None = None
@@ -81,6 +83,7 @@ class Ending:
     def _press_again(self, running: set[int]) -> None:
         if self._since_press is None or self._since_press.seconds > AGAIN:
             if self._presses:
+                self.gave_up = True
                 self.pool.board.head[ABORT] = self.number
             self._press(running)
 

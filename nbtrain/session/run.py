@@ -300,7 +300,11 @@ class CellRun:
     def _quiet(self) -> bool:
         """Whether the ranks have entered the same collectives and come out of them. If not, the next one would pair up
         with one that was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
-        if self.spec.pool.world_size == 1 or not self.everybody:  # collectives are refused on some ranks only
+        if self.spec.pool.world_size == 1:
+            return True
+        if self._ending is not None and self._ending.gave_up:
+            return False
+        if not self.everybody:  # collectives are refused on some ranks only
             return True
         ends = {(failed.name, failed.text, failed.calls, failed.entered) for failed in self.failed.values()}
         cut = any(failed.interrupted and not failed.between for failed in self.failed.values())
