@@ -122,3 +122,21 @@ def test_ranks_that_were_freed_form_a_new_group_where_only_some_ran_the_cell(nb:
     )
     nb("%%distributed -d 3\nsum_ = float(reduce(torch.ones(1), 'sum'))")
     assert nb("print(sum_)").stdout == "3.0\n"
+
+
+def test_a_rank_that_dies_while_its_objects_come_home_is_named(nb: Notebook) -> None:
+    error = nb.fails("""%%distributed -d 2
+import os
+class Bad:
+    def __getstate__(self): return {'a': 1}
+    def __setstate__(self, state): raise ValueError('not here')
+class Ends:
+    packed = 0
+    def __reduce__(self):
+        self.packed += 1
+        if self.packed > 1: os._exit(9)
+        return Ends, ()
+bad, ends = Bad(), Ends()""")
+    assert error.ename == "RankDied"
+    assert "exit code 9" in error.evalue
+    nb("%%distributed -d 2\npass")

@@ -245,10 +245,11 @@ class CellRun:
             with shielded():
                 self._come_home()
         except BaseException:  # the ranks hold what the notebook could not take
-            self.held.forget()
+            if self.held.pool is not None:
+                self.held.forget()
             raise
         finally:
-            if regroup:
+            if regroup and self.held.pool is not None:
                 self.held.regroup(stuck)
         if not alike:  # the others' twins are not what has come home
             self.held.forget()
