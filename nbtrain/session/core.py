@@ -85,7 +85,7 @@ class Session:
     def where(self) -> str:
         """Where the ranks are; asked while a cell runs, it is asked from another thread."""
         if not self.ranks.running:
-            self.ranks.listen(0)
+            self.ranks.catch_up()
         return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
 
     def status(self) -> str:

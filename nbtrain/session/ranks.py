@@ -29,6 +29,8 @@ from nbtrain.worker.homeward import Home
 
 BEAT = 0.05
 """Seconds between two looks at the clock while nothing happens."""
+MOMENT = 0.3
+"""Seconds in which a new process group is formed."""
 LONG = 10.0
 """Seconds in which idle ranks must have answered a question that takes them milliseconds."""
 
@@ -126,15 +128,20 @@ class Ranks:
     def _replace(self) -> bool:
         """Those that died since the last cell; whether the others could stay."""
         assert self.pool is not None
-        everybody = {info.rank for info in self.pool.ranks}
-        # Who is not ready waits for the dead one to form a group with.
-        dead = {death.rank for death in self.deaths} | (everybody - self._ready)
-        if dead == everybody or (self._idle is not None and self._idle.released):
+        dead = self.gone
+        if len(dead) == len(self.pool.ranks) or (self._idle is not None and self._idle.released):
             self.lose()
             return False
         self.regroup(dead)
         self.forget()
         return True
+
+    @property
+    def gone(self) -> set[int]:
+        """Those that died since the last cell, and those that wait for them to form a group with."""
+        if self.pool is None or not self.deaths:
+            return set()
+        return {death.rank for death in self.deaths} | ({info.rank for info in self.pool.ranks} - self._ready)
 
     def _why_gone(self) -> str:
         if self._idle is not None and self._idle.released:
@@ -170,6 +177,13 @@ class Ranks:
     @property
     def everybody_ready(self) -> bool:
         return self.pool is None or len(self._ready) == len(self.pool.ranks)
+
+    def catch_up(self) -> None:
+        """Hear what they have to say, those too that form a new group at this moment."""
+        self.listen(0)
+        patience = Patience(MOMENT)
+        while not self.everybody_ready and not self.deaths and not patience.over:
+            self.listen(BEAT)
 
     def wait_until_ready(self) -> None:
         if self.pool is None:

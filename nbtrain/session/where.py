@@ -13,8 +13,8 @@ from nbtrain.training.board import OPEN
 from nbtrain.words import ranks as ranks_in_words
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-LOGGER = "c10d_logger"
-"""wraps every collective of torch's"""
+TORCH = f"{os.sep}torch{os.sep}"
+"""Which of its wrappers it is in says nobody anything."""
 LONG = 100
 """Characters of a line that are shown."""
 
@@ -43,7 +43,7 @@ def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]
 def _doing(frames: list[Frame], numbers: Mapping[str, int], waits: str) -> str:
     at = place(frames, numbers)
     if waits:
-        return f"waits {waits} {at}"
+        return f"waits {waits}, {at}"
     return f"is {at}" if at else "is somewhere that Python does not know"
 
 
@@ -51,7 +51,7 @@ def place(frames: list[Frame], numbers: Mapping[str, int]) -> str:
     """`at Cell In[4], line 9, in load: batch = next(it)`, and what was called there. Innermost frame first."""
     cell = next((frame for frame in frames if frame.filename in numbers or _of_a_cell(frame.filename)), None)
     inner = next(
-        (frame for frame in frames if not frame.filename.startswith(OURS) and LOGGER not in frame.filename), None
+        (frame for frame in frames if not frame.filename.startswith(OURS) and TORCH not in frame.filename), None
     )
     called = f"in {inner.function} ({os.path.basename(inner.filename)}:{inner.line})" if inner is not None else ""
     if cell is None:
