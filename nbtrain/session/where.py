@@ -50,9 +50,8 @@ def _doing(frames: list[Frame], numbers: Mapping[str, int], waits: str) -> str:
 def place(frames: list[Frame], numbers: Mapping[str, int]) -> str:
     """`at Cell In[4], line 9, in load: batch = next(it)`, and what was called there. Innermost frame first."""
     cell = next((frame for frame in frames if frame.filename in numbers or _of_a_cell(frame.filename)), None)
-    inner = next(
-        (frame for frame in frames if not frame.filename.startswith(OURS) and TORCH not in frame.filename), None
-    )
+    theirs = (frame for frame in frames if not frame.filename.startswith(OURS) and TORCH not in frame.filename)
+    inner = next(theirs, None)
     called = f"in {inner.function} ({os.path.basename(inner.filename)}:{inner.line})" if inner is not None else ""
     if cell is None:
         return called
