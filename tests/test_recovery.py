@@ -140,3 +140,33 @@ bad, ends = Bad(), Ends()""")
     assert error.ename == "RankDied"
     assert "exit code 9" in error.evalue
     nb("%%distributed -d 2\npass")
+
+
+STEPS = """%%distributed -d 2
+import os, threading
+for i in range(3):
+    m(torch.ones(1, 2)).sum().backward(); o.step(); o.zero_grad(); log.append(i)
+"""
+TRAINING = "m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1); log = []; before = m.weight.clone()"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "if rank == 0: os._exit(3)",
+        "if rank == 0: threading.Timer(0.1, os._exit, (3,)).start(); raise ValueError\nbarrier()",
+        "log.append(os.getpid()); m(torch.ones(1, 2)).sum().backward(); raise ValueError",
+    ],
+    ids=["when the others have ended", "after it has failed", "after the cell"],
+)
+def test_what_the_others_have_is_recovered_whenever_a_rank_dies(nb: Notebook, end: str) -> None:
+    nb(TRAINING)
+    nb("%%distributed -d 2\npass")
+    first = nb.pids()[0]
+    nb.fails(STEPS + end)
+    if "getpid" in end:
+        os.kill(first, signal.SIGKILL)
+        nb.kernel.wait_for(lambda: first not in nb.pids(), 5)
+    assert "until step 3" in nb("%distributed recover").stdout
+    assert nb("print(log[:3], bool((before != m.weight).any()))").stdout == "[0, 1, 2] True\n"
+    nb("%%distributed -d 2\nbarrier()")

@@ -260,6 +260,7 @@ class CellRun:
 
     def recover(self) -> int:
         """Bring home what a failed run has left on the ranks: so many steps."""
+        self._replace_the_dead()
         lead = self._best()
         assert lead is not None
         self._conclude(lead)
@@ -267,6 +268,25 @@ class CellRun:
             self._come_home()
         report(self._traffic, {lead: self.finished[lead]}, lead)
         return self.finished[lead].steps
+
+    def _replace_the_dead(self) -> None:
+        """Those that died since the cell failed. What the others have can still come home."""
+        held = self.held
+        held.listen(0)
+        if not held.deaths:
+            return
+        self._without(held.gone)
+        if self._best() is None:
+            deaths = held.deaths
+            held.lose()
+            raise held.died(deaths)
+        print(f"nbtrain: {held.deaths[0]} since the cell failed; a new one is started")
+        held.regroup(held.gone)
+
+    def _without(self, dead: set[int]) -> None:
+        """What they had is gone with them, whatever they came to say."""
+        self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in dead}
+        self.finished = {rank: done for rank, done in self.finished.items() if rank not in dead}
 
     @property
     def left_at(self) -> int:
@@ -291,6 +311,8 @@ class CellRun:
         able = {rank: failed for rank, failed in self.failed.items() if failed.whole}
         if self.lead in able:
             return self.lead
+        if ended := [rank for rank in self.ranks if rank in self.finished]:  # the lead died after they had ended
+            return ended[0]
         return max(able, key=lambda rank: (able[rank].calls, -rank), default=None)
 
     def _alike(self) -> bool:
@@ -315,6 +337,9 @@ class CellRun:
         """What the cell has done so far counts."""
         self.lead = lead
         waiting = {rank for rank in self.failed if rank in self.ranks} if lead in self.failed else set()
+        if lead in self.finished and self.finished[lead].home is None:  # it has ended as one that is not the lead
+            waiting.add(lead)
+            del self.finished[lead]
         self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in waiting}
         self.held.send(Conclude(lead=lead), waiting)
         before, said = self._presses.count, False
@@ -337,6 +362,7 @@ class CellRun:
         """The notebook is as it was; what is whole on the ranks is held for `recover`."""
         held, stuck = self.held, self._open
         dead = {death.rank for death in held.deaths}
+        self._without(dead)
         steps = self.left_at
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
         error = self._error(stuck, f"Step {steps:,} is held: %distributed recover brings it home." if keeps else "")

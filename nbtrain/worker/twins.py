@@ -122,6 +122,8 @@ class Twins:
 
     def homeward(self, names: Iterable[str], keep: tuple[str, ...], limit: float) -> Homeward:
         """What the cell changed, assigned and deleted. `names`: those that the notebook sent for it."""
+        if self._homeward is not None:  # this rank has ended the cell, and is the lead after all
+            return self._homeward
         now, before = self.namespace, self._holds
         bound = [n for n, v in now.items() if not private(n) and before.get(n, MISSING) is not v]
         deleted = tuple(name for name in before if name not in now)
