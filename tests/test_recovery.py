@@ -170,3 +170,13 @@ def test_what_the_others_have_is_recovered_whenever_a_rank_dies(nb: Notebook, en
     assert "until step 3" in nb("%distributed recover").stdout
     assert nb("print(log[:3], bool((before != m.weight).any()))").stdout == "[0, 1, 2] True\n"
     nb("%%distributed -d 2\nbarrier()")
+
+
+def test_asking_how_ranks_are_ends_none(nb: Notebook) -> None:
+    nb("%%distributed -d 2 --keep mine\nmine = torch.ones(2) * rank")
+    last = nb.pids()[-1]
+    os.kill(last, signal.SIGKILL)
+    nb.kernel.wait_for(lambda: last not in nb.pids(), 5)
+    assert "rank 1: cpu · 1 threads · has died; the next cell replaces it" in nb("%distributed status").stdout
+    nb("mine = mine.pull()")
+    assert nb("print(mine)").stdout == "tensor([0., 0.])\n"

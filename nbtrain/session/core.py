@@ -90,9 +90,10 @@ class Session:
 
     def status(self) -> str:
         self.ranks.listen(0)
-        if self.ranks.deaths:
+        dead = {death.rank for death in self.ranks.deaths}
+        if self.ranks.pool is not None and len(dead) == len(self.ranks.pool.ranks):
             self.ranks.lose()
-        return report(self.ranks.pool, self.ranks.traffic)
+        return report(self.ranks.pool, self.ranks.traffic, dead)
 
     def check(self, names: list[str]) -> Report:
         """Whether these names, or all, can travel; nothing is sent."""

@@ -24,13 +24,14 @@ class Fetch:
 
     def __init__(
         self, traffic: Traffic, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
-        listen: Callable[[], list[Event]],
+        listen: Callable[[Iterable[int]], list[Event]], dead: Callable[[], set[int]],
     ) -> None:  # fmt: skip
-        """`listen` raises when a rank is gone."""
+        """`listen` raises when one of these ranks is gone. `dead`: who has died since the last cell."""
         self.traffic = traffic
         self.ranks = tuple(ranks)
         self.send = send
         self.listen = listen
+        self.dead = dead
         self.leads: dict[int, int] = {}
         """handle → the rank that ran the cell which left the object behind"""
         self._asked = self._expected = 0
@@ -62,16 +63,22 @@ class Fetch:
 
     def _way(self, key: int, lead: int, lost: set[int]) -> Callable[[bool], dict[int, Any]]:
         def fetch(everybody: bool) -> dict[int, Any]:
-            have = tuple(rank for rank in self.ranks if rank not in lost)
+            self._check()
+            gone = lost | self.dead()
+            have = tuple(rank for rank in self.ranks if rank not in gone)
+            if not have:
+                raise CannotTravel(GONE)
             return self._fetch(key, have if everybody else (lead,) if lead in have else have[:1])
 
         return fetch
 
-    def _fetch(self, key: int, ranks: tuple[int, ...]) -> dict[int, Any]:
+    def _check(self) -> None:
         if not self._open:  # other ranks may have something else under this key
             raise CannotTravel(GONE)
         if threading.get_ident() != self._thread:  # two who read from the ranks would take each other's answers
             raise CannotTravel("bring it home in a cell of its own: threads cannot speak with the ranks")
+
+    def _fetch(self, key: int, ranks: tuple[int, ...]) -> dict[int, Any]:
         answers: dict[int, Pulled] = {}
         try:
             return self._opened(self._answers(key, ranks, answers), ranks)
@@ -93,7 +100,7 @@ class Fetch:
         released = {rank: self.traffic.released(rank) for rank in ranks}
         self.send(Pull(key=key, asked=asked, drop=self.traffic.forgotten, released=released), ranks)
         while len(answers) < len(ranks):
-            for event in self.listen():
+            for event in self.listen(ranks):
                 if isinstance(event, Pulled) and event.asked == asked:
                     answers[event.rank] = event
             if not said and time.monotonic() - began > SLOW:

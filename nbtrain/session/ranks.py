@@ -216,7 +216,7 @@ class Ranks:
             self.traffic.inherit(traffic)
         if fetch is not None:
             fetch.close()
-        self.fetch = Fetch(self.traffic, ranks, self.send, self.answers)
+        self.fetch = Fetch(self.traffic, ranks, self.send, self.answers, self._dead)
         if spared and fetch is not None:
             self.fetch.inherit(fetch)
 
@@ -347,10 +347,11 @@ class Ranks:
                 if isinstance(event, Repacked):
                     return event.home
 
-    def answers(self) -> list[Event]:
-        """What ranks say that were asked something between two cells."""
+    def answers(self, asked: Iterable[int] | None = None) -> list[Event]:
+        """What ranks say that were asked something between two cells: these, or all."""
         events = [*self.settle(), *self.listen(BEAT)]
-        if self.deaths or self.pool is None:
+        dead = {death.rank for death in self.deaths}
+        if self.pool is None or (dead if asked is None else dead.intersection(asked)):
             deaths = self.deaths
             self.lose()
             raise self.died(deaths)
@@ -361,6 +362,11 @@ class Ranks:
         if news and ranks:
             self._adopting.update(ranks)
             self.send(Adopt(news=news), ranks)
+
+    def _dead(self) -> set[int]:
+        """Who has died since the last cell."""
+        self.listen(0)
+        return {death.rank for death in self.deaths}
 
     def settle(self) -> list[Event]:
         """Wait until every rank has answered the last adoption; what else was heard meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from typing import Any
 
 import nbtrain.probes as probes
@@ -11,7 +12,8 @@ from nbtrain.engines.base import Pool
 from nbtrain.session.traffic import Traffic
 
 
-def report(pool: Pool | None, traffic: Traffic | None) -> str:
+def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()) -> str:
+    """`dead`: who is to be replaced."""
     if pool is None:
         return "no ranks are running; the next distributed cell starts them"
     spec = pool.spec
@@ -20,7 +22,9 @@ def report(pool: Pool | None, traffic: Traffic | None) -> str:
     for info in pool.ranks:
         pid = pids.get(info.rank)
         memory = None if pid is None else probes.private_memory(pid)
-        state = "starting" if pid is None else f"process {pid}"
+        state = f"process {pid}" if pid is not None else "starting"
+        if info.rank in dead:
+            state = "has died; the next cell replaces it"
         used = f" · {words.size(memory)} of its own" if memory is not None else ""
         lines.append(f"  rank {info.rank}: {info.device} · {info.threads} threads · {state}{used}")
     if spec.kind == "cuda":
