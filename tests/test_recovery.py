@@ -180,3 +180,28 @@ def test_asking_how_ranks_are_ends_none(nb: Notebook) -> None:
     assert "rank 1: cpu · 1 threads · has died; the next cell replaces it" in nb("%distributed status").stdout
     nb("mine = mine.pull()")
     assert nb("print(mine)").stdout == "tensor([0., 0.])\n"
+
+
+def test_what_the_user_did_since_the_failure_is_not_overwritten_unasked(nb: Notebook) -> None:
+    nb(TRAINING + "; rest = [1]; z = 1; same = [0]")
+    nb.fails(STEPS + "z = 2; same.append(1); rest\nm(torch.ones(1, 2)).sum().backward(); raise ValueError")
+    nb("old = log; log = ['mine']; z = 3; rest = ['mine']\nwith torch.no_grad(): m.weight.fill_(7)")
+    said = nb.refused("%distributed recover")
+    assert "changed in the notebook since the cell failed: log, m, " in said
+    assert "z. What" in said
+    assert nb("print(log, z, m.weight[0, 0].item(), same)").stdout == "['mine'] 3 7.0 [0]\n"
+    nb("m.bias")
+    assert "until step 3" in nb("%distributed recover").stdout
+    said = nb("print(log, log is old, z, m.weight[0, 0].item() != 7, rest, same)").stdout
+    assert said == "[0, 1, 2] True 2 True ['mine'] [0, 1]\n"
+    nb("%%distributed -d 2\nlog.append(float(reduce(torch.ones(1), 'sum'))); rest.append(2)")
+    assert nb("print(log, rest)").stdout == "[0, 1, 2, 2.0] ['mine', 2]\n"
+
+
+def test_what_the_user_lets_go_of_is_said_before_it_comes_back(nb: Notebook) -> None:
+    nb(TRAINING + "; help_ = lambda: 1")
+    nb.fails(STEPS + "help_(); m(torch.ones(1, 2)).sum().backward(); raise ValueError")
+    nb("del log; help_ = lambda: 2")
+    assert "since the cell failed: log. What" in nb.refused("%distributed recover")
+    nb("%distributed recover")
+    assert nb("print(log, help_())").stdout == "[0, 1, 2] 2\n"

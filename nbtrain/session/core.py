@@ -14,7 +14,7 @@ from nbtrain.session.cell import Cell
 from nbtrain.session.check import Report, check
 from nbtrain.session.names import captured, check_kept
 from nbtrain.session.ranks import Ranks
-from nbtrain.session.report import mourn
+from nbtrain.session.report import drop_ahead, listed, mourn
 from nbtrain.session.run import CellRun
 from nbtrain.session.status import report
 from nbtrain.specs import PoolSpec, RunSpec
@@ -76,9 +76,16 @@ class Session:
             return "no failed cell has left a step on the ranks"
         self.ranks.left = None
         try:
+            if changed := run.conclude():
+                self.ranks.left = run
+                raise UsageError(
+                    f"changed in the notebook since the cell failed: {listed(changed)}. What the cell left would take "
+                    "that place. Keep what you need of it under another name, then write %distributed recover once more"
+                )
             steps: int = run.recover()
         finally:
-            if self.ranks.pool is not None:
+            if self.ranks.pool is not None and self.ranks.left is None:
+                drop_ahead(self.ranks.traffic)
                 self.ranks.forget()
         return f"the notebook has what the failed cell had done until step {steps:,}"
 
@@ -116,5 +123,5 @@ class Session:
 
     def _between_cells(self, *_: Any) -> None:
         self.aging.look()
-        if self.ranks.traffic is not None:
+        if self.ranks.traffic is not None and self.ranks.left is None:  # `recover` may need what the user let go of
             self.ranks.traffic.let_go()

@@ -55,6 +55,10 @@ class CellRun:
         self._sent = 0.0
         self._said_slow = self._said_hang = False
         self._waited = Standing()
+        self._found: dict[str, Any] = {}
+        """what names that the cell may assign held when it failed"""
+        self._told: set[str] = set()
+        """names of which the user knows that `recover` changes them"""
         self._over = True
         """no rank runs the cell, or those that did are gone"""
 
@@ -258,16 +262,25 @@ class CellRun:
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
 
-    def recover(self) -> int:
-        """Bring home what a failed run has left on the ranks: so many steps."""
+    def conclude(self) -> list[str]:
+        """After a failure: have ready what is left on the ranks. Says which names the user has changed since, and was
+        not told of, where both cannot be had."""
         self._replace_the_dead()
         lead = self._best()
         assert lead is not None
         self._conclude(lead)
+        changed = self._traffic.changed_since(self.finished[lead].home, self._found)
+        news = [name for name in changed if name not in self._told]
+        self._told.update(news)
+        return news
+
+    def recover(self) -> int:
+        """Bring home what was concluded: so many steps."""
         with shielded():
+            self._traffic.rename(self._told)
             self._come_home()
-        report(self._traffic, {lead: self.finished[lead]}, lead)
-        return self.finished[lead].steps
+        report(self._traffic, {self.lead: self.finished[self.lead]}, self.lead)
+        return self.finished[self.lead].steps
 
     def _replace_the_dead(self) -> None:
         """Those that died since the cell failed. What the others have can still come home."""
@@ -373,6 +386,7 @@ class CellRun:
             held.regroup(dead | stuck)
         if keeps:
             held.left = self
+            self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.names.writes}
         elif held.pool is not None:
             drop_ahead(self._traffic)
             held.forget()

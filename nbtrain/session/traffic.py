@@ -208,6 +208,34 @@ class Traffic:
             self._streams = None  # the other ranks do not know where the lead's stand
         return touched
 
+    def changed_since(self, home: Home, found: Mapping[str, Any]) -> list[str]:
+        """Names that the user has given something else since the last cell was sent, where what comes home would undo
+        that. `found`: what the names that it may assign held."""
+        cargo, _ = Opener().open(home.parcel)
+        coming = {record.key for record in cargo.records}
+        assigned = {name for name in (*cargo.names, *home.deleted) if name in found and self._other(name, found[name])}
+        content = {name for name, value in self._names.items() if coming & self._changed_below(name, value)}
+        return sorted(assigned | content)
+
+    def _changed_below(self, name: str, value: Any) -> set[int]:
+        """Keys of what the user has changed there; all of it when the name holds something else now."""
+        if self._other(name, value):
+            return self.table.nodes.keys() - set(self.table.unreachable(self._roots.get(name, ())))
+        walk = Walk(self.table, self.namespace)
+        try:
+            walk.name(name, value)
+            return {record.key for record in walk.finish().records}
+        finally:
+            walk.undo()
+
+    def _other(self, name: str, value: Any) -> bool:
+        now = self.namespace.get(name, MISSING)
+        return now is not value and not (type(now) is type(value) and type(now) in ATOMS and now == value)
+
+    def rename(self, names: Iterable[str]) -> None:
+        """They lead again to what the last cell was sent."""
+        self.namespace.update({name: self._names[name] for name in names if name in self._names})
+
     def others_are_behind(self, home: Home) -> None:
         """Not all ranks ran the cell: the others' twins are sent anew when they are needed, the streams at once."""
         self._streams = None
