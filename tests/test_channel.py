@@ -22,6 +22,7 @@ from nbtrain.events import Event, Output, RankState
 from nbtrain.messages import Forget, Source
 from nbtrain.patience import Patience
 from nbtrain.worker.link import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
+from nbtrain.worker.output import Outlet
 
 SECRET = b"of this process"
 BIG = "x" * (4 << 20)
@@ -140,6 +141,43 @@ def test_an_interrupt_does_not_tear_a_frame(channel: Channel, directory: str) ->
                 link.send(event)
             link.send(state("ready"))
     assert came == [event, state("ready")]
+
+
+def test_interrupts_leave_no_lock_held_and_lose_no_text() -> None:
+    """A signal may strike between any two instructions, those in which `threading` takes an event's lock too."""
+    text = list[str]()
+    outlet = Outlet(0, lambda event: text.append(event.text) if isinstance(event, Output) else None)
+    main, over, armed, written, struck = os.getpid(), time.monotonic() + 1.5, False, 0, 0
+
+    def strike(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, strike)
+    if (pest := os.fork()) == 0:  # not a thread: its signals would come where threads take turns
+        while time.monotonic() < over and os.getppid() == main:
+            os.kill(main, signal.SIGINT)
+            time.sleep(0.0001)
+        os._exit(0)
+    try:
+        while time.monotonic() < over:
+            try:
+                armed = True
+                while armed and time.monotonic() < over:
+                    written += 1
+                    outlet.write("stdout", "x")
+                    outlet.flush()
+            except KeyboardInterrupt:
+                struck += 1
+            assert not outlet.waiting._cond._lock.locked()  # type: ignore[attr-defined]
+    finally:
+        os.waitpid(pest, 0)
+        signal.signal(signal.SIGINT, before)
+    outlet.flush()
+    assert struck > 10
+    assert len("".join(text)) >= written - struck, "what was not written was not lost"
 
 
 def test_what_cannot_be_opened_is_met_once() -> None:

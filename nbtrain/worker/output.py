@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from nbtrain.events import Display, Event, Output, RankState
+from nbtrain.shield import shielded
 
 FLUSH_EVERY = 0.05
 """Seconds; at most 20 messages of text a second."""
@@ -49,11 +50,13 @@ class Outlet:
         if now:  # also the first line after a while: it may be the last before a crash
             self.flush()
         elif not self.waiting.is_set():
-            self.waiting.set()
+            with shielded():
+                self.waiting.set()
 
     def _in_child(self) -> None:
         """Another thread may have held the lock, and what waits to be sent is the parent's to send."""
         self._lock = threading.RLock()
+        self.waiting = threading.Event()
         self._parts, self._size = [], 0
 
     def begin(self, first: RankState) -> None:
@@ -68,8 +71,11 @@ class Outlet:
         return first
 
     def announce(self) -> None:
-        if self._first is not None and (first := self.unsaid()) is not None:
-            self._send(first)
+        if self._first is None:
+            return
+        with shielded():
+            if (first := self.unsaid()) is not None:
+                self._send(first)
 
     def show(
         self, data: Any, metadata: Any = None, transient: Any = None, *, update: bool = False, wait: bool = False
@@ -84,7 +90,7 @@ class Outlet:
         )  # fmt: skip
 
     def flush(self) -> None:
-        with self._lock:
+        with shielded(), self._lock:  # an interrupt would lose the text, and may leave the event's own lock held
             parts, self._parts, self._size = self._parts, [], 0
             self.waiting.clear()
             at = 0
