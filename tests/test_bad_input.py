@@ -173,6 +173,23 @@ def test_who_waits_for_a_rank_that_failed_is_freed(notebook: Notebook) -> None:
     assert "rank 0" in error.traceback
 
 
+def test_a_stopped_cell_that_awaited_does_not_go_on_later(notebook: Notebook) -> None:
+    notebook("import asyncio; seen = []")
+    result = notebook.kernel.start(
+        "%%distributed --devices 2 --monitor off\nprint('begun')\n"
+        "while True:\n    await asyncio.sleep(0.05)\n    seen.append(1)"
+    )
+    notebook.kernel.wait_for(lambda: "begun" in result.stdout)
+    notebook.kernel.interrupt()
+    notebook.kernel.wait(result, 15)
+    assert result.error is not None
+    assert result.error.ename == "KeyboardInterrupt"
+    notebook(
+        "%%distributed --devices 2 --monitor off\n"
+        "before = len(seen)\nawait asyncio.sleep(0.5)\nassert len(seen) == before, 'the stopped cell runs on'"
+    )
+
+
 @pytest.mark.parametrize("waiting", ["time.sleep(60)", "step()", "barrier() if rank else time.sleep(60)"])
 def test_stop_ends_the_ranks_and_keeps_what_they_did(notebook: Notebook, waiting: str) -> None:
     notebook("""

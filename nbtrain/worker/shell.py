@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -145,7 +146,14 @@ class RankShell(InteractiveShell):
             self._events = asyncio.new_event_loop()
             asyncio.set_event_loop(self._events)
         if turning:
-            self._events.run_until_complete(running)
+            task = self._events.create_task(running)
+            try:
+                self._events.run_until_complete(task)
+            finally:
+                if not task.done():  # interrupted while all slept: it would go on when a later cell awaits
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        self._events.run_until_complete(task)
             return
         asyncio._set_running_loop(self._events)
         try:
