@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -121,6 +122,23 @@ def test_without_a_loader_a_step_is_over_when_every_optimizer_had_its_turn(runti
     for _ in range(3):
         step(model, fresh, x)
     assert seen == [13]
+
+
+def test_a_loader_in_another_thread_runs_ahead_of_the_steps(runtime: Runtime) -> None:
+    """It may be asked in the middle of a step, and what was raised there would be lost with its thread."""
+    model, optimizer, loader = make()
+    seen: list[int] = []
+    runtime.steps.ended = lambda: seen.append(runtime.steps.calls)
+    step(model, optimizer, torch.ones(1, 2))
+    with ThreadPoolExecutor(1) as threads:
+        batches = threads.submit(list, loader).result()
+        assert not seen
+        iterator = threads.submit(iter, loader).result()
+        for (x,) in batches:
+            assert not runtime.steps.loading, "no loader of the main thread's says when a step is over"
+            step(model, optimizer, x)
+        del iterator
+    assert seen == [2, 3]  # by the backwards: with this one it is one late, as any first step without a loader
 
 
 def test_a_broken_off_loader_is_let_go(runtime: Runtime) -> None:

@@ -6,6 +6,7 @@ one step per batch. What `--accumulate` leaves out is no step. All numbers may b
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,8 @@ class Steps:
 
     def opened(self, iterator: Any, loader: DataLoader[Any]) -> None:
         """A loader's iteration begins."""
+        if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
+            return
         epoch = self.epochs.get(loader, -1) + 1
         self.epochs[loader] = epoch
         try:
@@ -94,6 +97,8 @@ class Steps:
         self.under_way = True
 
     def at_boundary(self) -> None:
+        if not _in_main_thread():  # nobody would hear of what is raised here, and the main thread stands anywhere
+            return
         if self.armed:
             self.armed = self.under_way = False
             self.ends += 1
@@ -163,6 +168,8 @@ class Steps:
         return None
 
     def _remove(self, iterator: Any) -> tuple[ref[Any], int, int | None] | None:
+        if not _in_main_thread():
+            return None
         found = None
         kept = []
         for place in self.iterators:
@@ -173,3 +180,7 @@ class Steps:
                 kept.append(place)
         self.iterators = kept
         return found
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

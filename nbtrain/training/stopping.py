@@ -11,6 +11,8 @@ k + 1, where it will. So that step is reached by all and passed by none, whateve
 
 Where nothing is under way (no backward since the last step ended: an evaluation, or before the first step), there is
 nothing to agree on, and a rank stops at its next batch.
+
+Only the main thread is stopped here; a loader that another thread iterates runs ahead of the training.
 """
 
 from __future__ import annotations
