@@ -11,14 +11,19 @@ from tests.kernels import Kernel
 
 def test_the_clock_runs_between_cells_only() -> None:
     over = threading.Event()
-    clock = Idle(over.set, seconds=0.2)
+
+    def release() -> bool:
+        over.set()
+        return True
+
+    clock = Idle(release, seconds=0.2)
     clock.start()
     clock.stop()
     assert not over.wait(0.4), "a cell had begun"
     clock.start()
     assert over.wait(5)
-    assert clock.released
     clock.stop()
+    assert clock.released
 
 
 def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
@@ -41,3 +46,19 @@ def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
     assert result.error is None
     assert "idle for 30 minutes" in result.stdout
     assert kernel.run("print(x)").stdout == "[1, 2, 0]\n"
+
+
+def test_idle_ranks_that_hold_a_failed_cells_steps_live_on(kernel: Kernel) -> None:
+    start = "%load_ext nbtrain\nimport torch\nm = torch.nn.Linear(1, 1); o = torch.optim.SGD(m.parameters(), 1)"
+    assert kernel.run(start).error is None
+    step = "m(torch.ones(1, 1)).sum().backward()"
+    assert kernel.run(f"%%distributed --devices 2\n{step}; o.step(); o.zero_grad(); {step}; raise ValueError").error
+    seen = kernel.run(
+        "from nbtrain.magics.extension import _LOADED\n"
+        "from nbtrain.session.idle import Idle\n"
+        "(extension,) = _LOADED.values(); ranks = extension.state.session.ranks\n"
+        "clock = ranks._idle = Idle(ranks._give_back, 0.01); ranks.rest(); clock._timer.join(10)\n"
+        "print(clock.released)"
+    )
+    assert seen.stdout == "False\n", seen.error
+    assert "until step 1" in kernel.run("%distributed recover").stdout

@@ -15,8 +15,9 @@ MINUTES = 30
 class Idle:
     """A clock that runs between cells."""
 
-    def __init__(self, release: Callable[[], None], seconds: float = MINUTES * 60) -> None:
-        """`release` is called from the clock's own thread: it must not touch the pool's sockets."""
+    def __init__(self, release: Callable[[], bool], seconds: float = MINUTES * 60) -> None:
+        """`release` says whether the ranks were ended. It is called from the clock's own thread: it must not touch the
+        pool's sockets."""
         self.released = False
         self._release = release
         self._seconds = seconds
@@ -35,5 +36,4 @@ class Idle:
             self._timer = None
 
     def _over(self) -> None:
-        self.released = True
-        self._release()
+        self.released = self._release()

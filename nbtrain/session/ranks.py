@@ -130,6 +130,7 @@ class Ranks:
         assert self.pool is not None
         dead = self.gone
         if len(dead) == len(self.pool.ranks) or (self._idle is not None and self._idle.released):
+            mourn(self.traffic, self.shell.user_ns)
             self.lose()
             return False
         self.regroup(dead)
@@ -281,13 +282,14 @@ class Ranks:
         if self._idle is not None:
             self._idle.start()
 
-    def _give_back(self) -> None:
+    def _give_back(self) -> bool:
         """In the clock's thread: processes may be ended from there, sockets not touched."""
         pool, traffic = self.pool, self.traffic
-        if pool is None or traffic is None or handles(traffic.table, worth=True):
-            return
+        if pool is None or traffic is None or self.left is not None or handles(traffic.table, worth=True):
+            return False
         pool.kill()
         self.on_idle()
+        return True
 
     # -- talking to them -----------------------------------------------------------------
 
