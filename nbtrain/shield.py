@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -11,6 +12,8 @@ from typing import Any
 
 ENOUGH = 3
 """Presses after which something is raised, whatever goes on."""
+AT_ONCE = 0.4
+"""Seconds in which two presses are one: a double click is no second thought."""
 
 
 @contextmanager
@@ -37,12 +40,18 @@ class Presses:
         self.count = 0
         self._counting = False
         self._before: Any = signal.default_int_handler
+        self._last = -AT_ONCE  # of those that counted
 
     def only_count(self) -> None:
         self._counting = True
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        self.count += self._counting
+        if self._counting:
+            now = time.monotonic()
+            if now - self._last < AT_ONCE:
+                return
+            self._last = now
+            self.count += 1
         if callable(self._before) and (not self._counting or self.count >= ENOUGH):
             self._before(number, frame)
 

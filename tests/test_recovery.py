@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,3 +206,19 @@ def test_what_the_user_lets_go_of_is_said_before_it_comes_back(nb: Notebook) -> 
     assert "since the cell failed: log. What" in nb.refused("%distributed recover")
     nb("%distributed recover")
     assert nb("print(log, help_())").stdout == "[0, 1, 2] 2\n"
+
+
+def test_a_double_click_on_stop_is_one_press(nb: Notebook) -> None:
+    """The second press ends ranks, and with them what they did."""
+    nb(TRAINING)
+    nb("%%distributed -d 2\npass")
+    ranks = nb.pids()
+    cell = nb.kernel.start(STEPS.replace("range(3)", "range(10**6)") + "    if i == 5: print('here')")
+    nb.kernel.wait_for(lambda: "here" in cell.stdout, 20)
+    nb.kernel.interrupt()
+    time.sleep(0.05)
+    nb.kernel.interrupt()
+    nb.kernel.wait(cell, 15)
+    assert "what the cell did until then is in the notebook" in cell.text
+    assert nb.pids() == ranks
+    assert int(nb("print(len(log))").stdout) > 5
