@@ -173,6 +173,27 @@ def test_who_waits_for_a_rank_that_failed_is_freed(notebook: Notebook) -> None:
     assert "rank 0" in error.traceback
 
 
+@pytest.mark.parametrize(
+    ("strategy", "pause"), [("ddp", "0.7 if rank == 0 else 0"), ("none", "0.7 if rank == 0 else 0.02")]
+)
+def test_a_rank_that_is_slower_than_its_peers_stops_after_a_whole_step(
+    notebook: Notebook, strategy: str, pause: str
+) -> None:
+    notebook("import time; before, after = [], []")
+    result = notebook.kernel.start(f"""%%distributed --devices 2 --strategy {strategy} --monitor off
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward(); before.append(1); opt.step(); opt.zero_grad()
+    if len(before) == 3: print('begun')
+    time.sleep({pause})
+    after.append(1)
+""")
+    notebook.kernel.wait_for(lambda: "begun" in result.stdout, 20)
+    notebook.kernel.interrupt()
+    notebook.kernel.wait(result, 20)
+    assert "stopped after step" in result.text
+    notebook("assert len(before) == len(after), (before, after)")
+
+
 def test_a_stopped_cell_that_awaited_does_not_go_on_later(notebook: Notebook) -> None:
     notebook("import asyncio; seen = []")
     result = notebook.kernel.start(

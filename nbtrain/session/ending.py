@@ -56,8 +56,12 @@ class Ending:
         head[TARGET] = UNKNOWN
         head[STOP] = self.number
         time.sleep(VISIBLE)
-        most = max((part[STEPS] for part in self.pool.board.parts if part[OPEN] == self.number), default=0)
-        head[TARGET] = most + 1
+        parts = [self.pool.board.parts[rank] for rank in running]
+        ended = [part[STEPS] if part[OPEN] == self.number else 0 for part in parts]
+        most = max(ended, default=0)
+        # Two steps apart are ranks that do not wait for each other: the slow ones would never come to the step of the
+        # fast, and each stops at its next.
+        head[TARGET] = most + 1 if most - min(ended, default=0) < 2 else 0
         if not most:
             self._press(running)
 
@@ -67,8 +71,8 @@ class Ending:
             self.pool.interrupt([rank])
 
     def tick(self, running: set[int], lost: bool, gone: bool) -> bool:
-        """`lost`: some rank has failed, died, or ended after Stop. `gone`: because of a fault. Returns whether those
-        that are still running are to be ended."""
+        """`lost`: some rank has failed or died, or one waits for another that Stop has ended. `gone`: because of a
+        fault. Returns whether those that are still running are to be ended."""
         if lost and self._since_loss is None:
             self._since_loss = Stopwatch()
         loss = self._since_loss.seconds if self._since_loss is not None else 0.0

@@ -169,7 +169,7 @@ class CellRun:
                 self._say_hang()
             else:
                 self._say_slow()
-            if ending.tick(self._open, self._fault or (ending.stopped and bool(self.failed)), self._fault):
+            if ending.tick(self._open, self._fault or self._left_alone, self._fault):
                 return
             events = held.listen(BEAT)
 
@@ -268,7 +268,14 @@ class CellRun:
         self._replace_the_dead()
         lead = self._best()
         assert lead is not None
-        self._conclude(lead)
+        try:
+            with presses() as self._presses:
+                self._presses.only_count()
+                self._presses.count = 1  # the next is told of, the one after that raises
+                self._conclude(lead)
+        except KeyboardInterrupt:  # what they say yet would be taken for the next cell's
+            self.held.lose()
+            raise KeyboardInterrupt("given up; the notebook is as it was before the failed cell") from None
         changed = self._traffic.changed_since(self.finished[lead].home, self._found)
         news = [name for name in changed if name not in self._told]
         self._told.update(news)
@@ -316,6 +323,16 @@ class CellRun:
     def _fault(self) -> bool:
         """Something else than Stop."""
         return bool(self.held.deaths) or any(not failed.interrupted for failed in self.failed.values())
+
+    @property
+    def _left_alone(self) -> bool:
+        """Whether a rank waits for one that Stop has ended. One that does not is on its way to the end of a step."""
+        if not self.stopped or not self.failed:
+            return False
+        assert self._ending is not None
+        board, number = self._ending.pool.board, self._ending.number
+        cut = any(not failed.between for failed in self.failed.values())
+        return cut or any(board.waits(rank, number) is not None for rank in self._open)
 
     def _best(self) -> int | None:
         """The rank whose state is the cell's: the lead if it stands between two steps, or one that has come far."""

@@ -7,7 +7,8 @@ looks whether it is to stop. If so it waits until the kernel has said after whic
 
 The kernel sets the stop word, lets that become visible, and reads what all have said: the largest number, and one more,
 is the step after which all stop. A rank that did not see the word at the end of step k is on its way to the end of step
-k + 1, where it will. So that step is reached by all and passed by none, whatever collectives they wait in.
+k + 1, where it will. So that step is reached by all and passed by none, whatever collectives they wait in. Ranks that
+do not wait for each other (`none`) may be far apart: then each stops at the end of its own step.
 
 Where nothing is under way (no backward since the last step ended: an evaluation, or before the first step), there is
 nothing to agree on, and a rank stops at its next batch.
