@@ -222,3 +222,25 @@ def test_a_double_click_on_stop_is_one_press(nb: Notebook) -> None:
     assert "what the cell did until then is in the notebook" in cell.text
     assert nb.pids() == ranks
     assert int(nb("print(len(log))").stdout) > 5
+
+
+def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
+    state = "    def __getstate__(self):\n        import time; time.sleep(self.n); return {'n': self.n}"
+    slow = f"class Slow:\n    n = 0\n{state}"
+    nb(f"{TRAINING}\n{slow}\nslow = Slow()")
+    body = "slow.n = 4\nm(torch.ones(1, 2)).sum().backward(); raise ValueError"
+    for presses in (1, 2):
+        nb.fails(STEPS + body)
+        cell = nb.kernel.start("%distributed recover")
+        time.sleep(1)
+        nb.kernel.interrupt()
+        nb.kernel.wait_for(lambda: "press Stop once more" in cell.text, 10)  # noqa: B023
+        if presses == 2:
+            time.sleep(0.5)
+            nb.kernel.interrupt()
+        nb.kernel.wait(cell, 20)
+        assert ("given up" in cell.text) == (presses == 2)
+        assert nb("print(log)").stdout == "[0, 1, 2]\n"
+        nb("slow.n = 0")
+    nb("%%distributed -d 2\nlog.append(3)")
+    assert nb("print(log)").stdout == "[0, 1, 2, 3]\n"
