@@ -124,6 +124,24 @@ def test_without_a_loader_a_step_is_over_when_every_optimizer_had_its_turn(runti
     assert seen == [13]
 
 
+def test_what_an_earlier_cell_left_half_done_does_not_shift_the_steps(runtime: Runtime) -> None:
+    """It may have run on one rank only, or have been stopped there between the turns of two optimizers."""
+    model, judge, _ = make()
+    maker = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(1, 2)
+    step(model, judge, x)
+    for _ in range(2):
+        runtime.end(True)
+        runtime.begin(SPEC, {"model": model, "judge": judge, "maker": maker})
+        seen: list[int] = []
+        runtime.steps.ended = lambda seen=seen: seen.append(runtime.steps.calls)  # type: ignore[misc]
+        for _ in range(3):
+            step(model, judge, x)
+            step(model, maker, x)
+        step(model, judge, x)
+        assert seen == [2, 4, 6]
+
+
 def test_a_loader_in_another_thread_runs_ahead_of_the_steps(runtime: Runtime) -> None:
     """It may be asked in the middle of a step, and what was raised there would be lost with its thread."""
     model, optimizer, loader = make()

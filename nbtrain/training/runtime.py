@@ -133,7 +133,7 @@ class Runtime:
         self.workshop.prepare(objects)
         index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
-        self.steps.begin()
+        self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
         self.stopping.begin(board, number)
         self.loaders.begin(deal, self.strategy.hands_off)
         if run.accumulate > 1:

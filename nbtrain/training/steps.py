@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -21,8 +21,9 @@ class Round:
     """The optimizers that take turns: a GAN's two. Where no loader says that a step is over, it is over when each of
     them has stepped; who they are is seen when the first of them steps once more."""
 
-    def __init__(self) -> None:
-        self._all: WeakSet[Any] = WeakSet()
+    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
+        """`optimizers`: those that the cell was given, the same on all ranks."""
+        self._all: WeakSet[Any] = WeakSet(optimizers)
         self._since: WeakSet[Any] = WeakSet()
 
     def stepped(self, optimizer: Any) -> None:
@@ -46,12 +47,12 @@ class Steps:
         self.rank = rank
         self.ended: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
-        self.round = Round()
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, optimizers: Iterable[Any] = ()) -> None:
+        self.round = Round(optimizers)  # what is left of an earlier cell's may differ from rank to rank
         self.began = time.monotonic()
         self.count = 0
         self.samples = 0
