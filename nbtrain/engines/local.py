@@ -57,6 +57,8 @@ class LocalPool:
         self._ready: set[int] = set()
         self._said: dict[int, str] = {}
         """rank → why it cannot start, or nothing; a rank that is not here has not spoken yet"""
+        self._heard: list[Event | Death] = []
+        """while ranks were replaced"""
         self._environ = dict(os.environ)
         self._generation = _generations
         self._meetings = 0
@@ -107,8 +109,8 @@ class LocalPool:
             self._processes.kill(alive)
             patience = Patience(GRACE)
             while alive & set(self._processes.pids()) and not patience.over:
-                self._channel.receive(0.005)
-                self._processes.news()
+                # What the others say meanwhile is not for nothing, and what those would have said is.
+                self._heard += [event for event in self._hear(0.005) if event.rank not in gone]
         for rank in gone:
             self._channel.expect(rank)
             self._ready.discard(rank)
@@ -125,6 +127,12 @@ class LocalPool:
         self._channel.send(message, ranks)
 
     def poll(self, seconds: float) -> list[Event | Death]:
+        if not self._heard:
+            return self._hear(seconds)
+        before, self._heard = self._heard, []
+        return before + self._hear(0)
+
+    def _hear(self, seconds: float) -> list[Event | Death]:
         if self._processes.fileno() is None:
             seconds = min(seconds, LOOK_UP)
         heard: list[Event | Death] = list(self._channel.receive(seconds))
