@@ -21,6 +21,8 @@ from nbtrain.errors import PoolError
 from nbtrain.events import Event, Output, RankState
 from nbtrain.messages import Forget, Source
 from nbtrain.patience import Patience
+from nbtrain.specs import RankInfo
+from nbtrain.worker.group import Group
 from nbtrain.worker.link import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
 from nbtrain.worker.output import Outlet
 
@@ -557,3 +559,22 @@ def test_whoever_takes_the_kernels_place_is_not_obeyed(directory: str, bomb: Bom
 def test_only_this_user_may_enter_and_connect(channel: Channel, directory: str) -> None:
     assert os.stat(directory).st_mode & 0o7777 == 0o700
     assert os.stat(address(directory)).st_mode & 0o7777 == 0o600
+
+
+# -- the process group's connections -------------------------------------------------------------
+
+
+def test_giving_a_group_up_leaves_a_users_own_sockets() -> None:
+    """A thread of the user's may open some while a group is formed, so they are noted with the group's."""
+    info = RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1)
+    with ExitStack() as stack:
+        ours, theirs = map(stack.enter_context, socket.socketpair())
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        here = stack.enter_context(socket.create_connection(listener.getsockname()))
+        there = stack.enter_context(listener.accept()[0])
+        group = Group(info, "gloo")
+        group._sockets = {(s.fileno(), os.fstat(s.fileno()).st_ino) for s in (ours, listener, here)}
+        group.give_up()
+        assert there.recv(1) == b"", "as the group's: on this machine"
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"

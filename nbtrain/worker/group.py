@@ -120,6 +120,9 @@ def _shut(descriptor: int, inode: int) -> None:
             os.close(copy)
             return
         with socket.socket(fileno=copy) as connection:
+            # What a thread of the user's opened meanwhile was noted too; the group's stay on this machine.
+            if connection.family == socket.AF_UNIX or connection.getsockname()[0] != connection.getpeername()[0]:
+                return
             # Shutting down a listener ends the process.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
