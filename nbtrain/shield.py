@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ class Presses:
 
     def __init__(self) -> None:
         self.count = 0
-        self._counting = False
+        self._counting = self._over = False
         self._before: Any = signal.default_int_handler
         self._last = -AT_ONCE  # of those that counted
 
@@ -52,12 +52,18 @@ class Presses:
                 return
             self._last = now
             self.count += 1
-        if callable(self._before) and (not self._counting or self.count >= ENOUGH):
+        if callable(self._before) and (self._over or not self._counting or self.count >= ENOUGH):
             self._before(number, frame)
+
+    def _restore(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self.hear:
+            signal.signal(signal.SIGINT, self._before)
 
 
 @contextmanager
-def presses() -> Iterator[Presses]:
+def presses(later: Callable[[Callable[[], None]], None]) -> Iterator[Presses]:
+    """`later` is given what is to be called when what was raised has been shown: the second half of a double click must
+    not come between."""
     found = Presses()
     if threading.current_thread() is not threading.main_thread():
         yield found
@@ -66,4 +72,5 @@ def presses() -> Iterator[Presses]:
     try:
         yield found
     finally:
-        signal.signal(signal.SIGINT, found._before)
+        found._over = True
+        later(found._restore) if found.count else found._restore()

@@ -36,6 +36,7 @@ class Ending:
 
     def __init__(self, pool: Pool, number: int, tell: Callable[[set[int]], None]) -> None:
         """`tell` shows where these ranks are."""
+        pool.board.head[TARGET] = UNKNOWN
         self.pool = pool
         self.number = number
         self.stopped = False

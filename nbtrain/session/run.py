@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -63,10 +64,19 @@ class CellRun:
         """no rank runs the cell, or those that did are gone"""
 
     def run(self) -> None:
-        with presses() as self._presses:
+        with presses(self._once_shown) as self._presses:
             self._run()
         if self._presses.count and not self.stopped:
             raise KeyboardInterrupt("the cell had ended before it was stopped; all it did is in the notebook")
+
+    def _once_shown(self, do: Callable[[], None]) -> None:
+        """When the notebook's cell is over."""
+
+        def over(*_: Any) -> None:
+            self.shell.events.unregister("post_execute", over)
+            do()
+
+        self.shell.events.register("post_execute", over)
 
     def _run(self) -> None:
         held = self.held
@@ -269,7 +279,7 @@ class CellRun:
         lead = self._best()
         assert lead is not None
         try:
-            with presses() as self._presses:
+            with presses(self._once_shown) as self._presses:
                 self._presses.only_count()
                 self._presses.count = 1  # the next is told of, the one after that raises
                 self._conclude(lead)

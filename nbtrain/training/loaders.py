@@ -88,8 +88,12 @@ class Loaders:
 
     def _iter(self, old: Any) -> Any:
         def iterate(loader: DataLoader[Any]) -> Any:
-            if not self._active:
+            if not self.running:
                 return old(loader)
+            if self.hands_off:  # it is only counted
+                iterator = old(loader)
+                self.steps.opened(iterator, loader)
+                return iterator
             if isinstance(loader.dataset, IterableDataset):
                 self.unshared.add("iterable")
             elif loader.batch_sampler is None:
@@ -131,18 +135,20 @@ class Loaders:
 
     def _next(self, old: Any) -> Any:
         def following(iterator: Any) -> Any:
-            if not self._active:
+            if not self.running:
                 return old(iterator)
             self.steps.asked(iterator)
-            self.randomness.apart()
+            if not self.hands_off:
+                self.randomness.apart()
             try:
                 batch = old(iterator)
             except StopIteration:
                 self.steps.exhausted(iterator)
-                self.at_end()
+                if not self.hands_off:
+                    self.at_end()
                 raise
             self.steps.got(samples_in(batch))
-            return batch if self.device.type == "cpu" else move(batch, self.device)
+            return batch if self.hands_off or self.device.type == "cpu" else move(batch, self.device)
 
         return following
 
