@@ -21,6 +21,7 @@ from nbtrain.session.ending import Ending
 from nbtrain.session.handles import SLOW
 from nbtrain.session.hints import hint
 from nbtrain.session.memory import ran_out, readings
+from nbtrain.session.outcome import Outcome
 from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.report import drop_ahead, report, slow
@@ -39,13 +40,10 @@ class CellRun:
         self.spec = run
         self.cell = cell
         self.names = names
-        self.ranks = run.ranks if run.ranks is not None else tuple(range(run.pool.world_size))
-        self.everybody = set(self.ranks) == set(range(run.pool.world_size))
-        self.lead = self.ranks[0]
-        self.relay = Relay(shell, run.output, self.lead, self.ranks)
+        count = run.pool.world_size
+        self.outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
+        self.relay = Relay(shell, run.output, self.outcome.lead, self.outcome.ranks)
         self.view = choose(run.monitor, shell)
-        self.finished: dict[int, Finished] = {}
-        self.failed: dict[int, Failed] = {}
         self._memory: dict[int, Memory] = {}
         """what each rank has said last"""
         self._presses = Presses()
@@ -90,7 +88,7 @@ class CellRun:
             held.running = True
             self._watch(early)
             held.running = False
-            ok = len(self.finished) == self.spec.pool.world_size and not self.stopped
+            ok = len(self.outcome.finished) == self.spec.pool.world_size and not self.stopped
             self._end(ok)
         except BaseException:
             if not self._over:  # a view or the screen failed, or Stop was pressed and pressed: the next cell must not
@@ -140,7 +138,7 @@ class CellRun:
             filename=self.cell.filename,
             quiet=self.cell.quiet,
             sent=self._sent,
-            ranks=self.ranks,
+            ranks=self.outcome.ranks,
             parcel=out.parcel,
             drop=out.drop,
             unbind=out.unbind,
@@ -161,8 +159,7 @@ class CellRun:
     @property
     def _open(self) -> set[int]:
         """Who has not ended."""
-        gone = {death.rank for death in self.held.deaths}
-        return set(range(self.spec.pool.world_size)) - set(self.finished) - set(self.failed) - gone
+        return self.outcome.silent - self.held.gone
 
     def _watch(self, events: list[Event]) -> None:
         held, ending = self.held, self._ending
@@ -190,17 +187,17 @@ class CellRun:
             self.relay.display(event)
         else:
             if isinstance(event, Finished):
-                self.finished[event.rank] = event
+                self.outcome.finished[event.rank] = event
                 if event.began is not None:
                     self._take(event.began)
             elif isinstance(event, Failed):
-                self.failed[event.rank] = event
+                self.outcome.failed[event.rank] = event
             elif isinstance(event, Memory):
                 self._memory[event.rank] = event
             elif isinstance(event, RankState):
                 if event.state == "starting" and self._ending is not None:
                     self._ending.late(event.rank)
-                elif event.state == "running" and event.rank == self.lead:
+                elif event.state == "running" and event.rank == self.outcome.lead:
                     self._say(event.notes)
             self.view.receive(event)
 
@@ -212,7 +209,8 @@ class CellRun:
         pool = self.spec.pool
         count = f"{pool.world_size} rank{'s' * (pool.world_size > 1)}"
         devices = ", ".join(dict.fromkeys(pool.devices))
-        only = "" if self.everybody else f"on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} only"
+        ranks = self.outcome.ranks
+        only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
         print(" · ".join(part for part in (self.spec.strategy, count, devices, only, *notes) if part))
 
     def _say_slow(self) -> None:
@@ -245,15 +243,15 @@ class CellRun:
     # -- how it ends ---------------------------------------------------------------------
 
     def _end(self, ok: bool) -> None:
-        lead = self.lead if ok else self._best() if self.stopped and not self._fault else None
+        lead = self.outcome.lead if ok else self.outcome.best() if self.stopped and not self._fault else None
         if lead is None:
             self._fail()
-        alike = ok or self._alike()
+        alike = ok or self.outcome.alike()
         stuck = self._open
-        regroup = bool(stuck) or not (ok or self._quiet())
+        regroup = bool(stuck) or not (ok or self._quiet)
         if not ok:
             self._conclude(lead)
-        regroup = regroup or not all(done.grouped for done in self.finished.values())
+        regroup = regroup or not all(done.grouped for done in self.outcome.finished.values())
         self._over = True
         try:
             with shielded():
@@ -268,7 +266,7 @@ class CellRun:
         if not alike:  # the others' twins are not what has come home
             self.held.forget()
         figures_can_be_shown()
-        report(self._traffic, self.finished, self.lead)
+        report(self._traffic, self.outcome.finished, self.outcome.lead)
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
 
@@ -276,7 +274,7 @@ class CellRun:
         """After a failure: have ready what is left on the ranks. Says which names the user has changed since, and was
         not told of, where both cannot be had."""
         self._replace_the_dead()
-        lead = self._best()
+        lead = self.outcome.best()
         assert lead is not None
         try:
             with presses(self._once_shown) as self._presses:
@@ -286,7 +284,7 @@ class CellRun:
         except KeyboardInterrupt:  # what they say yet would be taken for the next cell's
             self.held.lose()
             raise KeyboardInterrupt("given up; the notebook is as it was before the failed cell") from None
-        changed = self._traffic.changed_since(self.finished[lead].home, self._found)
+        changed = self._traffic.changed_since(self.outcome.finished[lead].home, self._found)
         news = [name for name in changed if name not in self._told]
         self._told.update(news)
         return news
@@ -296,8 +294,8 @@ class CellRun:
         with shielded():
             self._traffic.rename(self._told)
             self._come_home()
-        report(self._traffic, {self.lead: self.finished[self.lead]}, self.lead)
-        return self.finished[self.lead].steps
+        report(self._traffic, {self.outcome.lead: self.outcome.finished[self.outcome.lead]}, self.outcome.lead)
+        return self.outcome.finished[self.outcome.lead].steps
 
     def _replace_the_dead(self) -> None:
         """Those that died since the cell failed. What the others have can still come home."""
@@ -305,24 +303,18 @@ class CellRun:
         held.listen(0)
         if not held.deaths:
             return
-        self._without(held.gone)
-        if self._best() is None:
+        self.outcome.without(held.gone)
+        if self.outcome.best() is None:
             deaths = held.deaths
             held.lose()
             raise held.died(deaths)
         print(f"nbtrain: {held.deaths[0]} since the cell failed; a new one is started")
         held.regroup(held.gone)
 
-    def _without(self, dead: set[int]) -> None:
-        """What they had is gone with them, whatever they came to say."""
-        self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in dead}
-        self.finished = {rank: done for rank, done in self.finished.items() if rank not in dead}
-
     @property
     def left_at(self) -> int:
         """The step that a failed run has left on the ranks."""
-        lead = self._best()
-        return 0 if lead is None else (self.finished | self.failed)[lead].steps
+        return self.outcome.steps
 
     @property
     def _traffic(self) -> Traffic:
@@ -332,91 +324,64 @@ class CellRun:
     @property
     def _fault(self) -> bool:
         """Something else than Stop."""
-        return bool(self.held.deaths) or any(not failed.interrupted for failed in self.failed.values())
+        return bool(self.held.deaths) or self.outcome.fault
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether the process group can be used again."""
+        gave_up = self._ending is not None and self._ending.gave_up
+        return self.outcome.quiet() and (not gave_up or self.spec.pool.world_size == 1)
 
     @property
     def _left_alone(self) -> bool:
         """Whether a rank waits for one that Stop has ended. One that does not is on its way to the end of a step."""
-        if not self.stopped or not self.failed:
+        if not self.stopped or not self.outcome.failed:
             return False
         assert self._ending is not None
         board, number = self._ending.pool.board, self._ending.number
-        cut = any(not failed.between for failed in self.failed.values())
-        return cut or any(board.waits(rank, number) is not None for rank in self._open)
-
-    def _best(self) -> int | None:
-        """The rank whose state is the cell's: the lead if it stands between two steps, or one that has come far."""
-        if self.lead in self.finished:
-            return self.lead
-        able = {rank: failed for rank, failed in self.failed.items() if failed.whole}
-        if self.lead in able:
-            return self.lead
-        if ended := [rank for rank in self.ranks if rank in self.finished]:  # the lead died after they had ended
-            return ended[0]
-        return max(able, key=lambda rank: (able[rank].calls, -rank), default=None)
-
-    def _alike(self) -> bool:
-        """Whether all ranks have taken the same steps, wherever they were cut short."""
-        ended = set(self.ranks) <= set(self.failed)
-        return ended and len({self.failed[rank].calls for rank in self.ranks}) == 1
-
-    def _quiet(self) -> bool:
-        """Whether the ranks have entered the same collectives and come out of them. If not, the next one would pair up
-        with one that was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
-        if self.spec.pool.world_size == 1:
-            return True
-        if self._ending is not None and self._ending.gave_up:
-            return False
-        if not self.everybody:  # collectives are refused on some ranks only
-            return True
-        ends = {(failed.name, failed.text, failed.calls, failed.entered) for failed in self.failed.values()}
-        cut = any(failed.interrupted and not failed.between for failed in self.failed.values())
-        return len(self.failed) == self.spec.pool.world_size and len(ends) == 1 and not cut
+        return self.outcome.cut or any(board.waits(rank, number) is not None for rank in self._open)
 
     def _conclude(self, lead: int) -> None:
         """What the cell has done so far counts."""
-        self.lead = lead
-        waiting = {rank for rank in self.failed if rank in self.ranks} if lead in self.failed else set()
-        if lead in self.finished and self.finished[lead].home is None:  # it has ended as one that is not the lead
-            waiting.add(lead)
-            del self.finished[lead]
-        self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in waiting}
+        waiting = self.outcome.led_by(lead)
         self.held.send(Conclude(lead=lead), waiting)
         before, said = self._presses.count, False
         while waiting:
             for event in self.held.answers():
                 self._take(event)
-            waiting -= set(self.finished)
+            waiting -= set(self.outcome.finished)
             if waiting and not said and self._presses.count > before:
                 said = True
                 print("what the cell did is on its way home; press Stop once more to give it up")
-            if self.failed:
+            if self.outcome.failed:
                 self._fail()
 
     def _stopped_after(self) -> str:
-        steps = self.finished[self.lead].steps
+        steps = self.outcome.finished[self.outcome.lead].steps
         after = f"after step {steps:,}" if steps else "before a step was finished"
         return f"stopped {after}; what the cell did until then is in the notebook"
 
     def _fail(self) -> NoReturn:
         """The notebook is as it was; what is whole on the ranks is held for `recover`."""
         held, stuck = self.held, self._open
-        dead = {death.rank for death in held.deaths}
-        self._without(dead)
+        dead = held.gone
+        self.outcome.without(dead)
         steps = self.left_at
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
         error = self._error(stuck, f"Step {steps:,} is held: %distributed recover brings it home." if keeps else "")
-        if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # others could not start either
+        try:
+            if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # new ones would not start
+                held.lose()
+            elif dead or stuck or not self._quiet:
+                held.regroup(dead | stuck)
+            if keeps and held.pool is not None:
+                held.left = self
+                self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.names.writes}
+            elif held.pool is not None:
+                drop_ahead(self._traffic)
+                held.forget()
+        except PoolError:  # a rank takes no message; what the cell raised is what has to be told
             held.lose()
-            keeps = False
-        elif dead or stuck or not self._quiet():
-            held.regroup(dead | stuck)
-        if keeps:
-            held.left = self
-            self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.names.writes}
-        elif held.pool is not None:
-            drop_ahead(self._traffic)
-            held.forget()
         self._over = True
         raise error
 
@@ -429,7 +394,7 @@ class CellRun:
         if not self._fault:
             return KeyboardInterrupt("stopped; the notebook is as it was before this cell")
         return failure.exception(
-            self.failed, stuck, self.spec.pool.world_size, held,
+            self.outcome.failed, stuck, self.spec.pool.world_size, held,
             lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
             self._hint, self.held.numbers(),
         )  # fmt: skip
@@ -440,16 +405,16 @@ class CellRun:
         return hint(failed, self.shell.user_ns, (*self.names.hard, *self.names.soft), self._traffic)
 
     def _come_home(self) -> None:
-        traffic, done = self._traffic, self.finished[self.lead]
-        for rank, finished in self.finished.items():
-            traffic.packer.released(rank, finished.released)
-        done = self.finished[self.lead] = replace(done, home=self.held.home(self.lead, done.home, done.streams))
+        traffic, finished, lead = self._traffic, self.outcome.finished, self.outcome.lead
+        for rank, done in finished.items():
+            traffic.packer.released(rank, done.released)
+        done = finished[lead]
+        done = finished[lead] = replace(done, home=self.held.home(lead, done.home, done.streams))
         traffic.ahead.difference_update(self.names.hard, self.names.soft)
         for name in self.spec.keep:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
                 traffic.ahead.add(name)
-        others = [rank for rank in self.finished if rank != self.lead]
-        if self.everybody:
-            self.held.adopt(done.home.news, others)
+        if self.outcome.everybody:
+            self.held.adopt(done.home.news, [rank for rank in finished if rank != lead])
         else:
             traffic.others_are_behind(done.home)

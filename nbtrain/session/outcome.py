@@ -1,0 +1,83 @@
+"""How the ranks of one run have ended, and whose state is the cell's."""
+
+from __future__ import annotations
+
+from nbtrain.events import Failed, Finished
+
+
+class Outcome:
+    """What each rank said last of the run."""
+
+    def __init__(self, ranks: tuple[int, ...], world_size: int) -> None:
+        """`ranks` run the cell; the others of `world_size` only hear of it."""
+        self.ranks = ranks
+        self.world_size = world_size
+        self.lead = ranks[0]
+        self.finished: dict[int, Finished] = {}
+        self.failed: dict[int, Failed] = {}
+
+    @property
+    def everybody(self) -> bool:
+        """All ranks run the cell."""
+        return set(self.ranks) == set(range(self.world_size))
+
+    @property
+    def silent(self) -> set[int]:
+        """Who has not ended."""
+        return set(range(self.world_size)) - set(self.finished) - set(self.failed)
+
+    @property
+    def fault(self) -> bool:
+        """A rank raised something; we did not interrupt it."""
+        return any(not failed.interrupted for failed in self.failed.values())
+
+    @property
+    def cut(self) -> bool:
+        """Some rank did not end between two steps."""
+        return any(not failed.between for failed in self.failed.values())
+
+    def without(self, dead: set[int]) -> None:
+        """What they had is gone with them, whatever they came to say."""
+        self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in dead}
+        self.finished = {rank: done for rank, done in self.finished.items() if rank not in dead}
+
+    def best(self) -> int | None:
+        """The rank whose state is the cell's: the lead if it stands between two steps, or one that has come far."""
+        if self.lead in self.finished:
+            return self.lead
+        able = {rank: failed for rank, failed in self.failed.items() if failed.whole}
+        if self.lead in able:
+            return self.lead
+        if ended := [rank for rank in self.ranks if rank in self.finished]:  # the lead died after they had ended
+            return ended[0]
+        return max(able, key=lambda rank: (able[rank].calls, -rank), default=None)
+
+    @property
+    def steps(self) -> int:
+        """How many the best has taken."""
+        best = self.best()
+        return 0 if best is None else (self.finished | self.failed)[best].steps
+
+    def led_by(self, lead: int) -> set[int]:
+        """Its state is the cell's from now on. Says who has to pack what is to come home, and has not."""
+        self.lead = lead
+        waiting = {rank for rank in self.failed if rank in self.ranks} if lead in self.failed else set()
+        if lead in self.finished and self.finished[lead].home is None:  # it has ended as one that is not the lead
+            waiting.add(lead)
+            del self.finished[lead]
+        self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in waiting}
+        return waiting
+
+    def alike(self) -> bool:
+        """Whether all ranks have taken the same steps, wherever they were cut short."""
+        ended = set(self.ranks) <= set(self.failed)
+        return ended and len({self.failed[rank].calls for rank in self.ranks}) == 1
+
+    def quiet(self) -> bool:
+        """Whether the ranks have entered the same collectives and come out of them. If not, the next one would pair up
+        with one that was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
+        if self.world_size == 1 or not self.everybody:  # collectives are refused on some ranks only
+            return True
+        ends = {(failed.name, failed.text, failed.calls, failed.entered) for failed in self.failed.values()}
+        cut = any(failed.interrupted and not failed.between for failed in self.failed.values())
+        return len(self.failed) == self.world_size and len(ends) == 1 and not cut
