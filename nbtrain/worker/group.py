@@ -21,8 +21,8 @@ from nbtrain.specs import RankInfo
 
 A_MONTH = datetime.timedelta(days=30)
 """Collectives wait this long for a slow peer: there is no time limit on user code."""
-LATE = 100_000_000
-"""Nanoseconds by which gloo's threads may be late with looking up."""
+LATE = 20_000_000
+"""Nanoseconds by which gloo's threads may be late with looking up; a group that is left waits for them so long."""
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
