@@ -64,6 +64,14 @@ def test_ranks_that_were_cut_short_at_different_places_do_not_go_on(nb: Notebook
     assert nb.pids() == before, "all of them failed alike: they go on"
 
 
+def test_a_notebook_that_ignores_its_children_loses_a_spawned_rank_alone(nb: Notebook) -> None:
+    nb("import signal; before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    spawned = "%%distributed -d 2 --start spawn\n"
+    assert nb.fails(f"{spawned}import os\nif rank == 1: os.kill(os.getpid(), 9)\nbarrier()").ename == "RankDied"
+    assert "[0, 1]" in nb(f"{spawned}print(gather(rank))").stdout
+    nb("%distributed stop\nsignal.signal(signal.SIGCHLD, before)")
+
+
 def test_starting_twice_does_not_wait_for_ever(nb: Notebook) -> None:
     nb("%distributed start --devices 2")
     nb("%distributed start --devices 2")

@@ -92,9 +92,10 @@ def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[objec
     # what the cell assigns is set aside at first: its present value may never be used, nor what only that leads to
     hard = _follow(asked, names.writes, objects, namespace)
     every = hard | _follow(asked, hard, objects, namespace)
+    ordered = [name for name in namespace if name in every]  # once: IPython keeps a name there for every old input
     return Captured(
-        hard=tuple(name for name in namespace if name in hard),
-        soft=tuple(name for name in namespace if name in every and name not in hard),
+        hard=tuple(name for name in ordered if name in hard),
+        soft=tuple(name for name in ordered if name not in hard),
         writes=names.writes | _public(objects.writes),
         opaque=names.opaque or not UNSEEN.isdisjoint(asked),
     )

@@ -113,7 +113,7 @@ class Ranks:
         run, self.left = self.left, None
         drop_ahead(self.traffic)
         self.forget()
-        return f"nbtrain: what the failed cell had left on the ranks, step {run.left_at:,}, is dropped"
+        return f"nbtrain: what the failed cell had left on the ranks, step {run.outcome.steps:,}, is dropped"
 
     def _keep(self, reason: str) -> None:
         """Nobody's work goes because of an option."""

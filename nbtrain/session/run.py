@@ -312,11 +312,6 @@ class CellRun:
         held.regroup(held.gone)
 
     @property
-    def left_at(self) -> int:
-        """The step that a failed run has left on the ranks."""
-        return self.outcome.steps
-
-    @property
     def _traffic(self) -> Traffic:
         assert self.held.traffic is not None
         return self.held.traffic
@@ -366,7 +361,7 @@ class CellRun:
         held, stuck = self.held, self._open
         dead = held.gone
         self.outcome.without(dead)
-        steps = self.left_at
+        steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
         error = self._error(stuck, f"Step {steps:,} is held: %distributed recover brings it home." if keeps else "")
         try:

@@ -18,13 +18,12 @@ STOP, TARGET, ABORT = range(3)
 collectives are to be given up."""
 UNKNOWN = -1
 
-CELL, COUNT, STEPS, CALLS, WAITING, OPEN, ENTERED, RAISED, TAKEN = range(9)
+CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, TAKEN = range(8)
 """In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
-ended and how often an optimizer has stepped; since when it waits in a collective (the monotonic clock's nanoseconds,
-0: it does not); the run it is in, how many collectives it has entered there,
-and the run in which it was told to end, which is done once: user code may have something to put in order. From TAKEN
-on: how many bytes of its file descriptors 1 and 2 it has taken up."""
-MARKS = 10
+ended; since when it waits in a collective (the monotonic clock's nanoseconds, 0: it does not); the run it is in, how
+many collectives it has entered there, and the run in which it was told to end, which is done once: user code may have
+something to put in order. From TAKEN on: how many bytes of its file descriptors 1 and 2 it has taken up."""
+MARKS = 9
 """words for these, before what the rank has entered"""
 PLACES = 128
 """collectives that are remembered of each rank; no rank gets so far ahead of another"""

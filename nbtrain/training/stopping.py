@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 
-from nbtrain.training.board import CALLS, ENTERED, OPEN, RAISED, STEPS, STOP, TARGET, UNKNOWN, WAITING, Board
+from nbtrain.training.board import ENTERED, OPEN, RAISED, STEPS, STOP, TARGET, UNKNOWN, WAITING, Board
 from nbtrain.training.steps import Steps
 
 PAUSE = 0.0005
@@ -45,7 +45,7 @@ class Stopping:
         self._board, self._run = board, run
         if board is not None:
             part = board.parts[self.rank]
-            part[STEPS] = part[CALLS] = part[ENTERED] = part[WAITING] = 0
+            part[STEPS] = part[ENTERED] = part[WAITING] = 0
             part[OPEN] = run
 
     def end(self) -> None:
@@ -57,7 +57,6 @@ class Stopping:
         if board is None:
             return
         part = board.parts[self.rank]
-        part[CALLS] = self.steps.calls
         part[STEPS] = self.steps.ends  # said first, and then looked: one of both sides sees the other
         if board.head[STOP] != self._run:
             return

@@ -59,6 +59,7 @@ def _lives(pid: int) -> bool:
 
 def main() -> None:
     lifeline, directory = int(sys.argv[1]), sys.argv[2]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a notebook that ignores it hands that down
     _guard(lifeline, directory)
     os.close(lifeline)
     config = pickle.loads(sys.stdin.buffer.read())

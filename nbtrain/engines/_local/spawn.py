@@ -56,12 +56,16 @@ class Spawn:
     def news(self) -> list[Death]:
         deaths = []
         for rank, process in list(self._processes.items()):
-            done, status, usage = os.wait4(process.pid, os.WNOHANG)
+            try:
+                done, status, usage = os.wait4(process.pid, os.WNOHANG)
+                peak = usage.ru_maxrss
+            except ChildProcessError:  # the notebook ignores SIGCHLD, or waits for children itself
+                done, status, peak = process.pid, 0, 0
             if done:
                 del self._processes[rank]
                 process.returncode = os.waitstatus_to_exitcode(status)
                 end_group(process.pid)
-                dead = death(rank, process.pid, status, usage.ru_maxrss)
+                dead = death(rank, process.pid, status, peak)
                 deaths.append(replace(dead, said=self._said() if process.returncode else ""))
         return deaths
 
