@@ -309,7 +309,7 @@ from nbtrain import Strategy
 class Mine(Strategy):
     '''Every rank sees everything, and says what it was given.'''
     def share(self, rank, world_size): return 0, 1
-    def set_up(self, component):
+    def set_up(self, component, precision="32"):
         print('set up', sorted(component.modules))
         return super().set_up(component)"""
     )
@@ -347,7 +347,7 @@ class Mine(Strategy):
     class Options:
         k: int = 1
         j: int = 1
-    def set_up(self, component):
+    def set_up(self, component, precision="32"):
         print('WORD', self.options.k, self.options.j)
         return super().set_up(component)
 """

@@ -30,7 +30,7 @@ class Noting(Strategy):
         super().__init__(self.Options())
         self.closed = 0
 
-    def set_up(self, component: Component) -> Prepared:
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
         noting = self
 
         class Noted(Prepared):

@@ -6,7 +6,8 @@ pool) sets components up; a `Prepared` (one per component) lives as long as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,6 +43,31 @@ class Component:
         return list({id(b): b for b in found if not is_lazy(b)}.values())
 
 
+class Piece(ABC):
+    """What a rank keeps of a tensor that the notebook has whole: a part of it, or all of it in another precision.
+
+    The tensor that the module or the optimizer holds in its place says the whole's shape; its content is not looked at.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    """of the whole, as the notebook has it"""
+
+    @abstractmethod
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """(start, stop) in the flattened whole of what this rank keeps, and no other rank speaks for. Of several that
+        keep the same, the first speaks."""
+
+    @abstractmethod
+    def read(self) -> Sequence[torch.Tensor]:
+        """One flat tensor for each of the ranges. Not collective."""
+
+    @abstractmethod
+    def fill(self, whole: torch.Tensor) -> None:
+        """Take what belongs here out of the whole, which every rank is given: it is on the CPU, and is not to be
+        written to. Not collective."""
+
+
 class Prepared:
     """One component under one strategy. Each member runs on a rank."""
 
@@ -56,6 +82,23 @@ class Prepared:
         """Backward passes inside are not communicated; `--accumulate` uses it for all but the last."""
         return nullcontext()
 
+    def enter(self) -> None:
+        """Before each cell, also the first: put in place what trains. Collective."""
+
+    def leave(self) -> None:
+        """After each cell, however it ended: modules and optimizers are as the notebook knows them (their classes, hooks,
+        groups and states), but for the content of what is kept in pieces. Not collective; forgives what a cut-short cell
+        has left behind. `enter` may follow: a checkpoint is taken in between."""
+
+    def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
+        """Between `leave` and `enter`: every tensor whose content the notebook is to have otherwise than it is here. The
+        same order on all ranks."""
+        return ()
+
+    def grow(self, component: Component) -> bool:
+        """Some optimizers or schedulers were added to the same modules. False: it has to be set up again."""
+        return False
+
     def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
         """When a cell ends: what should be equal on every rank, by name; compared by checksum."""
         return ()
@@ -64,7 +107,12 @@ class Prepared:
         """A backward may have been cut short by an exception: forget what was under way."""
 
     def close(self) -> None:
-        """Before the component is dropped or set up differently: hooks removed."""
+        """Before the component is dropped or set up differently; always after `leave`. Collective: what was kept in
+        pieces is whole again on every rank."""
+
+    def drop(self) -> None:
+        """The same where nobody will use the component any more, and the other ranks may be gone."""
+        self.close()
 
 
 class Strategy:
@@ -72,6 +120,10 @@ class Strategy:
 
     hands_off: ClassVar[bool] = False
     """True: models, optimizers and loaders are left as they are, and nothing is guarded"""
+
+    own_precision: ClassVar[bool] = False
+    """True: `set_up` sees to the precision by itself. Otherwise what a model computes in is seen to around it, and to
+    `set_up` it is a word"""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
@@ -84,7 +136,7 @@ class Strategy:
         """(index, count) of the batches this rank sees, for every loader."""
         return rank, world_size
 
-    def set_up(self, component: Component) -> Prepared:
-        """Collective, before the cell runs. Objects keep their identity. The component is on the rank's
-        device already, with the same numbers on every rank."""
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        """Collective, before the cell runs. Objects keep their identity, parameters and the tensors of an optimizer's
+        state among them. The component is on the rank's device already, with the same numbers on every rank."""
         return Prepared(component)

@@ -72,7 +72,7 @@ class DDP(Strategy):
             if not self.bucket_mb > 0:
                 raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
 
-    def set_up(self, component: Component) -> Prepared:
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
             return Prepared(component)
         return Replicated(component, self.options.bucket_mb)
