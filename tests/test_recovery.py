@@ -100,7 +100,7 @@ def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
        "class Mine(Strategy):\n"
        "    @dataclass(frozen=True, kw_only=True)\n"
        "    class Options:\n        wrap: type = object\n"
-       "    def set_up(self, component, precision="32"):\n"
+       "    def set_up(self, component, precision='32'):\n"
        "        component.modules['m'].seen = self.options.wrap.__name__\n"
        "        return super().set_up(component)\n"
        "m = Block(); m.w = torch.nn.Parameter(torch.ones(2))")  # fmt: skip

@@ -73,6 +73,9 @@ class Prepared:
 
     def __init__(self, component: Component) -> None:
         self.component = component
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(old, new) of tensors that `set_up`, `grow` or `close` has put others in the place of: whoever calls them sees
+        to it that everybody who holds an old one holds the new one instead"""
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Called by the patched `clip_grad_norm_`. None: torch's own is right."""
@@ -83,16 +86,16 @@ class Prepared:
         return nullcontext()
 
     def enter(self) -> None:
-        """Before each cell, also the first: put in place what trains. Collective."""
+        """Before each cell, the first one too: put in place what trains. Collective."""
 
     def leave(self) -> None:
-        """After each cell, however it ended: modules and optimizers are as the notebook knows them (their classes, hooks,
-        groups and states), but for the content of what is kept in pieces. Not collective; forgives what a cut-short cell
-        has left behind. `enter` may follow: a checkpoint is taken in between."""
+        """After each cell, however it ended: modules and optimizers are as the notebook knows them (their classes,
+        hooks, groups and states), but for the content of what is kept in pieces. Not collective; forgives what a cell
+        that was cut short has left behind. `enter` may follow: a checkpoint is taken in between."""
 
     def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
-        """Between `leave` and `enter`: every tensor whose content the notebook is to have otherwise than it is here. The
-        same order on all ranks."""
+        """After `leave`: every tensor whose content the notebook is to have otherwise than it is here. In the same
+        order on all ranks."""
         return ()
 
     def grow(self, component: Component) -> bool:
@@ -137,6 +140,7 @@ class Strategy:
         return rank, world_size
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
-        """Collective, before the cell runs. Objects keep their identity, parameters and the tensors of an optimizer's
-        state among them. The component is on the rank's device already, with the same numbers on every rank."""
+        """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`). The
+        component is on the rank's device already, with the same numbers on every rank. What is returned has not been
+        entered yet."""
         return Prepared(component)
