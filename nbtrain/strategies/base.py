@@ -74,8 +74,8 @@ class Prepared:
     def __init__(self, component: Component) -> None:
         self.component = component
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(old, new) of tensors that `set_up`, `grow` or `close` has put others in the place of: whoever calls them sees
-        to it that everybody who holds an old one holds the new one instead"""
+        """(old, new) of tensors that `set_up`, `grow` or `close` has put others in the place of: whoever calls them
+        sees to it that everybody who holds an old one holds the new one instead"""
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Called by the patched `clip_grad_norm_`. None: torch's own is right."""
@@ -140,7 +140,7 @@ class Strategy:
         return rank, world_size
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
-        """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`). The
-        component is on the rank's device already, with the same numbers on every rank. What is returned has not been
-        entered yet."""
+        """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`).
+        The component is on the rank's device already, with the same numbers on every rank. What is returned has not
+        been entered yet."""
         return Prepared(component)
