@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.exchange.kinds.base import Make, Put
+from nbtrain.exchange.kinds.base import Later, Make, Put
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Cargo:
     """What a walk found, ready to be packed."""
 
     records: list[Make | Put] = field(default_factory=list)
-    buffers: list[memoryview] = field(default_factory=list)
+    buffers: list[memoryview | Later] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     """name → encoded value"""
     places: dict[int, int] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.segment import Map, Segment
 from nbtrain.exchange.stream import dump, load
 
@@ -75,22 +76,19 @@ class Packer:
             offsets, total = _layout(sizes)
             inline = bytearray(total)
             for data, offset in zip(cargo.buffers, offsets, strict=True):
-                inline[offset : offset + data.nbytes] = data
+                inline[offset : offset + data.nbytes] = _now(data)
             pieces = tuple(Piece(0, offset, size) for offset, size in zip(offsets, sizes, strict=True))
             return Parcel(stream, bytes(inline), pieces, {})
         places: list[Piece] = [Piece(0, 0, 0)] * len(sizes)
         used: dict[int, tuple[str, int]] = {}
-        small = [index for index, size in enumerate(sizes) if size < LARGE]
-        for group in [small, *([index] for index, size in enumerate(sizes) if size >= LARGE)]:
-            if not group:
-                continue
+        for group in _groups(sizes):
             offsets, total = _layout([sizes[index] for index in group])
             place = cargo.places.get(group[0]) if total >= LARGE and len(group) == 1 else None
             segment = self._segment(place, total, used)
             if place is not None and self._readers[segment.number]:
                 cargo.rewritten.add(place)
             self._readers[segment.number] |= readers
-            segment.write((offset, cargo.buffers[index]) for index, offset in zip(group, offsets, strict=True))
+            segment.write((offset, _now(cargo.buffers[index])) for index, offset in zip(group, offsets, strict=True))
             segment.filled()
             for index, offset in zip(group, offsets, strict=True):
                 places[index] = Piece(segment.number, offset, sizes[index])
@@ -203,6 +201,25 @@ class Opener:
         found = [mapped for ref in self._maps[number] if (mapped := ref()) is not None]
         self._maps[number] = [weakref.ref(mapped) for mapped in found]
         return found
+
+
+def fetched(cargo: Cargo) -> list[Later]:
+    """What `pack` will fetch, in that order."""
+    sizes = [data.nbytes for data in cargo.buffers]
+    inline = sum(sizes) <= INLINE
+    order = range(len(sizes)) if inline else [index for group in _groups(sizes) for index in group]
+    return [data for index in order if isinstance(data := cargo.buffers[index], Later)]
+
+
+def _now(data: memoryview | Later) -> memoryview:
+    return data.fetch() if isinstance(data, Later) else data
+
+
+def _groups(sizes: list[int]) -> list[list[int]]:
+    """Which buffers lie in one segment: all the small ones, and each large one by itself."""
+    small = [index for index, size in enumerate(sizes) if size < LARGE]
+    large = [[index] for index, size in enumerate(sizes) if size >= LARGE]
+    return [small, *large] if small else large
 
 
 def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -38,6 +38,8 @@ class Table:
     def __init__(self, first_key: int, step: int = 1) -> None:
         self.nodes: dict[int, Node] = {}
         self.by_id: dict[int, Node] = {}
+        self.apart: dict[int, Any] = {}
+        """id → the tensor of that id, in pieces (`kinds.apart`)"""
         self.bulk = Bulk()
         self._next = first_key
         self._step = step

@@ -9,7 +9,7 @@ from typing import Any
 
 from nbtrain.exchange import kinds
 from nbtrain.exchange.cargo import Stay
-from nbtrain.exchange.kinds.base import ATOMS, Kind
+from nbtrain.exchange.kinds.base import ATOMS, Kind, Later
 from nbtrain.exchange.table import Node, Table
 
 
@@ -34,7 +34,7 @@ class Visit(ABC):
     def encode(self, value: Any) -> Any:
         """How the holder's state names it."""
 
-    def buffer(self, data: memoryview, place: Node | None = None) -> int:
+    def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
         """Bytes that go beside the pickle; returns where the other side finds them."""
         return 0
 
@@ -56,7 +56,7 @@ class Members(Visit):
 
     def encode(self, value: Any) -> Any:
         if type(value) not in ATOMS:
-            kind = kinds.kind_of(value, self.namespace)
+            kind = kinds.kind_of(value, self.namespace, self.table.apart)
             if kind is not None and kind.compound:
                 for part in kind.parts(value):
                     self.encode(part)

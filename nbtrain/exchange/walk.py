@@ -10,7 +10,7 @@ from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.cargo import Cargo, Culprit
 from nbtrain.exchange.kinds import frozen
-from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Make, Packed, Put, Ref
+from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Later, Make, Packed, Put, Ref
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.visit import Visit
 
@@ -52,7 +52,7 @@ class Walk(Visit):
             return value
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            kind = kinds.kind_of(value, self.namespace) if cls not in ATOMS else frozen.FROZEN
+            kind = kinds.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else frozen.FROZEN
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
@@ -88,7 +88,7 @@ class Walk(Visit):
                 (self._late if node.kind.late else self._queue).append(node)
         return node.ref
 
-    def buffer(self, data: memoryview, place: Node | None = None) -> int:
+    def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
         self.cargo.buffers.append(data)
         where = len(self.cargo.buffers) - 1
         if type(self._holder) is Node and self._holder.key in self._new:
@@ -188,7 +188,7 @@ class Walk(Visit):
             self._looked.append((node, *before))
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
-        self.cargo.records.append(Make(node.key, node.kind.name, made, anew))
+        self.cargo.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew))
         if node.kind.whole and node.seen is not None:
             node.walk = self._stamp
 

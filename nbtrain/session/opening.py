@@ -124,5 +124,6 @@ def _open(namespace: dict[str, Any], names: list[str]) -> None:
     if walk.culprits:
         return  # it is said elsewhere
     there: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    arrival = Arrival(Table(-1, -1), there, load(dump(cargo)), cargo.buffers.__getitem__, lambda kind: "cpu")
+    buffers: list[Any] = cargo.buffers
+    arrival = Arrival(Table(-1, -1), there, load(dump(cargo)), buffers.__getitem__, lambda kind: "cpu")
     arrival.commit()

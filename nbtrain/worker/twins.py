@@ -63,7 +63,7 @@ class Twins:
             obj = ways.follow(way) if way is not None else None
             wanted = kinds.kind_named(kind)
             kept = wanted is kinds.kind_named("handle")
-            if way is None or obj is None or not (kept or kinds.kind_of(obj, self.namespace) is wanted):
+            if way is None or obj is None or not (kept or kinds.kind_of(obj, self.namespace, self.table.apart) is wanted):
                 lacking.append(key)
                 continue
             known = self.table.by_id.get(wanted.identity(obj))

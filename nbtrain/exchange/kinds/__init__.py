@@ -11,6 +11,7 @@
     refused.py     what belongs to one process; its streams and its shell
     arrays.py      NumPy arrays
     tensors.py     tensors and the memory they show
+    apart.py       those whose content is in pieces here
     numeric.py     which of them are dense memory
     random.py      random generators
     learning.py    modules, optimizers, schedulers, loaders
@@ -25,9 +26,11 @@ import enum
 import types
 import typing
 import weakref
+from collections.abc import Container
 from typing import Any
 
 from nbtrain.exchange.kinds import (
+    apart,
     classes,
     code,
     containers,
@@ -47,6 +50,7 @@ _BY_TYPE: dict[type, Kind] = {
     **code.KINDS,
     types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK,
+    apart.Place: apart.PLACE,
     Handle: objects.KEPT,
 }
 _BY_NAME: dict[str, Kind] = {
@@ -55,7 +59,7 @@ _BY_NAME: dict[str, Kind] = {
         *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, frozen.FROZEN, classes.CLASS,
         code.BUILTIN_METHOD,
         code.ALIAS, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
-        numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR,
+        numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, apart.APART,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
         random.TORCH, random.BITS, random.NUMPY,
         refused.REFUSED, refused.BY_NAME, refused.LOG_HANDLER,
@@ -67,8 +71,10 @@ def kind_named(name: str) -> Kind:
     return _BY_NAME[name]
 
 
-def kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
-    """How this object travels; None: as it is."""
+def kind_of(obj: Any, namespace: dict[str, Any], parted: Container[int] = ()) -> Kind | None:
+    """How this object travels; None: as it is. `parted`: ids of the tensors that are here in pieces."""
+    if parted and id(obj) in parted:
+        return apart.APART
     try:
         return _kind_of(obj, namespace)
     except Exception:  # a property or a metaclass of the user's: its own pickle says what is wrong with it

@@ -45,6 +45,18 @@ class Ref:
         return Ref, (self.key,)
 
 
+class Later:
+    """Bytes that are fetched when they are written: whoever has all of them at once has the whole model twice."""
+
+    __slots__ = ("fetch", "nbytes", "of")
+
+    def __init__(self, nbytes: int, fetch: Callable[[], memoryview], of: Any) -> None:
+        self.nbytes = nbytes
+        self.fetch = fetch
+        self.of = of
+        """what they are the content of"""
+
+
 class Packed:
     """A tuple, a bound method, ...: an object that cannot be changed but may hold some that can."""
 
@@ -164,6 +176,8 @@ class Kind:
     """One sort of object. Stateless; one instance serves all objects of the kind."""
 
     name: str
+    sent_as: str | None = None
+    """of which kind it is on the other side, if not of this one"""
     asks = False
     """True: made by asking one of its parts, which therefore must not be a handle"""
     compound = False

@@ -87,7 +87,7 @@ class Tensor(Kind):
         import torch
 
         is_parameter, storage, dtype, window, grown, notes, hung, _ = args
-        tensor = _shown(arrival.decode(storage), dtype, window)
+        tensor = shown(arrival.decode(storage), dtype, window)
         if is_parameter:
             tensor = torch.nn.Parameter(tensor, grown)
         elif grown:
@@ -99,7 +99,7 @@ class Tensor(Kind):
         return tensor
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
-        node.seen = args[-1]
+        node.seen = _complete(node.obj, args[-1])
         node.memo = Form(node.obj)
         if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
@@ -156,13 +156,13 @@ class Tensor(Kind):
         shape, dtype, grown, _, hooked = seen
         tensor = node.obj
         if memory is not None:
-            shown, window, left = memory
+            ref, window, left = memory
             if left is not None and left[0] in arrival.table.nodes:
                 key, kind, showed, old = left
-                _shown(arrival.twin(key), kind, showed).copy_(_content(arrival.buffer(old), kind, showed[1]))
-            if _fits(arrival.decode(shown), dtype, window):
-                tensor.data = _shown(arrival.decode(shown), dtype, window)
-                node.fixed = [arrival.node(shown.key), *(node.fixed or ())[1:]]
+                shown(arrival.twin(key), kind, showed).copy_(_content(arrival.buffer(old), kind, showed[1]))
+            if _fits(arrival.decode(ref), dtype, window):
+                tensor.data = shown(arrival.decode(ref), dtype, window)
+                node.fixed = [arrival.node(ref.key), *(node.fixed or ())[1:]]
         same = tensor.shape == shape and tensor.dtype == dtype
         if where is None or (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
             _count_as_written(tensor)
@@ -174,7 +174,7 @@ class Tensor(Kind):
             tensor.__dict__ = own
         if hooked != hooks.NONE or hooks.hooked(tensor):
             hooks.hang(tensor, _decoded(hung, arrival))
-        node.seen = seen
+        node.seen = _complete(tensor, seen)
         node.memo = Form(tensor)
 
 
@@ -183,7 +183,7 @@ def _window(tensor: Any) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def _shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
+def shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
     import torch
 
     offset, size, stride, conj, neg = window
@@ -209,7 +209,7 @@ def _left(node: Node) -> tuple[int, Any] | None:
     window = (address - memory.obj.data_ptr()) // dtype.itemsize, tuple(shape), stride, False, False
     if window[0] < 0 or not _fits(memory.obj, dtype, window):
         return None
-    old = _shown(memory.obj, dtype, window)
+    old = shown(memory.obj, dtype, window)
     return None if checksum(old) == node.seen[3] else (memory.key, old)
 
 
@@ -236,6 +236,11 @@ def _decoded(hung: hooks.Hooks | None, arrival: Arrival) -> hooks.Hooks | None:
 def _state_of(tensor: Any, hung: hooks.Hooks | None) -> tuple[Any, ...]:
     grown = tensor.requires_grad and tensor.is_leaf
     return tuple(tensor.shape), tensor.dtype, grown, checksum(tensor), hooks.keys_of(hung)
+
+
+def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Who sends a tensor that it has in pieces does not know the checksum of all of it."""
+    return seen if seen[3] is not None else (*seen[:3], checksum(tensor), *seen[4:])
 
 
 def _as_it_was(tensor: Any, before: tuple[Any, ...], hung: hooks.Hooks | None) -> bool:
@@ -299,9 +304,9 @@ def _covers(tensor: Any) -> bool:
 def _storage_of(node: Node) -> Node | None:
     """The node of the memory it shows now."""
     found = node.fixed[0] if node.fixed else None
-    if found is not None and found.fixed:  # memory of an array, which tells of it
+    if found is None or found.kind is not STORAGE or found.fixed:  # memory of an array, which tells of it
         return None
-    return found if found is not None and found.obj.data_ptr() == node.obj.data_ptr() else None
+    return found if found.obj.data_ptr() == node.obj.data_ptr() else None
 
 
 def _bytes(storage: Any) -> memoryview:
