@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+"""What a model may compute in. `mixed`: its weights stay as they are, its operations are in 16 bits where that is safe.
+`true`: its weights are in 16 bits too, on the ranks."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
     """Who a rank is. `device` is what torch calls it: "cpu", "cuda:1"."""
@@ -60,10 +65,14 @@ class RunSpec:
     strategy: str = "single"
     options: Mapping[str, Any] = field(default_factory=dict)
     """the strategy's own options"""
+    precision: str = "32"
+    """one of PRECISIONS"""
     accumulate: int = 1
     split_batches: bool = False
     sampler: bool = True
     """False: every rank sees all batches (`--no-sampler`)"""
+    checkpoint_activations: tuple[str, ...] = ()
+    """names of classes whose activations are computed again in the backward"""
     ranks: tuple[int, ...] | None = None
     """None: all of them"""
     keep: tuple[str, ...] = ()

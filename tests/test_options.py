@@ -203,6 +203,7 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--accelerator", True),
         (None, "--engine", True),
         (None, "--start", True),
+        (None, "--precision", False),
         (None, "--accumulate", False),
         (None, "--split-batches", False),
         (None, "--no-sampler", False),

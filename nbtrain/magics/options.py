@@ -12,6 +12,7 @@ from typing import Any
 from nbtrain import registry
 from nbtrain.magics import values
 from nbtrain.magics.values import DeviceSpec, Reader
+from nbtrain.specs import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,15 @@ OPTIONS: tuple[Option, ...] = (
     _choice("start", "warm", "spawn", "fork", pool=True, help="how ranks come to be. warm: forks of a process that has "
             "imported torch. spawn: a fresh interpreter each. fork: forks of the kernel, for one cell"),
     Option(
+        name="precision",
+        read=values.one_of(*PRECISIONS, short={"16": "16-mixed", "bf16": "bf16-mixed"}),
+        choices=PRECISIONS,
+        default=PRECISIONS[0],
+        help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, weights stay as "
+        "they are; 16-mixed scales the loss by itself. bf16-true, 16-true: the ranks' weights and optimizer states are "
+        "in 16 bits, the notebook's stay as they are; 16-true overflows easily, for nothing is scaled",
+    ),
+    Option(
         name="accumulate",
         metavar="K",
         read=values.count,
@@ -87,6 +97,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
     Option(name="no_sampler", help="every rank sees all batches"),
+    Option(
+        name="checkpoint_activations",
+        metavar="NAMES",
+        read=values.classes,
+        default=(),
+        help="Block,Head: what modules of these classes compute is not kept for the backward but computed again there, "
+        "which takes less memory and more time",
+    ),
     Option(
         name="keep",
         metavar="NAMES",

@@ -15,7 +15,7 @@ from nbtrain.magics.flags import Flag
 from nbtrain.magics.options import OPTIONS
 from nbtrain.magics.parse import Request
 from nbtrain.magics.values import DeviceSpec, Namespace, similar
-from nbtrain.specs import Needs, PoolSpec, RunSpec
+from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
 from nbtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -121,19 +121,36 @@ class Resolver:
         if request.value("keep") and (pool.start == "fork" or pool.engine == "inprocess"):
             where = "--start fork" if pool.start == "fork" else "--engine inprocess"
             raise UsageError(f"--keep needs ranks that live on after the cell; with {where} there are none")
+        if request.value("checkpoint_activations") and chosen.name == "none":
+            raise UsageError(
+                "--checkpoint-activations does nothing under --strategy none, which leaves models as they are: call "
+                "torch.utils.checkpoint in the model, or take -s single or -s ddp"
+            )
         return RunSpec(
             pool=pool,
             strategy=chosen.name,
             options=self._options(chosen, name, line, base, notebook),
+            precision=self._precision(request, chosen),
             accumulate=request.value("accumulate"),
             split_batches=request.value("split_batches"),
             sampler=not request.value("no_sampler"),
+            checkpoint_activations=request.value("checkpoint_activations"),
             ranks=ranks,
             keep=request.value("keep"),
             hang_after=request.value("hang_after"),
             output=request.value("output"),
             monitor=request.value("monitor"),
         )
+
+    @staticmethod
+    def _precision(request: Request, chosen: Chosen) -> str:
+        precision: str = request.value("precision")
+        if precision != PRECISIONS[0] and getattr(chosen.load(), "hands_off", False):
+            raise UsageError(
+                f"{request.given['precision'].typed}: under --strategy {chosen.name} nothing is touched, so the code "
+                "says itself what it computes in; take another strategy, or leave the option out"
+            )
+        return precision
 
     def _devices(self, request: Request, spec: DeviceSpec) -> Devices:
         from nbtrain import devices

@@ -71,13 +71,15 @@ def similar(typed: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def one_of(*choices: str) -> Reader:
-    """One of these words, or a notebook name that holds one of them."""
+def one_of(*choices: str, short: Mapping[str, str] | None = None) -> Reader:
+    """One of these words, or a notebook name that holds one of them. `short`: other words for some of them."""
 
     def read(flag: str, word: Word, notebook: Namespace) -> str:
         for value in (word.plain, notebook.get(word.text)):
-            if isinstance(value, str) and value in choices:
-                return value
+            if isinstance(value, int) and not isinstance(value, bool):
+                value = str(value)
+            if isinstance(value, str) and (meant := (short or {}).get(value, value)) in choices:
+                return meant
         raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{similar(word.plain, choices)}")
 
     return read
@@ -89,6 +91,22 @@ def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     if wrong := [name for name in found if not name.isidentifier()]:
         raise UsageError(f"{flag} {word.text}: {flag} takes names, as in {flag} cache,best, and {wrong[0]!r} is none")
     return found
+
+
+def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`Block,nn.Linear`: names of classes, or what the notebook has under those names; one of its lists of them, too."""
+    found: list[str] = []
+    for part in filter(None, map(str.strip, word.plain.strip("[](){}").split(","))):
+        try:
+            value = evaluate(part, notebook)
+        except Unreadable:
+            value = part if part.isidentifier() else None
+        several = value if isinstance(value, tuple | list | set | frozenset) else (value,)
+        named = [one.__name__ if isinstance(one, type) else one for one in several]
+        if not all(isinstance(one, str) and one.isidentifier() for one in named):
+            raise UsageError(f"{flag} {word.text}: {flag} takes classes, as in {flag} Block, and {part!r} is none")
+        found += named
+    return tuple(dict.fromkeys(found))
 
 
 def count(flag: str, word: Word, notebook: Namespace) -> int:

@@ -13,7 +13,7 @@ from nbtrain.events import Event
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.residence import Table, Walk, find_all
 from nbtrain.session.cell import Cell
-from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
 from nbtrain.views import choose
 
 
@@ -25,7 +25,8 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
     info = RankInfo(rank=0, world_size=1, local_rank=0, device=spec.pool.devices[0], threads=threads)
     view = choose(spec.monitor, shell)
     if spec.monitor != "off":
-        print(f"{spec.strategy} · in the kernel · {info.device}")
+        precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
+        print(f"{spec.strategy} · in the kernel · {info.device}{precision}")
     view.opened("")
 
     def emit(event: Event) -> None:

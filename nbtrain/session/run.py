@@ -27,7 +27,7 @@ from nbtrain.session.relay import Relay, figures_can_be_shown
 from nbtrain.session.report import drop_ahead, report, slow
 from nbtrain.session.traffic import MISSING, Outgoing, Traffic
 from nbtrain.shield import Presses, presses, shielded
-from nbtrain.specs import RunSpec
+from nbtrain.specs import PRECISIONS, RunSpec
 from nbtrain.views import choose
 
 
@@ -211,7 +211,8 @@ class CellRun:
         devices = ", ".join(dict.fromkeys(pool.devices))
         ranks = self.outcome.ranks
         only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
-        print(" · ".join(part for part in (self.spec.strategy, count, devices, only, *notes) if part))
+        precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
+        print(" · ".join(part for part in (self.spec.strategy, count, devices, precision, only, *notes) if part))
 
     def _say_slow(self) -> None:
         """What takes so long, once, before the cell has begun."""
