@@ -207,6 +207,7 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--accumulate", False),
         (None, "--split-batches", False),
         (None, "--no-sampler", False),
+        (None, "--checkpoint-activations", False),
         (None, "--keep", False),
         (None, "--hang-after", False),
         (None, "--oversubscribe", True),

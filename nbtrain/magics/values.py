@@ -94,7 +94,7 @@ def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
 
 
 def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
-    """`Block,nn.Linear`: names of classes, or what the notebook has under those names; one of its lists of them, too."""
+    """`Block,nn.Linear`: names of classes, or names under which the notebook has classes or lists of them."""
     found: list[str] = []
     for part in filter(None, map(str.strip, word.plain.strip("[](){}").split(","))):
         try:

@@ -1,0 +1,129 @@
+"""`--checkpoint-activations Block`: what a `Block` computes is not kept for the backward, but computed again there.
+
+While a cell runs, the `forward` of the classes that were named is one that goes through `torch.utils.checkpoint`; then
+each class has its own again. The class is changed and not the modules, because
+
+- a module stays what the notebook knows: `type(block) is Block`, nothing is added to its `__dict__`, and a copy or a
+  pickle of it made in the cell is an ordinary `Block`. (A `forward` of the instance would be copied with it, and the
+  copy would compute with the weights of the original.)
+- a strategy may put modules into subclasses of its own before or after (`fully_shard` does), which inherit it. Hooks
+  of modules run outside of it, so what a strategy gathers before a forward is there when it is repeated.
+- putting it on and taking it off costs the same for a model of a thousand blocks as for one.
+
+It is on only while user code runs: the exchange looks at classes before and after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nbtrain.errors import UsageError
+
+FLAG = "--checkpoint-activations"
+
+
+class Recompute:
+    """One per rank. `begin` says what is meant; `on` just before the cell's code, `off` right after it."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._chosen: dict[type[nn.Module], None] = {}
+        self._met: Counter[str] = Counter()
+        self._undo: list[Callable[[], None]] = []
+        self._is_on = False
+        self._within = threading.local()
+
+    def begin(self, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
+        """`names`: of classes; `modules`: what the cell uses. Raises `UsageError` for a name that none of them has."""
+        self.off()
+        self._names = names
+        self._chosen.clear()
+        self._met.clear()
+        self.learn(modules)
+
+    def learn(self, modules: Iterable[nn.Module]) -> None:
+        """Of models that the cell makes and sets up, too."""
+        if not self._names:
+            return
+        parts = {id(part): part for module in modules for part in module.modules()}
+        self._met.update(type(part).__name__ for part in parts.values())
+        if not self._met:  # the cell will make them
+            return
+        for name in self._names:
+            if name not in self._met:
+                there = ", ".join(f"{other} ({count})" for other, count in self._met.items())
+                raise UsageError(f"{FLAG} {name}: no module here is a {name}; there are {there}")
+        for part in parts.values():
+            if type(part).__name__ in self._names:
+                if "forward" in vars(part):
+                    raise UsageError(
+                        f"{FLAG} {type(part).__name__}: one of them has a forward of its own that was set on the "
+                        "object; give it a class whose method it is"
+                    )
+                self._chosen.setdefault(type(part))
+        if self._is_on:
+            self.on()
+
+    def on(self) -> None:
+        """Forgives being called twice."""
+        self.off()
+        self._is_on = True
+        # One may inherit from another: all are looked up before any is replaced.
+        for cls, forward in [(cls, cls.forward) for cls in self._chosen]:
+            self._replace(cls, self._recomputed(forward))
+
+    def off(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._is_on = False
+
+    def _replace(self, cls: type[nn.Module], new: Callable[..., Any]) -> None:
+        own = vars(cls).get("forward")
+
+        def undo() -> None:
+            if vars(cls).get("forward") is not new:  # the cell has written another method
+                return
+            if own is None:
+                type.__delattr__(cls, "forward")
+            else:
+                type.__setattr__(cls, "forward", own)
+
+        # Past a metaclass of the user's; what stands in the class keeps its place, which the exchange compares.
+        type.__setattr__(cls, "forward", new)
+        self._undo.append(undo)
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        within = self._within
+
+        @wraps(forward)
+        def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(module, *args, **kwargs)
+            if torch.compiler.is_compiling():  # it marks what is to be recomputed, and keeps no count of the depth
+
+                def marked(*args: Any) -> Any:
+                    return forward(module, *args, **kwargs)
+
+                return checkpoint(marked, *args, use_reentrant=False)
+            # Inside of another one it would be computed a third time; and `super().forward` is a part of one.
+            if getattr(within, "one", False) or type(module).forward is not recomputed:
+                return forward(module, *args, **kwargs)
+
+            def again(*args: Any) -> Any:
+                within.one = True
+                try:
+                    return forward(module, *args, **kwargs)
+                finally:
+                    within.one = False
+
+            return checkpoint(again, *args, use_reentrant=False)
+
+        return recomputed
