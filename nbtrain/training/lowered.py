@@ -1,0 +1,156 @@
+"""`bf16-true` and `16-true`: the ranks' weights in 16 bits, the notebook's as they are.
+
+Tensors are cast in place (`tensor.data = …`), so that everybody who holds one goes on holding the right one. Between
+cells each of them is described by a `Piece`, whole and in the notebook's own dtype; where the strategy has cut it in
+pieces, its own are described anew. Parameters that an optimizer holds and no module owns stay as they are: the loop
+uses them outside of models, where everything is in 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
+
+
+class Lowered:
+    """What was cast on this rank, and what it is in the notebook."""
+
+    def __init__(self, dtype: torch.dtype, rank: int) -> None:
+        self.dtype = dtype
+        self.rank = rank
+        self._homes: Any = WeakTensorKeyDictionary()
+        """tensor → its dtype in the notebook"""
+
+    def before(self, component: Component) -> None:
+        """Cast what is not yet: before the strategy sets the component up, or is told that it has grown."""
+        for tensor in _tensors(component):
+            self._lower(tensor)
+        for tensor, parameter in _states(component):
+            if parameter in self._homes and tensor.is_floating_point():
+                self._lower(tensor)
+
+    def follow(self, replaced: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The strategy has put other tensors in the place of some (`Prepared.replaced`): what was known of the old is
+        known of the new."""
+        for old, new in replaced:
+            if old in self._homes:
+                self._homes[new] = self._homes[old]
+
+    def pieces(self, prepared: Prepared) -> Iterator[tuple[torch.Tensor, Piece]]:
+        """After `prepared.leave()`: its own pieces, and those of all that is in 16 bits for no other reason than
+        `--precision`."""
+        homes = self._all(prepared.component)
+        described = set()
+        for tensor, piece in prepared.pieces():
+            described.add(id(tensor))
+            home = homes.get(id(tensor), (tensor, piece.dtype))[1]
+            yield tensor, piece if piece.dtype is home else Raised(piece, home)
+        for key, (tensor, home) in homes.items():
+            if key not in described and tensor.dtype is not home:
+                yield tensor, Whole(tensor, home, self.rank == 0)
+
+    def undo(self, component: Component) -> None:
+        """After the strategy has closed it (and `follow`): everything is in the notebook's dtype again."""
+        for tensor, home in self._all(component).values():
+            if tensor.dtype is not home:
+                _cast(tensor, home)
+            self._homes.pop(tensor, None)
+
+    def _lower(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype is not self.dtype and tensor.is_floating_point() and tensor.element_size() > 1:
+            self._homes[tensor] = tensor.dtype
+            _cast(tensor, self.dtype)
+
+    def _all(self, component: Component) -> dict[int, tuple[torch.Tensor, torch.dtype]]:
+        """By id, in the same order on all ranks: what was cast, and states that have come to be since."""
+        found = {id(t): (t, self._homes[t]) for t in _tensors(component) if t in self._homes}
+        for tensor, parameter in _states(component):
+            if parameter in self._homes and tensor.is_floating_point():
+                home = self._homes.get(tensor) or (
+                    self._homes[parameter] if tensor.dtype is self.dtype else tensor.dtype
+                )
+                found.setdefault(id(tensor), (tensor, home))
+        return found
+
+
+class Whole(Piece):
+    """A tensor that every rank has whole, in another dtype than the notebook."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, speaks: bool) -> None:
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.dtype = dtype
+        self.speaks = speaks
+
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        return [(0, self.tensor.numel())] if self.speaks else []
+
+    def read(self) -> Sequence[torch.Tensor]:
+        return [self.tensor.detach().reshape(-1).to(self.dtype)] if self.speaks else []
+
+    @torch.no_grad()
+    def fill(self, whole: torch.Tensor) -> None:
+        self.tensor.detach().copy_(whole.reshape(self.shape))
+
+
+class Raised(Piece):
+    """A strategy's own piece, in the notebook's dtype."""
+
+    def __init__(self, piece: Piece, dtype: torch.dtype) -> None:
+        self.piece = piece
+        self.shape = piece.shape
+        self.dtype = dtype
+
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        return self.piece.ranges()
+
+    def read(self) -> Sequence[torch.Tensor]:
+        return [part.to(self.dtype) for part in self.piece.read()]
+
+    def fill(self, whole: torch.Tensor) -> None:
+        self.piece.fill(whole.to(self.piece.dtype))
+
+
+@torch.no_grad()
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    gradient = tensor.grad if tensor.is_leaf else None
+    if gradient is not None:
+        tensor.grad = None
+    tensor.data = tensor.data.to(dtype)
+    if gradient is not None:
+        gradient.data = gradient.data.to(dtype)
+        tensor.grad = gradient
+
+
+def _tensors(component: Component) -> list[torch.Tensor]:
+    """Of the component's modules: parameters and floating buffers, each once."""
+    found = [t for module in component.modules.values() for t in (*module.parameters(), *module.buffers())]
+    return [t for t in {id(t): t for t in found}.values() if not is_lazy(t) and t.is_floating_point()]
+
+
+def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(tensor of an optimizer's state, the parameter it is for), in the order of the groups; but step counts."""
+    for optimizer in component.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in (optimizer.state.get(parameter) or {}).items():
+                    if key != "step":
+                        for tensor in _flat(value):
+                            yield tensor, parameter
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    """LBFGS keeps lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _flat(part)

@@ -1,0 +1,202 @@
+"""`--precision`: what models compute in.
+
+mixed: the outermost call of a model runs under autocast and returns 32 bits, so that losses, optimizers and whatever
+    else a loop does stay in 32. Weights are not touched. (`16-mixed` also scales the loss: see `scaling`.)
+true: weights, buffers and optimizer states are in 16 bits on the ranks; what a model is given is cast, and what it
+    returns is cast back. The notebook's tensors stay as they are: see `lowered`.
+
+`nn.Module.__call__` is replaced while the runtime is installed, rather than hooks put on the modules: a copy of the
+model that the cell makes, pickles or sends home has nothing of it, whatever the cell makes is covered, and an inner
+module costs one more call. Only calls from outside count as outermost, so that `model.encode(x)`, which calls layers
+and not the model, is covered too. A module without parameters (a loss) computes in 32 bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nbtrain.errors import UsageError
+from nbtrain.specs import PRECISIONS
+from nbtrain.strategies.base import Strategy
+from nbtrain.training.patches import Patches
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One of the precisions, but 32."""
+
+    dtype: torch.dtype
+    weights: bool = False
+    """they are in it, too"""
+    scaled: bool = False
+    """its range is too small for gradients, so the loss is scaled"""
+
+
+FORMATS: Mapping[str, Format] = {
+    "bf16-mixed": Format(torch.bfloat16),
+    "16-mixed": Format(torch.float16, scaled=True),
+    "bf16-true": Format(torch.bfloat16, weights=True),
+    "16-true": Format(torch.float16, weights=True),
+}
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def chosen(precision: str, strategy: Strategy, device: torch.device) -> Format | None:
+    """None: there is nothing to do around the strategy. Raises what cannot be."""
+    if precision == PRECISIONS[0]:
+        return None
+    if precision not in FORMATS:
+        raise UsageError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
+    if strategy.hands_off:
+        raise UsageError(
+            f"--precision {precision}: under this strategy nothing is touched, so the code says itself what it "
+            "computes in; take another strategy, or leave the option out"
+        )
+    form = FORMATS[precision]
+    if device.type == "cuda" and form.dtype is torch.bfloat16 and not _has_bfloat16(device):
+        card = torch.cuda.get_device_name(device)
+        instead = precision.replace("bf16", "16")
+        raise UsageError(f"--precision {precision}: {card} does not compute in bfloat16; take --precision {instead}")
+    if not (form.weights or strategy.own_precision) and not torch.amp.is_autocast_available(device.type):
+        raise UsageError(f"--precision {precision}: torch has no autocast for {device.type}; leave the option out")
+    return None if strategy.own_precision else form
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+class _Place(threading.local):
+    inside = False
+    """a model is being called, in this thread"""
+
+
+class Forwards:
+    """What happens around the outermost call of a model while a cell runs."""
+
+    def __init__(self, form: Format, device: torch.device) -> None:
+        self.form = form
+        self.kind = device.type
+        self.on = False
+        """a cell runs"""
+        self.before: Callable[[nn.Module], None] = lambda module: None
+        """called with each model that is called"""
+        self.after: Callable[[Any, Any], None] = lambda given, returned: None
+        """with what it was given, and what it returned"""
+        self._place = _Place()
+
+    def patch(self, patches: Patches) -> None:
+        patches.wrap(nn.Module, "__call__", self._call)
+        if self.form.weights:
+            patches.wrap(torch.autograd, "backward", self._backward)
+
+    def _call(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        place = self._place
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.on or place.inside:
+                return old(module, *args, **kwargs)
+            first = next(module.parameters(), None)
+            if first is None or (self.form.weights and first.dtype is not self.form.dtype):
+                return old(module, *args, **kwargs)
+            place.inside = True
+            try:
+                if torch._C._current_graph_task_id() != -1 and self._was_inside(args, kwargs):
+                    return old(module, *args, **kwargs)
+                if self.form.weights:
+                    return self._lowered(old, module, args, kwargs)
+                self.before(module)
+                with torch.autocast(self.kind, dtype=self.form.dtype):
+                    returned = old(module, *args, **kwargs)
+                returned = changed(returned, _raised)
+                self.after((args, kwargs), returned)
+                return returned
+            finally:
+                place.inside = False
+
+        return call
+
+    def _was_inside(self, args: Any, kwargs: Any) -> bool:
+        """Of a layer that a backward computes again: what it returns has to be what it was the first time."""
+        if not self.form.weights:  # torch's checkpoint has put back the autocast there was
+            return torch.is_autocast_enabled(self.kind)
+        given = args, kwargs
+        return changed(given, self._lower) is given
+
+    def _lowered(self, old: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with self._default():
+            returned = old(module, *changed(args, self._lower), **changed(kwargs, self._lower))
+        return changed(returned, _raised)
+
+    def _lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.form.dtype) if tensor.is_floating_point() else tensor
+
+    def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """Layers that are computed again make their own tensors once more."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self.on:
+                return old(*args, **kwargs)
+            with self._default():
+                return old(*args, **kwargs)
+
+        return backward
+
+    @contextmanager
+    def _default(self) -> Iterator[None]:
+        """What a forward makes itself (zeros for a state) has to fit its weights."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.form.dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _raised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with its tensors changed: the very same object where none of them was. Looks into containers, dataclasses
+    and what torch's pytree knows."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [changed(part, change) for part in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*parts)
+        return type(value)(parts) if isinstance(value, tuple) or type(value) is list else value
+    if type(value) is dict:
+        pairs = {key: changed(part, change) for key, part in value.items()}
+        return value if all(pairs[key] is value[key] for key in value) else pairs
+    if type(value) in pytree.SUPPORTED_NODES:
+        return pytree.tree_map(lambda leaf: changed(leaf, change), value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _changed_fields(value, change)
+    return value
+
+
+def _changed_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    found = value
+    for one in fields(value):
+        old = getattr(value, one.name, None)
+        new = changed(old, change)
+        if new is not old:
+            found = copy.copy(value) if found is value else found
+            object.__setattr__(found, one.name, new)  # it may be frozen
+    return found
