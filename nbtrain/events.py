@@ -102,6 +102,8 @@ class Failed(Event):
     """how many collectives"""
     between: bool = False
     """it was stopped where nothing was under way"""
+    pieces: bool = False
+    """it keeps only a part of some model"""
     whole: bool = False
     """no optimizer was in the middle of it: what is there is the state after so many calls"""
 
@@ -111,6 +113,10 @@ class Finished(Event):
     """The cell ended well on this rank."""
 
     steps: int
+    calls: int = 0
+    """how often an optimizer has stepped"""
+    waits: bool = False
+    """it can bring home what the cell did only together with the others, which is still to be asked for"""
     home: Any = None
     """from the lead rank: what comes home, packed"""
     streams: Any = None

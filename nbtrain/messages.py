@@ -82,6 +82,15 @@ class Pull:
     """keys that the notebook does not know any more"""
     released: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """rank → segments of its own that the notebook has let go"""
+    together: bool = False
+    """the others are told to `Serve`"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serve:
+    """Another rank packs something of which each rank may have a piece: give it yours. Not answered."""
+
+    lead: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +100,8 @@ class Leave:
 
     key: int
     reason: str
+    together: bool = False
+    """the others are told to `Serve`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,4 +134,4 @@ class Close:
     """End the process."""
 
 
-Message = Run | Adopt | Pull | Leave | Forget | Conclude | Regroup | Close
+Message = Run | Adopt | Pull | Serve | Leave | Forget | Conclude | Regroup | Close

@@ -11,7 +11,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.events import Event, Pulled
 from nbtrain.exchange.kinds.base import GONE
 from nbtrain.exchange.residence import Handle, Node
-from nbtrain.messages import Message, Pull
+from nbtrain.messages import Message, Pull, Serve
 from nbtrain.session import kept
 from nbtrain.session.traffic import Traffic
 
@@ -24,14 +24,16 @@ class Fetch:
 
     def __init__(
         self, traffic: Traffic, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
-        listen: Callable[[Iterable[int]], list[Event]], dead: Callable[[], set[int]],
+        listen: Callable[[Iterable[int]], list[Event]], dead: Callable[[], set[int]], together: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`listen` raises when one of these ranks is gone. `dead`: who has died since the last cell."""
+        """`listen` raises when one of these ranks is gone. `dead`: who has died since the last cell. `together`:
+        whether each rank may have only a piece of something."""
         self.traffic = traffic
         self.ranks = tuple(ranks)
         self.send = send
         self.listen = listen
         self.dead = dead
+        self.together = together
         self.leads: dict[int, int] = {}
         """handle → the rank that ran the cell which left the object behind"""
         self._asked = self._expected = 0
@@ -98,7 +100,12 @@ class Fetch:
         asked, began, said = self._asked, time.monotonic(), False
         self._expected = asked
         released = {rank: self.traffic.released(rank) for rank in ranks}
-        self.send(Pull(key=key, asked=asked, drop=self.traffic.forgotten, released=released), ranks)
+        together = self.together()
+        pull = Pull(key=key, asked=asked, drop=self.traffic.forgotten, released=released, together=together)
+        for rank in ranks:
+            self.send(pull, [rank])
+            if together:
+                self.send(Serve(lead=rank), [other for other in self.ranks if other != rank])
         while len(answers) < len(ranks):
             for event in self.listen(ranks):
                 if isinstance(event, Pulled) and event.asked == asked:

@@ -53,6 +53,19 @@ class Outcome:
         return max(able, key=lambda rank: (able[rank].calls, -rank), default=None)
 
     @property
+    def in_pieces(self) -> bool:
+        """No rank has a whole model: what the cell did comes home from all of them, or not at all."""
+        return any(done.waits for done in self.finished.values()) or any(f.pieces for f in self.failed.values())
+
+    @property
+    def at_one_step(self) -> bool:
+        """All ranks are there, and their pieces fit together."""
+        if not set(self.ranks) <= set(self.finished) | set(self.failed):
+            return False
+        calls = {done.calls for done in self.finished.values()} | {failed.calls for failed in self.failed.values()}
+        return len(calls) == 1 and all(failed.whole for failed in self.failed.values())
+
+    @property
     def steps(self) -> int:
         """How many the best has taken."""
         best = self.best()
@@ -61,6 +74,10 @@ class Outcome:
     def led_by(self, lead: int) -> set[int]:
         """Its state is the cell's from now on. Says who has to pack what is to come home, and has not."""
         self.lead = lead
+        if self.in_pieces:
+            waiting = set(self.ranks)
+            self.failed, self.finished = {}, {}
+            return waiting
         waiting = {rank for rank in self.failed if rank in self.ranks} if lead in self.failed else set()
         if lead in self.finished and self.finished[lead].home is None:  # it has ended as one that is not the lead
             waiting.add(lead)

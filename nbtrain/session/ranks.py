@@ -13,7 +13,7 @@ from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
 from nbtrain.exchange.arrival import Unmakeable
-from nbtrain.messages import Adopt, Forget, Leave, Message
+from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
 from nbtrain.patience import Patience
 from nbtrain.session import failure
 from nbtrain.session.handles import SLOW, Fetch
@@ -63,6 +63,8 @@ class Ranks:
         self._runs = 0
         self._killed = 0
         """how many processes the system had ended for want of memory when the ranks were started"""
+        self.parted_as: Any = None
+        """under which strategy and options the ranks keep models in pieces; None: they do not"""
         self.running = False
         """a cell is on its way through them"""
         self._idle: Idle | None = None
@@ -217,7 +219,7 @@ class Ranks:
             self.traffic.inherit(traffic)
         if fetch is not None:
             fetch.close()
-        self.fetch = Fetch(self.traffic, ranks, self.send, self.answers, self._dead)
+        self.fetch = Fetch(self.traffic, ranks, self.send, self.answers, self._dead, lambda: self.parted_as is not None)
         if spared and fetch is not None:
             self.fetch.inherit(fetch)
 
@@ -239,7 +241,7 @@ class Ranks:
         pool, traffic, idle = self.pool, self.traffic, self._idle
         if self.fetch is not None:
             self.fetch.close()
-        self.pool = self.traffic = self.fetch = self._idle = self.left = None
+        self.pool = self.traffic = self.fetch = self._idle = self.left = self.parted_as = None
         self.deaths = []
         if idle is not None:
             idle.stop()
@@ -257,6 +259,7 @@ class Ranks:
         spare = tuple(node.key for node in handles(table, worth=True))
         known = table.nodes.keys() - set(table.unreachable(spare)) - {node.key for node in handles(table)}
         self.pool.send(Forget(spare=spare, known=tuple(known)), [info.rank for info in self.pool.ranks])
+        self.parted_as = None
         self._new_traffic(spared=bool(spare))
         self._adopting.clear()
 
@@ -323,8 +326,9 @@ class Ranks:
             self._ready.add(event.rank)
         return event
 
-    def home(self, lead: int, home: Home, streams: Any) -> Home:
-        """Take home what the lead packed. What the notebook cannot make stays there, behind a handle."""
+    def home(self, lead: int, home: Home, streams: Any, together: bool) -> Home:
+        """Take home what the lead packed, `together` with the others if each had a piece. What the notebook cannot make
+        stays there, behind a handle."""
         assert self.traffic is not None
         left: set[int] = set()
         while True:
@@ -336,7 +340,10 @@ class Ranks:
                 left.add(error.key)
                 cause = error.__cause__
                 why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-                self.send(Leave(key=error.key, reason=f"it cannot be made in the notebook: {why}"), [lead])
+                others = [rank for rank in self.traffic.readers if rank != lead] if together else []
+                reason = f"it cannot be made in the notebook: {why}"
+                self.send(Leave(key=error.key, reason=reason, together=together), [lead])
+                self.send(Serve(lead=lead), others)
                 home = self._repacked()
             else:
                 if self.fetch is not None:

@@ -30,6 +30,11 @@ from nbtrain.shield import Presses, presses, shielded
 from nbtrain.specs import PRECISIONS, RunSpec
 from nbtrain.views import choose
 
+APART = (
+    "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "
+    "home. --save-every keeps checkpoints for such a case."
+)
+
 
 class CellRun:
     """One run."""
@@ -58,6 +63,8 @@ class CellRun:
         """what names that the cell may assign held when it failed"""
         self._told: set[str] = set()
         """names of which the user knows that `recover` changes them"""
+        self._together = False
+        """what comes home was put together from the pieces of all ranks"""
         self._over = True
         """no rank runs the cell, or those that did are gone"""
 
@@ -108,6 +115,10 @@ class CellRun:
         traffic = held.fork_traffic(spec.pool) if forks else held.traffic
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
+        if held.parted_as not in (None, self._runs_as):  # pieces for one strategy are of no use to another
+            held.forget()
+            traffic = held.traffic
+            assert traffic is not None
         said = set(traffic.slow)
         try:
             out = traffic.outgoing(
@@ -155,6 +166,10 @@ class CellRun:
     @property
     def stopped(self) -> bool:
         return self._ending is not None and self._ending.stopped
+
+    @property
+    def _runs_as(self) -> tuple[Any, ...]:
+        return self.spec.strategy, dict(self.spec.options), self.spec.precision
 
     @property
     def _open(self) -> set[int]:
@@ -247,10 +262,16 @@ class CellRun:
         lead = self.outcome.lead if ok else self.outcome.best() if self.stopped and not self._fault else None
         if lead is None:
             self._fail()
-        alike = ok or self.outcome.alike()
+        pieces = self.outcome.in_pieces
+        if pieces and not ok and not self.outcome.at_one_step:
+            self._fail()
+        alike = ok or self.outcome.alike() or pieces
         stuck = self._open
         regroup = bool(stuck) or not (ok or self._quiet)
-        if not ok:
+        if pieces and regroup:  # they come home through a group that works; what trains is bound to the old one
+            self.held.regroup()
+            regroup = alike = False
+        if pieces or not ok:
             self._conclude(lead)
         regroup = regroup or not all(done.grouped for done in self.outcome.finished.values())
         self._over = True
@@ -266,6 +287,8 @@ class CellRun:
                 self.held.regroup(stuck)
         if not alike:  # the others' twins are not what has come home
             self.held.forget()
+        elif pieces:
+            self.held.parted_as = self._runs_as
         figures_can_be_shown()
         report(self._traffic, self.outcome.finished, self.outcome.lead)
         if not ok:
@@ -339,6 +362,7 @@ class CellRun:
 
     def _conclude(self, lead: int) -> None:
         """What the cell has done so far counts."""
+        self._together = self.outcome.in_pieces
         waiting = self.outcome.led_by(lead)
         self.held.send(Conclude(lead=lead), waiting)
         before, said = self._presses.count, False
@@ -364,7 +388,10 @@ class CellRun:
         self.outcome.without(dead)
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
-        error = self._error(stuck, f"Step {steps:,} is held: %distributed recover brings it home." if keeps else "")
+        held_back = f"Step {steps:,} is held: %distributed recover brings it home." if keeps else ""
+        if self.outcome.in_pieces and not (self.outcome.at_one_step and not dead):
+            keeps, held_back = False, APART
+        error = self._error(stuck, held_back)
         try:
             if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # new ones would not start
                 held.lose()
@@ -388,7 +415,8 @@ class CellRun:
             tails = {death.rank: self.relay.tail(death.rank) for death in deaths}
             return self.held.died(deaths, tails, held)
         if not self._fault:
-            return KeyboardInterrupt("stopped; the notebook is as it was before this cell")
+            why = f". {held}" if held else ""
+            return KeyboardInterrupt(f"stopped; the notebook is as it was before this cell{why}")
         return failure.exception(
             self.outcome.failed, stuck, self.spec.pool.world_size, held,
             lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
@@ -405,7 +433,7 @@ class CellRun:
         for rank, done in finished.items():
             traffic.packer.released(rank, done.released)
         done = finished[lead]
-        done = finished[lead] = replace(done, home=self.held.home(lead, done.home, done.streams))
+        done = finished[lead] = replace(done, home=self.held.home(lead, done.home, done.streams, self._together))
         traffic.ahead.difference_update(self.names.hard, self.names.soft)
         for name in self.spec.keep:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):

@@ -6,7 +6,8 @@ What is set up already is kept; a component that grew (a new layer, a new optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -19,8 +20,11 @@ from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotPrepared
 from nbtrain.exchange.fingerprint import checksum
-from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
+from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.training.become import become
 from nbtrain.training.collectives import equalise
+
+Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
 PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
 """What a runtime wants to be told of."""
@@ -44,14 +48,25 @@ class Kept:
 class Workshop:
     """What is prepared on a rank."""
 
-    def __init__(self, strategy: Strategy, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        device: torch.device,
+        world_size: int,
+        replaced: Replaced = become,
+        precision: str = "32",
+    ) -> None:
+        """`replaced`: whom to tell of tensors that others were put in the place of."""
         self.strategy = strategy
+        self.precision = precision
+        self.replaced = replaced
         self.device = device
         self.world_size = world_size
         self.kept: list[Kept] = []
         self.ready: set[int] = set()
         self.known: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         self._last: tuple[Mapping[str, object], list[Any]] | None = None
+        self._inside = False
 
     @property
     def prepared(self) -> list[Prepared]:
@@ -68,10 +83,39 @@ class Workshop:
             self._set_up(component)
         self._last = objects, _layout(objects)
 
-    def forget(self) -> None:
-        """Close everything that was set up."""
+    def enter(self) -> None:
+        """A cell is about to run. Collective."""
+        self._inside = True
+        for prepared in self.prepared:
+            prepared.enter()
+
+    def leave(self) -> None:
+        """It has ended: what was set up looks as the notebook knows it."""
+        if self._inside:
+            self._inside = False
+            for prepared in self.prepared:
+                prepared.leave()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """In the middle of a cell: as `leave`, for a while. Collective."""
+        inside = self._inside
+        self.leave()
+        try:
+            yield
+        finally:
+            if inside:
+                self.enter()
+
+    def pieces(self) -> list[tuple[torch.Tensor, Piece]]:
+        """Tensors that the notebook is to have otherwise than they are here; not while a cell runs."""
+        return [pair for prepared in self.prepared for pair in prepared.pieces()]
+
+    def forget(self, whole: bool = True) -> None:
+        """Close everything that was set up. `whole`: what is in pieces is put together again, which is collective."""
+        self.leave()
         for kept in self.kept[:]:
-            self._close(kept)
+            self._close(kept, whole)
 
     def retire(self, held: Callable[[object], bool]) -> None:
         """Let go of what is not `held` any more: a notebook that makes its model anew leaves the old one behind."""
@@ -82,7 +126,7 @@ class Workshop:
             for group, name in gone:
                 kept.objects -= {id(group.pop(name))}  # another object may have this id by then
             if not (component.modules or component.optimizers):
-                self._close(kept)
+                self._close(kept, False)
 
     def sweep(self) -> None:
         """Let go of the models that nobody else holds: a cell may make them in a loop, one after another."""
@@ -100,7 +144,7 @@ class Workshop:
                     group[name] = item
                 del item
             if not (component.modules or component.optimizers or component.loose):
-                self._close(kept)
+                self._close(kept, False)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
         """Whether all that it trains is set up."""
@@ -131,17 +175,49 @@ class Workshop:
         ids = {id(p) for p in parameters}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
         place(component, self.device)
-        if len(old) == 1 and old[0].objects == objects and old[0].layout == layout:
-            return
-        for kept in old:
-            self._close(kept)
-        equalise([*parameters, *component.buffers()], checksum)
-        self.kept.append(Kept(self.strategy.set_up(component), objects, parameters, layout))
-        self.ready |= ids
+        if len(old) == 1 and old[0].layout == layout:
+            if old[0].objects == objects:
+                return
+            if self._grown(old[0], component):
+                old[0].objects = objects
+                self.known.clear()
+                return
+        with self.outside():
+            for kept in old:
+                self._close(kept)
+            equalise([*component.parameters(), *component.buffers()], checksum)
+            prepared = self.strategy.set_up(component, self.precision)
+            self._tell(prepared)
+            parameters = component.parameters()  # some may be others by now
+            layout = [(id(p), p.dtype, p.shape) for p in parameters]
+            self.kept.append(Kept(prepared, objects, parameters, layout))
+        self.ready |= {id(p) for p in parameters}
         self.known.clear()
 
-    def _close(self, kept: Kept) -> None:
-        kept.prepared.close()
+    def _grown(self, kept: Kept, component: Component) -> bool:
+        """Only optimizers or schedulers came, and the strategy can take them in."""
+        if list(kept.prepared.component.modules.values()) != list(component.modules.values()):
+            return False
+        with self.outside():
+            done = kept.prepared.grow(component)
+            if done:
+                kept.prepared.component = component
+                self._tell(kept.prepared)
+        return done
+
+    def _tell(self, prepared: Prepared) -> None:
+        if prepared.replaced:
+            pairs, prepared.replaced = prepared.replaced, []
+            self.replaced(pairs)
+
+    def _close(self, kept: Kept, whole: bool = True) -> None:
+        if self._inside:
+            kept.prepared.leave()
+        if whole:
+            kept.prepared.close()
+            self._tell(kept.prepared)
+        else:
+            kept.prepared.drop()
         self.kept.remove(kept)
         self.ready -= kept.ids()
         self.known.clear()

@@ -14,6 +14,9 @@ Functions of torch replaced by `install`, and why:
     Optimizer.__init__, add_param_group  models that the cell makes are set up
     nn.Module.__setstate__               a copied model is one that the cell made
     _NormBase.reset_running_stats        update_bn counts the batches of all ranks
+    nn.Module.__call__                   what a model computes in, where that is not 32 bits
+    GradScaler.scale, zero_grad,         loss scaling, under 16-mixed
+    Tensor.retain_grad
     and what is in `lines`
 
 Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
@@ -38,6 +41,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, lines
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
+from nbtrain.training.become import become
 from nbtrain.training.board import Board
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
@@ -45,9 +49,12 @@ from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.norms import Recounted
 from nbtrain.training.patches import Patches
-from nbtrain.training.prepare import Workshop
+from nbtrain.training.precision import Forwards, chosen
+from nbtrain.training.prepare import Replaced, Workshop
 from nbtrain.training.randomness import Randomness
+from nbtrain.training.recompute import Recompute
 from nbtrain.training.saving import Saving
+from nbtrain.training.scaling import Scaling
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Stopping
 
@@ -63,22 +70,32 @@ class Runtime:
         strategy: Strategy,
         emit: Callable[[Event], None],
         randomness: Randomness | None = None,
+        replaced: Replaced = become,
+        precision: str = "32",
     ) -> None:
         """`randomness`: of the runtime before this one. A rank's streams outlive a change of strategy: the notebook
-        sends its own only when they have changed."""
+        sends its own only when they have changed. `replaced`: whom to tell of tensors that others were put in the
+        place of."""
         self.info = info
         self.strategy = strategy
         self.emit = emit
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
-        self.workshop = Workshop(strategy, self.device, info.world_size)
+        self.workshop = Workshop(strategy, self.device, info.world_size, replaced)
+        self.format = chosen(precision, strategy, self.device)
+        self.forwards = Forwards(self.format, self.device) if self.format else None
+        self.scaling: Scaling | None = None
+        if self.forwards is not None and self.forwards.form.scaled:
+            self.scaling = Scaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
+            self.forwards.before, self.forwards.after = self.scaling.called, self.scaling.passed
         self.loaders = Loaders(self.randomness, self.steps, self.device, info.rank)
         self.accumulation: Accumulation | None = None
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self.saving = Saving(self.meeting)
+        self.recompute = Recompute()
         self.made = Made(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
@@ -87,6 +104,8 @@ class Runtime:
         self._agreement = Agreement()
         self._patches = Patches()
         self._in_backward = False
+        self._prepared: Mapping[str, object] | None = None
+        """what `begin` is about to be called for"""
 
     # --- per process -----------------------------------------------------------------------------
 
@@ -98,6 +117,9 @@ class Runtime:
         if _installed is not None:
             _installed.uninstall()
         patches = self._patches
+        for part in (self.forwards, self.scaling):
+            if part is not None:
+                part.patch(patches)
         patches.wrap(torch.autograd, "backward", self._backward)
         for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
             for module in (torch.nn.utils.clip_grad, torch.nn.utils):
@@ -105,8 +127,9 @@ class Runtime:
         patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self.loaders.patch(patches)
         self.meeting.patch(patches)
-        if self.info.world_size > 1:
+        if self.info.world_size > 1 or self._casts:
             self.made.patch(patches)
+        if self.info.world_size > 1:
             self.recounted.patch(patches)
             lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
             self.saving.patch(patches)
@@ -114,23 +137,33 @@ class Runtime:
         patches.keep(register_optimizer_step_post_hook(self._after_step))
         _installed = self
 
-    def uninstall(self) -> None:
-        """Put torch back as it was."""
+    def uninstall(self, whole: bool = True) -> None:
+        """Put torch back as it was. `whole`: what is in pieces is put together again, which is collective."""
         global _installed
-        self.workshop.forget()
+        self.workshop.forget(whole)
         self._patches.undo()
         if _installed is self:
             _installed = None
 
     # --- per cell --------------------------------------------------------------------------------
 
-    def begin(
-        self, run: RunSpec, objects: Mapping[str, object], board: Board | None = None, number: int = 0
-    ) -> list[str]:
-        """Prepare what the cell uses; sentences for the user. Collective. `number`: of this run, on all ranks."""
+    def prepare(self, objects: Mapping[str, object], board: Board | None = None, number: int = 0) -> None:
+        """What the cell uses; it looks to the notebook as before. Collective. `number`: of this run, on all ranks."""
         self.meeting.begin(board, number)
         self.saving.begin()
         self.workshop.prepare(objects)
+        self._prepared = objects
+
+    def begin(
+        self, run: RunSpec, objects: Mapping[str, object], board: Board | None = None, number: int = 0
+    ) -> list[str]:
+        """The cell is about to run, on what was prepared, or is now; sentences for the user. Collective."""
+        if self._prepared is not objects:
+            self.prepare(objects, board, number)
+        self._prepared = None
+        names = () if self.strategy.hands_off else run.checkpoint_activations
+        self.recompute.begin(names, [item for item in objects.values() if isinstance(item, torch.nn.Module)])
+        self.workshop.enter()
         index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
         self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
@@ -145,14 +178,23 @@ class Runtime:
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
             self.recounted.begin()
-            self._looks_after = self.info.world_size > 1
+            self._looks_after = self.info.world_size > 1 or self._casts
             self.randomness.together()
+        if self.scaling is not None:
+            self.scaling.begin(item for item in objects.values() if isinstance(item, Optimizer))
+        if self.forwards is not None:
+            self.forwards.on = True
+        self.recompute.on()
         return [] if self.strategy.hands_off else _batch_notes(objects, deal, run.accumulate)
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = self._looks_after = False
         self._in_backward = False
+        if self.forwards is not None:
+            self.forwards.on = False
+        notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
+        self.recompute.off()
         self.randomness.apart()
         self.stopping.end()
         self.meeting.end(ok)
@@ -161,7 +203,13 @@ class Runtime:
             self.accumulation = None
         if not ok:
             self._reset()
-        return self.loaders.end()
+        self.workshop.leave()
+        return [*notes, *self.loaders.end()]
+
+    @property
+    def _casts(self) -> bool:
+        """Weights are in another dtype than the notebook's, on one rank too."""
+        return self.format is not None and self.format.weights
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
@@ -200,12 +248,15 @@ class Runtime:
 
         Collective: every rank has to call it. The very same objects are returned.
         """
+        self.recompute.learn(item for item in objects if isinstance(item, torch.nn.Module))
         self.workshop.prepare({f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)})
         if self.randomness.shared_states and not (self.randomness.alone or self.strategy.hands_off):
             # Rank 0's weights: so its draws for them were those of one process, and the next order of batches follows.
             stand = self.randomness.stand()
             collectives.equalise([stand], checksum)
             self.randomness.stand_at(stand)
+        if self.scaling is not None:
+            self.scaling.look_again()
         if self.accumulation is not None:
             for item in objects:
                 if isinstance(item, Optimizer):
@@ -235,11 +286,12 @@ class Runtime:
             self.randomness.apart()
             self.steps.backward()
             self._in_backward = True
+            run = old if self.scaling is None else self.scaling.backward(old)
             try:
                 if self.accumulation is None:
-                    return old(tensors, grad_tensors, *args, **kwargs)
+                    return run(tensors, grad_tensors, *args, **kwargs)
                 with self.accumulation.backward() as share:
-                    return old(tensors, _scaled(tensors, grad_tensors, share), *args, **kwargs)
+                    return run(tensors, _scaled(tensors, grad_tensors, share), *args, **kwargs)
             except BaseException:
                 self._reset()
                 raise
@@ -279,7 +331,10 @@ class Runtime:
             self.workshop.guard(optimizer)
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
-        return _with_common_loss(args, kwargs) if several else None
+        found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
+        if several and (common := _with_common_loss(*(found or (args, kwargs)))) is not None:
+            found = common
+        return found
 
     def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +347,11 @@ class Runtime:
         return step
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.running:
+        if not self.running:
+            return
+        if self.scaling is not None and self.scaling.after_step(optimizer):
+            self.steps.passed_over(optimizer)
+        else:
             self.steps.stepped(optimizer)
 
 

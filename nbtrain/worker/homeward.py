@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import nbtrain.words as words
 from nbtrain.exchange import kinds
+from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.kinds import ATOMS, numeric
-from nbtrain.exchange.parcel import Packer, Parcel
+from nbtrain.exchange.parcel import Packer, Parcel, fetched
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
 from nbtrain.exchange.ways import by_value
+from nbtrain.worker.pieces import Pieces
 from nbtrain.worker.sameness import number
 
 KERNEL = -1
@@ -64,7 +67,12 @@ class Homeward:
         ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
         return [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
 
-    def pack(self, packer: Packer) -> Home:
+    def pack(self, packer: Packer, pieces: Pieces | None = None) -> Home:
+        """`pieces`: of models of which no rank has all; the others serve them."""
+        with _writing(packer, pieces) as write:
+            return self._pack(write)
+
+    def _pack(self, write: Callable[[Cargo], Parcel]) -> Home:
         numeric.learn_atoms()
         bound = self.bound
         walk, weights = self._look()
@@ -81,17 +89,17 @@ class Homeward:
         ways = Ways(self.table, self.namespace)
         news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
         stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
-        home = Home(packer.pack(cargo, (KERNEL,)), news, self.deleted, stayed)
+        home = Home(write(cargo), news, self.deleted, stayed)
         cargo.buffers = []  # they would keep alive what the next line of the user's may let go
         self._walk = walk
         return home
 
-    def leave(self, key: int, reason: str, packer: Packer) -> Home:
+    def leave(self, key: int, reason: str, packer: Packer, pieces: Pieces | None) -> Home:
         """The same without this new object."""
         assert self._walk is not None
         self._staying[id(self.table.nodes[key].obj)] = Stay(reason, False)
         self._walk.undo()
-        return self.pack(packer)
+        return self.pack(packer, pieces)
 
     def _look(self) -> tuple[Walk, dict[str, int]]:
         walk = Walk(self.table, self.namespace, keep_home=True)
@@ -112,8 +120,31 @@ class Homeward:
         return walk, weights
 
 
-def pull(table: Table, namespace: dict[str, Any], key: int, packer: Packer) -> tuple[Parcel | None, str]:
+@contextmanager
+def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[Cargo], Parcel]]:
+    """How what a walk found becomes a parcel. The others, who serve `pieces`, are told what is wanted of them, also if
+    it does not come to that."""
+
+    def write(cargo: Cargo) -> Parcel:
+        if pieces is not None:
+            pieces.announce(fetched(cargo))
+        return packer.pack(cargo, (KERNEL,))
+
+    with pieces.gathering() if pieces is not None else nullcontext():
+        yield write
+
+
+def pull(
+    table: Table, namespace: dict[str, Any], key: int, packer: Packer, pieces: Pieces | None
+) -> tuple[Parcel | None, str]:
     """A copy of what lives under a handle's key; or why there can be none."""
+    with _writing(packer, pieces) as write:
+        return _pull(table, namespace, key, write)
+
+
+def _pull(
+    table: Table, namespace: dict[str, Any], key: int, write: Callable[[Cargo], Parcel]
+) -> tuple[Parcel | None, str]:
     node = table.nodes.get(key)
     if node is None:
         return None, "it was never made there"
@@ -126,7 +157,7 @@ def pull(table: Table, namespace: dict[str, Any], key: int, packer: Packer) -> t
         cargo = walk.finish()
         if walk.culprits:
             return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
-        return packer.pack(cargo, (KERNEL,)), ""
+        return write(cargo), ""
     finally:
         walk.undo()
         table.by_id[identity] = node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import functools
 import gc
 import math
 import multiprocessing
@@ -22,11 +23,11 @@ from nbtrain.errors import CannotTravel, NbtrainError
 from nbtrain.events import Adopted, Event, Failed, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
-from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run
+from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.training.board import ABORT, RAISED, TAKEN, Board
 from nbtrain.worker.group import Group
-from nbtrain.worker.homeward import KERNEL, LIMIT
+from nbtrain.worker.homeward import KERNEL, LIMIT, Home, Homeward
 from nbtrain.worker.interrupts import Interrupts, cut_a_step_short
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
@@ -98,6 +99,10 @@ class Rank:
         self._environ: dict[str, str] = {}
         self._last: tuple[Run, dict[str, Any]] | None = None
         """the last run, and the names it was given"""
+        self._lead = 0
+        """whose changes come home"""
+        self._notes: tuple[str, ...] = ()
+        """of the last run"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
 
@@ -122,11 +127,14 @@ class Rank:
                 self._adopt(message)
             elif type(message) is Pull:
                 self._pull(message)
+            elif type(message) is Serve:
+                self.twins.pieces.serve(message.lead)
             elif type(message) is Leave:
-                home = self.twins.leave(message.key, message.reason)
+                home = self.twins.leave(message.key, message.reason, message.together)
                 self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
             elif type(message) is Forget:
-                self.twins.forget(self._close_runtime, message.spare, message.known)
+                close = functools.partial(self._close_runtime, bool(message.spare))
+                self.twins.forget(close, message.spare, message.known)
                 self._found = None
             elif type(message) is Conclude:
                 self._conclude(message.lead)
@@ -169,20 +177,22 @@ class Rank:
         self.group.form(self.config.store)
 
     def _close(self) -> None:
-        self._close_runtime()
+        self._close_runtime(False)
         self.group.dissolve()
         self.outputs.finish()
         self.link.close()
 
-    def _close_runtime(self) -> None:
+    def _close_runtime(self, whole: bool = True) -> None:
+        """`whole`: what is in pieces is put together again, which is collective."""
         if self.runtime is not None:
-            self.runtime.uninstall()
+            self.runtime.uninstall(whole)
             self.runtime = self._runs_as = None
 
     # -- a cell --------------------------------------------------------------------------
 
     def _run(self, run: Run) -> None:
         self._last = None
+        self._lead = run.ranks[0]
         try:
             ready = self._prepare(run)
         except BaseException as error:
@@ -198,30 +208,43 @@ class Rank:
         self.outputs.outlet.begin(running)
         self.meters.begin(steps, run.number)
         failure, lines = self._execute(run)
-        notes = self.runtime.end(failure is None)
+        self._notes = tuple(self.runtime.end(failure is None))
         self.meters.end(steps)
         if failure is not None:
             self.outputs.outlet.announce()
             self._fail(failure, lines, run.number)
+        elif self._shares_pieces(run):
+            # All ranks are needed to bring it home: the kernel says so once each has come to the end of the cell.
+            now, calls = time.time(), steps.calls
+            self._finish(Finished(rank=self.info.rank, time=now, steps=steps.count, calls=calls, waits=True))
         else:
-            self._go_home(run, names, lead, tuple(notes))
+            self._go_home(run, names, lead)
 
-    def _go_home(self, run: Run, names: dict[str, Any], lead: bool, notes: tuple[str, ...]) -> None:
+    def _shares_pieces(self, run: Run) -> bool:
+        """No rank has a whole model to bring home."""
+        several = len(run.ranks) == self.info.world_size > 1
+        return several and bool(self.twins.pieces or self.runtime.workshop.pieces())
+
+    def _go_home(self, run: Run, names: dict[str, Any], lead: bool) -> None:
         """What the cell did counts."""
         try:
-            homeward = self.twins.homeward(names, run.spec.keep, LIMIT if run.spec.pool.start != "fork" else math.inf)
+            limit = LIMIT if run.spec.pool.start != "fork" else math.inf
+            if len(run.ranks) == self.info.world_size:
+                self.twins.pieces.learn(self.runtime.workshop.pieces())
+                self.twins.pieces.compare()
+            homeward = self.twins.homeward(names, run.spec.keep, limit)
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = Finished(
                 rank=self.info.rank,
                 time=time.time(),
                 steps=self.runtime.steps.count,
-                home=homeward.pack(self.twins.packer) if lead else None,
+                home=self._home(homeward, run, lead),
                 streams=collect_streams(self.runtime.randomness) if lead else None,
                 agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
                 values=values,
                 released=self.twins.released(),
                 grouped=self.group.intact,
-                notes=notes,
+                notes=self._notes,
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
             self._fail(error, self._lines_of(error))
@@ -230,13 +253,23 @@ class Rank:
             unsaid = self.outputs.outlet.unsaid()
             self._send(finished if unsaid is None else replace(finished, began=unsaid))
 
+    def _home(self, homeward: Homeward, run: Run, lead: bool) -> Home | None:
+        together = self._shares_pieces(run)
+        if lead:
+            return homeward.pack(self.twins.packer, self.twins.pieces if together else None)
+        if together:
+            self.twins.pieces.serve(self._lead)
+        return None
+
     def _conclude(self, lead: int) -> None:
-        """The cell was cut short, and the notebook wants what it did all the same."""
+        """All ranks have come to the end of the cell; or it was cut short, and the notebook wants what it did all the
+        same."""
         assert self._last is not None
         run, names = self._last
+        self._lead = lead
         if lead == self.info.rank != run.ranks[0]:
             self.twins.lead_after_all()
-        self._go_home(run, names, lead == self.info.rank, ())
+        self._go_home(run, names, lead == self.info.rank)
 
     def _given_up(self, number: int) -> None:
         """In the meters' thread, now and then: whether the peers of this run will not come."""
@@ -281,11 +314,14 @@ class Rank:
         if touched:
             self._state("preparing")
         runtime.workshop.retire(self.twins.holds)
-        notes = list(runtime.begin(spec, self._objects(names, bool(touched)), self.board, run.number))
+        objects = self._objects(names, bool(touched))
+        runtime.prepare(objects, self.board, run.number)
+        parted = self.twins.parted(runtime.workshop.pieces())
+        lead = self.info.rank == run.ranks[0]
+        self.twins.start([*touched, *parted], lead)
+        notes = list(runtime.begin(spec, objects, self.board, run.number))
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
-        lead = self.info.rank == run.ranks[0]
-        self.twins.start(touched, lead)
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
@@ -306,7 +342,7 @@ class Rank:
         if self.runtime is None or runs_as != self._runs_as:
             self._close_runtime()
             strategy = registry.make_strategy(spec.strategy, spec.options, self.shell.user_ns)
-            self.runtime = Runtime(self.info, strategy, self.link.send, self._randomness)
+            self.runtime = Runtime(self.info, strategy, self.link.send, self._randomness, self.twins.replace)
             self._randomness = self.runtime.randomness
             self.runtime.install()
             self._runs_as = runs_as
@@ -322,7 +358,7 @@ class Rank:
     def _pull(self, message: Pull) -> None:
         self.twins.packer.released(KERNEL, message.released.get(self.info.rank, ()))
         try:
-            parcel, reason = self.twins.pull(message.key, message.drop)
+            parcel, reason = self.twins.pull(message.key, message.drop, message.together)
         except Exception as error:  # the object's own pickle method, or no memory left
             parcel, reason = None, f"{type(error).__name__}: {error}"
         rank = self.info.rank
@@ -352,7 +388,7 @@ class Rank:
             steps = self.runtime.steps
             failed = replace(
                 failed, steps=steps.count, calls=steps.calls, entered=self.runtime.meeting.count,
-                between=_is_stop(error),
+                between=_is_stop(error), pieces=bool(self.twins.pieces),
                 # A closure's first backward is between two steps too, though an optimizer has called it.
                 whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),
             )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nbtrain.exchange import kinds
@@ -12,7 +12,9 @@ from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
+from nbtrain.training.become import become
 from nbtrain.worker.homeward import KERNEL, MISSING, Home, Homeward, New, pull, spared
+from nbtrain.worker.pieces import Pieces
 
 OPTION = "--"
 """No name of Python's begins so: under such names the strategy's options travel."""
@@ -32,6 +34,7 @@ class Twins:
         self._homeward: Homeward | None = None
         self.options: dict[str, Any] = {}
         """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
+        self.pieces = Pieces(rank, world_size, self.table)
         self._unsure = False
         """another rank was the lead: what this one remembers may be behind"""
 
@@ -49,6 +52,7 @@ class Twins:
         self.options = {name.removeprefix(OPTION): value for name, value in options.items()}
         self.namespace.update(arrival.names)
         remember(self.table, self.namespace, touched)
+        self.pieces.take_over()
         return touched, arrival.names
 
     def _place(self, kind: str) -> str:
@@ -62,8 +66,8 @@ class Twins:
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
             wanted = kinds.kind_named(kind)
-            kept = wanted is kinds.kind_named("handle")
-            if way is None or obj is None or not (kept or kinds.kind_of(obj, self.namespace, self.table.apart) is wanted):
+            fits = wanted in (kinds.kind_named("handle"), kinds.kind_of(obj, self.namespace, self.table.apart))
+            if way is None or obj is None or not fits:
                 lacking.append(key)
                 continue
             known = self.table.by_id.get(wanted.identity(obj))
@@ -84,7 +88,7 @@ class Twins:
     def inherit(self, table: Table) -> None:
         """This process was forked from the kernel: it has the notebook's own objects under the kernel's keys."""
         table._next, table._step = self.table._next, self.table._step
-        self.table = table
+        self.table = self.pieces.table = table
 
     def alone(self, name: str, obj: Any) -> Parcel | None:
         """One object packed by itself, or None when it cannot travel."""
@@ -102,6 +106,24 @@ class Twins:
     def holds(self, obj: object) -> bool:
         """Whether the notebook or a name of this rank's leads to it."""
         return self.table.find(obj) is not None or any(value is obj for value in self.namespace.values())
+
+    def replace(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """(old, new) tensors: everybody here who holds an old one holds the new one from now on."""
+        become(pairs, [self.namespace])
+        for old, new in pairs:
+            node = self.table.find(old)
+            if node is not None:
+                fixed = node.fixed
+                self.table.replace(node, new, node.kind)
+                node.fixed = fixed
+
+    def parted(self, pieces: Iterable[tuple[Any, Any]]) -> list[Node]:
+        """These tensors are in pieces here, before a cell begins. Collective. Returns the nodes that are to be
+        remembered as they are now."""
+        if not self.pieces.learn(pieces):
+            return []
+        apart = self.table.apart
+        return [n for n in self.table.nodes.values() if any(id(child.obj) in apart for child in n.children)]
 
     def start(self, touched: Iterable[Node], lead: bool) -> None:
         """Just before the cell: remember how things are, so that afterwards what it changed is known."""
@@ -133,14 +155,14 @@ class Twins:
         self._holds = {}
         return self._homeward
 
-    def leave(self, key: int, reason: str) -> Home:
+    def leave(self, key: int, reason: str, together: bool) -> Home:
         """The notebook cannot make this one of what the last cell made."""
         assert self._homeward is not None
-        return self._homeward.leave(key, reason, self.packer)
+        return self._homeward.leave(key, reason, self.packer, self.pieces if together else None)
 
-    def pull(self, key: int, drop: Iterable[int] = ()) -> tuple[Parcel | None, str]:
+    def pull(self, key: int, drop: Iterable[int], together: bool) -> tuple[Parcel | None, str]:
         self.table.drop(drop)
-        return pull(self.table, self.namespace, key, self.packer)
+        return pull(self.table, self.namespace, key, self.packer, self.pieces if together else None)
 
     def released(self) -> tuple[int, ...]:
         """Segments of the notebook's that this rank does not use any more; it may write to the others again."""
@@ -152,6 +174,7 @@ class Twins:
         """Everything that came from the notebook goes, but what it has handles for, and what that holds; modules stay
         imported."""
         close()
+        self.pieces.forget()
         self.opener = Opener()  # the notebook counts its segments from one again
         self.packer.close()
         for name in [name for name in self.namespace if not private(name)]:
@@ -159,7 +182,7 @@ class Twins:
         kept = spared(self.table, spare)
         known = set(known)
         held = [node for node in self.table.nodes.values() if node.key in known]
-        self.table = Table(self.table._next, self.table._step)
+        self.table = self.pieces.table = Table(self.table._next, self.table._step)
         for key, obj in kept:
             self.table.add(key, obj, kinds.kind_named("handle"))
         for node in held:

@@ -1,0 +1,64 @@
+"""Puts other objects in the place of some, wherever these are held.
+
+A parameter that is cut into pieces becomes another tensor; `params = list(model.parameters())`, made in an earlier
+cell, an attribute, a closure are to mean the new one. So everything that holds an old one is asked for: lists, dicts
+(as value or key), sets, tuples, instances, closures.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import CellType, FrameType, ModuleType
+from typing import Any
+
+
+def become(pairs: Sequence[tuple[Any, Any]], roots: Iterable[Any] = ()) -> None:
+    """`pairs`: (old, new). `roots`: containers that the garbage collector was told to leave alone."""
+    ours = {id(pairs), *map(id, pairs)}
+    while pairs:
+        new = {id(old): fresh for old, fresh in pairs}
+        olds = [old for old, _ in pairs]
+        ours |= {id(olds), id(new), id(new.values())}
+        tuples: list[tuple[Any, Any]] = []
+        ours.add(id(tuples))
+        for holder in [*gc.get_referrers(*olds), *roots]:
+            if id(holder) in ours or isinstance(holder, (FrameType, ModuleType)):
+                continue
+            if isinstance(holder, tuple):
+                fresh = tuple.__new__(type(holder), (new.get(id(item), item) for item in holder))
+                tuples.append((holder, fresh))
+            else:
+                _replace(holder, new)
+        ours |= set(map(id, tuples))
+        pairs = tuples
+
+
+def _replace(holder: Any, new: dict[int, Any]) -> None:
+    if isinstance(holder, dict):
+        if any(id(key) in new for key in holder):
+            items = [(new.get(id(key), key), value) for key, value in dict.items(holder)]
+            dict.clear(holder)
+            for key, value in items:
+                dict.__setitem__(holder, key, value)
+        for key, value in list(dict.items(holder)):
+            if id(value) in new:
+                dict.__setitem__(holder, key, new[id(value)])
+    elif isinstance(holder, (list, deque)):
+        for i, item in enumerate(holder):
+            if id(item) in new:
+                holder[i] = new[id(item)]
+    elif isinstance(holder, set):
+        for item in [item for item in holder if id(item) in new]:
+            holder.discard(item)
+            holder.add(new[id(item)])
+    elif isinstance(holder, CellType):
+        if id(holder.cell_contents) in new:
+            holder.cell_contents = new[id(holder.cell_contents)]
+    else:
+        held = getattr(holder, "__dict__", None)
+        if type(held) is dict:
+            for key, value in list(held.items()):
+                if id(value) in new:
+                    held[key] = new[id(value)]

@@ -1,0 +1,179 @@
+"""What this rank keeps of tensors that the notebook has whole: gathered on the way home, dealt out on the way here.
+
+Which of them changed is found by checksums of the parts and one small reduction. What changed is gathered one tensor at
+a time, while the parcel is written: only the rank that packs it ever has a whole one, and only one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nbtrain.exchange.kinds.apart import Apart, join, part
+from nbtrain.exchange.kinds.base import Later
+from nbtrain.exchange.table import Table
+
+Ranges = list[tuple[int, int]]
+
+
+class Held(Apart):
+    """One tensor's."""
+
+    piece: Any
+    ranges: list[Ranges]
+    """of each rank"""
+    number: int | None = None
+    """checksum of what is here, when notebook and ranks had the same"""
+
+
+class Pieces:
+    """Of everything that is set up. The same tensors in the same order on all ranks."""
+
+    def __init__(self, rank: int, world_size: int, table: Table) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.table = table
+        self._held: list[Held] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def learn(self, pieces: Iterable[tuple[Any, Any]]) -> bool:
+        """These there are now; whether they are others than before. Collective. Those that are new here and known to
+        the notebook are as it has them."""
+        found = list(pieces)
+        before = {id(held.tensor): held for held in self._held}
+        now = []
+        for tensor, piece in found:
+            held = before.pop(id(tensor), None)
+            if held is None or (held.shape, held.dtype) != (tuple(piece.shape), piece.dtype):
+                held = Held(tensor, piece.shape, piece.dtype, self._fetch)
+                held.piece = piece
+                if self.table.find(tensor) is not None:
+                    held.number = _number(held)
+                part(self.table, held)
+            held.piece = piece
+            now.append(held)
+        for held in before.values():
+            self._rejoin(held)
+        if list(map(id, now)) == list(map(id, self._held)):
+            return False
+        self._held = now
+        self._exchange_ranges()
+        return True
+
+    def forget(self) -> None:
+        for held in self._held:
+            self._rejoin(held)
+        self._held = []
+
+    def take_over(self) -> None:
+        """What the notebook has sent."""
+        for held in self._held:
+            if held.arrived is not None:
+                held.piece.fill(held.arrived)
+                held.arrived = None
+                held.number = _number(held)
+
+    def compare(self) -> None:
+        """After a cell: which of them the notebook has differently. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        if not self._held:
+            return
+        flags = torch.zeros(len(self._held), dtype=torch.uint8)
+        for i, held in enumerate(self._held):
+            number = _number(held)
+            flags[i] = number != held.number
+            held.number = number
+        if self.world_size > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        for held, changed in zip(self._held, flags.tolist(), strict=True):
+            held.changed = held.changed or bool(changed)
+
+    def settled(self) -> None:
+        """The notebook has them all."""
+        for held in self._held:
+            held.changed = False
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """In the rank that packs: the others are told, at the latest now, that nothing (more) is wanted."""
+        self._announced = False
+        try:
+            yield
+        finally:
+            if not self._announced:
+                self.announce([])
+
+    def announce(self, laters: list[Later]) -> None:
+        """To the others: these will be fetched, in this order."""
+        import torch.distributed as dist
+
+        self._announced = True
+        if self.world_size > 1:
+            where = {id(held): i for i, held in enumerate(self._held)}
+            dist.broadcast_object_list([[where[id(later.of)] for later in laters]], self.rank)
+
+    def serve(self, lead: int) -> None:
+        """In the others: give it what it wants."""
+        import torch.distributed as dist
+
+        wanted: list[Any] = [None]
+        dist.broadcast_object_list(wanted, lead)
+        for index in wanted[0]:
+            held = self._held[index]
+            for _, flat in self._parts(held):
+                dist.send(flat, lead)
+
+    def _fetch(self, apart: Apart) -> memoryview:
+        """All of it, on the rank that packs."""
+        import torch
+        import torch.distributed as dist
+
+        assert isinstance(apart, Held)
+        whole = torch.empty(apart.tensor.numel(), dtype=apart.dtype)
+        for (start, stop), flat in self._parts(apart):
+            whole.view(torch.uint8)[start * apart.dtype.itemsize : stop * apart.dtype.itemsize].copy_(flat)
+        for rank, ranges in enumerate(apart.ranges):
+            for start, stop in ranges if rank != self.rank else ():
+                if stop > start:
+                    dist.recv(whole[start:stop].view(torch.uint8), rank)
+        return memoryview(whole.view(torch.uint8).numpy())
+
+    def _parts(self, held: Held) -> Iterator[tuple[tuple[int, int], Any]]:
+        """Bytes, because gloo does not know every type."""
+        import torch
+
+        for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
+            if stop > start:
+                data = flat.detach().to("cpu", held.dtype).contiguous()
+                yield (start, stop), data.view(torch.uint8)
+
+    def _exchange_ranges(self) -> None:
+        import torch.distributed as dist
+
+        mine: list[Ranges] = [list(held.piece.ranges()) for held in self._held]
+        everybody: list[Any] = [mine]
+        if self.world_size > 1:
+            everybody = [None] * self.world_size
+            dist.all_gather_object(everybody, mine)
+        for i, held in enumerate(self._held):
+            held.ranges = [ranges[i] for ranges in everybody]
+
+    def _rejoin(self, held: Held) -> None:
+        from nbtrain.exchange.kinds import numeric
+
+        join(self.table, held.tensor, numeric.TENSOR)
+
+
+def _number(held: Held) -> int:
+    from nbtrain.exchange.fingerprint import checksum
+
+    number = 0
+    for flat in held.piece.read():
+        number = zlib.crc32(b"%d" % checksum(flat.detach()), number)
+    return number
