@@ -31,6 +31,10 @@ class Round:
             self._all, self._since = self._since, WeakSet()
         self._since.add(optimizer)
 
+    def has(self, optimizer: Any) -> bool:
+        """It has stepped in this round."""
+        return optimizer in self._since
+
     @property
     def complete(self) -> bool:
         return bool(self._all) and self._all <= self._since
@@ -61,6 +65,8 @@ class Steps:
         """calls of `step`, of all optimizers"""
         self.ends = 0
         """steps that have ended"""
+        self.skipped = 0
+        """steps that a scaler left out"""
         self.armed = False
         """an optimizer has stepped, or was passed over by a scaler, since the last end"""
         self.under_way = False
@@ -128,6 +134,7 @@ class Steps:
     def passed_over(self, optimizer: Any) -> None:
         """A scaler found infinite gradients: it has not stepped, but its turn is over."""
         self.round.stepped(optimizer)
+        self.skipped += 1
         self.armed = True
 
     @property
