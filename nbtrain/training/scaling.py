@@ -154,11 +154,11 @@ class Scaling:
             again = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
             if not self.on or self.theirs or self._in_backward or again:
                 return old(tensors, grad_tensors, *args, **kwargs)
+            self._turn()
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             starts = self._starts(roots, grad_tensors)
             if starts is None:
                 return old(tensors, grad_tensors, *args, **kwargs)
-            self._turn()
             leaves = [*_leaves(roots), *(t for t in (watched() for watched in self._watched) if t is not None)]
             with torch.no_grad():
                 for _, gradients in self._gradients(leaves):
