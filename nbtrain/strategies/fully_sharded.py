@@ -1,0 +1,308 @@
+"""torch's `fully_shard` on one tree of modules, and what it needs to serve loops as people write them.
+
+All that is private in torch is in this file. By itself `fully_shard` gathers a unit's weights when the unit's forward
+is called, and nowhere else. Added here:
+
+- a part of a unit may be called by itself (`model.emb(x)`, or from a method of the model's own), and so may a method
+  that uses the unit's own parameters: it gathers them, and lets go of them when it returns;
+- a forward or backward that raised leaves nothing behind;
+- weights that were gathered for a forward without a backward are let go of before they can go stale;
+- `zero_grad`, `load_state_dict` and `deepcopy` mean what they mean for an ordinary model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor
+
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.dress import Dress
+from nbtrain.strategies.shards import cut
+from nbtrain.strategies.units import callable_by_itself
+
+outside_graphs: Any = getattr(_fsdp_common, "_dynamo_disable", lambda function: function)
+"""torch.compile leaves such functions as they are"""
+
+FORWARD, IDLE = _fsdp_common.TrainingState.FORWARD, _fsdp_common.TrainingState.IDLE
+
+
+class Tree:
+    """One root with its units. When made it is dressed, and ready to be trained."""
+
+    def __init__(self, root: nn.Module, units: list[nn.Module], options: Callable[[bool], dict[str, Any]]) -> None:
+        """`units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or another."""
+        self.root = root
+        self.units = units
+        self.dress = Dress()
+        self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
+        """what `copy.deepcopy` of a unit gives"""
+        self.dress.start(root.modules())
+        for unit in units:
+            fully_shard(unit, **options(unit is root))
+
+    def finish(self) -> None:
+        """Once all parameters have memory behind them."""
+        self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        self.states = [unit._get_fsdp_state() for unit in self.units]  # type: ignore[operator]
+        nested = set(map(id, self.units))
+        for unit, state in zip(self.units, self.states, strict=True):
+            unit.__class__ = _class_for(type(unit))
+            vars(unit)["_nbtrain_tree"] = self
+            unit.register_forward_hook(_after(state), always_call=True)
+            for part in _parts(unit, nested):
+                enter, leave = _door(state)
+                part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+                part.register_forward_hook(leave, always_call=True)
+            for name, method in _methods_with_parameters(unit, nested):
+                vars(unit)[name] = _through(unit, state, method)
+        self.dress.finish()
+
+    def groups(self) -> Iterator[Any]:
+        for state in self.states:
+            yield from _groups(state)
+
+    def reshard(self) -> None:
+        """Let go of what is gathered, where no forward or backward is under way."""
+        for state in self.states:
+            _let_go(state)
+
+    def calm(self) -> None:
+        """Forget a forward or backward that is not to be ended, with the gradients it had gathered."""
+        root: Any = self.root
+        if hasattr(root, "reset_iter_state"):
+            with suppress(RuntimeError, AttributeError):  # what it waits for may have been aborted
+                root.reset_iter_state()
+        for state in self.states:
+            _calm(state)
+
+    def forget(self) -> None:
+        """Have torch forget that these were ever set up. The dress is off."""
+        self.dress.off()
+        for unit in self.units:
+            _module_state_mapping.pop(unit, None)
+        self.dress = Dress()
+
+
+def _groups(state: Any) -> list[Any]:
+    many = getattr(state, "_fsdp_param_groups", None)
+    if many is not None:
+        return list(many)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _let_go(state: Any) -> None:
+    if state._training_state is IDLE:
+        for group in _groups(state):
+            if group._training_state is IDLE:
+                group._to_sharded()
+
+
+def _calm(state: Any) -> None:
+    state._training_state = IDLE
+    getattr(state, "_modules_to_run_forward", set()).clear()
+    shared, sent = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+    shared.is_last_backward = True
+    for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
+        getattr(sent, name, set()).clear()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        if hasattr(sent, name):
+            setattr(sent, name, None)
+    for group in _groups(state):
+        for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event"):
+            if hasattr(group, name):
+                setattr(group, name, None)
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = IDLE
+        group._to_sharded()
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+def _raised(output: Any) -> bool:
+    """A hook that is always called gets None for the output of a forward that raised."""
+    return output is None and sys.exc_info()[0] is not None
+
+
+def _after(state: Any) -> Callable[..., Any]:
+    """Last of a unit's own hooks."""
+
+    @outside_graphs
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if _raised(output):
+            if state._training_state is FORWARD:
+                _calm(state)
+        elif not torch.is_grad_enabled():  # no backward will do it
+            _let_go(state)
+
+    return after
+
+
+def _door(state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks for a part of a unit: called while the unit is not, it is the unit's forward."""
+    opened: list[bool] = []
+
+    @outside_graphs
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        outermost = state._training_state is not FORWARD
+        opened.append(outermost)
+        return state._pre_forward(module, args, kwargs) if outermost else None
+
+    @outside_graphs
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if not (opened and opened.pop()):
+            return None
+        if _raised(output):
+            _calm(state)
+            return None
+        output = state._post_forward(module, args, output)
+        if not torch.is_grad_enabled():
+            _let_go(state)
+        return output
+
+    return enter, leave
+
+
+def _through(unit: nn.Module, state: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that uses its unit's own parameters: called while the unit is not, it is the unit's forward."""
+    watched: set[int] = set()
+
+    @functools.wraps(method)
+    def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if state._training_state is FORWARD:
+            return method(self, *args, **kwargs)
+        args, kwargs = state._pre_forward(self, args, kwargs)
+        for group in _groups(state):
+            for param in group.fsdp_params:
+                whole = param._unsharded_param
+                if whole.requires_grad and id(whole) not in watched:
+                    # The method may run a backward itself, which has to end as one does that begins at an output.
+                    watched.add(id(whole))
+                    whole.register_post_accumulate_grad_hook(
+                        lambda _: state._register_root_post_backward_final_callback()
+                    )
+        try:
+            output = method(self, *args, **kwargs)
+        except BaseException:
+            _calm(state)
+            raise
+        output = state._post_forward(self, args, output)
+        if not torch.is_grad_enabled():
+            _let_go(state)
+        return output
+
+    return types.MethodType(through, unit)
+
+
+def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """The children of a unit that have parameters and are no units, those of a ModuleList in its place."""
+    for child in unit.children():
+        if id(child) in units or next(child.parameters(), None) is None:
+            continue
+        if callable_by_itself(child):
+            yield child
+        else:
+            yield from _parts(child, units)
+
+
+def _methods_with_parameters(unit: nn.Module, units: set[int]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Only those: what gathers has to be called by every rank, and `describe()` below `if rank == 0` is not."""
+    names = set(_own_names(unit))
+    seen: set[str] = set()
+    for kind in type(unit).__mro__ if names else ():
+        if kind in (*nn.Module.__mro__, FSDPModule):
+            continue
+        for name, value in vars(kind).items():
+            if name in seen or name == "forward" or name.startswith("__") or not inspect.isfunction(value):
+                continue
+            seen.add(name)
+            if not inspect.isgeneratorfunction(value) and names & _names_in(value.__code__):
+                yield name, value
+
+
+def _own_names(unit: nn.Module) -> Iterator[str]:
+    yield from (name for name, p in unit._parameters.items() if p is not None)
+    for name, child in unit._modules.items():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield name
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found |= _names_in(inner)
+    return found
+
+
+class _Unit:
+    """What a unit's class is while a cell runs, before torch's own and the user's."""
+
+    _nbtrain_plain: type[nn.Module]
+    _nbtrain_tree: Tree
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._nbtrain_plain(*args, **kwargs)  # a part of a Sequential is an ordinary Sequential
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._nbtrain_tree.reshard()  # the gradients are those of the shards
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self._nbtrain_tree.reshard()
+        own = dict(self.named_parameters(remove_duplicate=False))  # type: ignore[attr-defined]
+        given = dict(state_dict)
+        for name, value in given.items():
+            like = own.get(name)
+            if isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape:
+                given[name] = cut(like, value)
+        return super().load_state_dict(given, *args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make = self._nbtrain_tree.copy
+        assert make is not None
+        return make(self, memo)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotSupported(
+            f"{type(self).__name__} cannot be pickled under fsdp: every rank holds a part of it. Save "
+            "model.state_dict(), which comes out whole, or pickle the model in the notebook after the cell"
+        )
+
+
+_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+
+
+def _class_for(sharded: type) -> type:
+    """`sharded`: torch's own class in the place of the user's."""
+    found = _classes.get(sharded)
+    if found is None:
+        plain = next(kind for kind in sharded.__mro__ if kind not in (sharded, FSDPModule))
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_nbtrain_plain": plain}
+        found = _classes[sharded] = type(plain.__name__, (_Unit, sharded), names)
+    return found
+
+
+def prefetch_further(units: Iterable[nn.Module], ahead: int = 2) -> None:
+    """Every unit has that many after it gathered while it computes, in both directions."""
+    ordered: list[Any] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for i, unit in enumerate(ordered):
+        unit.set_modules_to_forward_prefetch(ordered[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(ordered[max(0, i - ahead) : i][::-1])

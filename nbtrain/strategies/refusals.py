@@ -1,0 +1,81 @@
+"""Lines that cannot work on sharded parameters: refused with a sentence before torch fails somewhere inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nbtrain.errors import NotSupported
+
+
+class Refusals:
+    """`torch.autograd.backward` and `torch.autograd.grad` while a cell runs."""
+
+    def __init__(self, strategy: str, mine: Callable[[torch.Tensor], bool]) -> None:
+        """`mine`: whether this is one of the sharded parameters."""
+        self.strategy = strategy
+        self.mine = mine
+        self.before: list[tuple[str, Any, Any]] = []
+
+    def on(self) -> None:
+        if not self.before:
+            for name, make in (("backward", self._backward), ("grad", self._grad)):
+                old = getattr(torch.autograd, name)
+                new = make(old)
+                setattr(torch.autograd, name, new)
+                self.before.append((name, old, new))
+
+    def off(self) -> None:
+        while self.before:
+            name, old, new = self.before.pop()
+            if getattr(torch.autograd, name) is new:  # else somebody has put another around it, which calls ours
+                setattr(torch.autograd, name, old)
+        self.mine = lambda _: False
+
+    def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            for root in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+                if isinstance(root, DTensor):
+                    raise NotSupported(
+                        f"a loss with a term over the parameters themselves (their squares, say) cannot be "
+                        f"differentiated under {self.strategy}, where every rank holds a part of them. Use the "
+                        "optimizer's weight_decay, or --strategy ddp, under which it works"
+                    )
+            return old(tensors, *args, **kwargs)
+
+        return backward
+
+    def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+            if any(self.mine(one) for one in given if isinstance(one, torch.Tensor)):
+                raise NotSupported(
+                    f"torch.autograd.grad with respect to parameters cannot work under {self.strategy}: what the graph "
+                    "holds are the gathered weights. Call loss.backward() and read p.grad, or use --strategy ddp"
+                )
+            again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+            if again and _through_units([outputs] if isinstance(outputs, torch.Tensor) else outputs):
+                raise NotSupported(
+                    f"a gradient of a gradient (create_graph=True) cannot be taken through a model under "
+                    f"{self.strategy}: its gathered weights are let go of after the first. --strategy ddp can"
+                )
+            return old(outputs, given if not isinstance(inputs, torch.Tensor) else inputs, *args, **kwargs)
+
+        return grad
+
+
+def _through_units(outputs: Any) -> bool:
+    todo = [one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if "RegisterPostBackwardFunction" in node.name():
+            return True
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return False
