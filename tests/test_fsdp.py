@@ -513,14 +513,15 @@ def between_cells(stage: Stage) -> None:
     for _ in range(2):
         assert looks(model) == before
         prepared.enter()
-        assert type(model) is not Net and isinstance(model, Net) and type(model).__name__ == "Net"
+        assert isinstance(model, Net)
+        assert (type(model) is Net, type(model).__name__) == (False, "Net")
         model.note = "of the cell's own"  # type: ignore[assignment]
-        x, y = stage.batches(1)[0]
-        model(x)
+        model(stage.batches(1)[0][0])
         prepared.leave()
         del model.note
         assert (torch.autograd.backward, torch.autograd.grad) == (backward, grad)
-        assert optimizer.param_groups[0] is group and group["params"] is held
+        assert optimizer.param_groups[0] is group
+        assert group["params"] is held
     assert looks(model) == before
     handle.remove()
     prepared.enter()
@@ -578,7 +579,7 @@ def test_memory_of_every_sharding(options: dict[str, Any], share: int, gathered:
 
 
 def refused(stage: Stage) -> list[str]:
-    model, optimizer, prepared = one_step(stage)
+    model, _, prepared = one_step(stage)
     x, y = stage.batches(1)[0]
     told = []
     with pytest.raises(NotSupported) as error:
@@ -619,11 +620,13 @@ def saved(stage: Stage) -> Any:
     nothing = {"step": 3}
     assert gathered(nothing) is nothing
     found = gathered({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3})
-    prepared.close() if prepared.leave() is None else None
+    prepared.leave()
+    prepared.close()
     if stage.rank:
         assert found["model"]["head.weight"] is None
         return None
-    assert found["step"] == 3 and found["model"]["last.weight"] is found["model"]["first.weight"]
+    assert found["step"] == 3
+    assert found["model"]["last.weight"] is found["model"]["first.weight"]
     torch.testing.assert_close(dict(found["model"]), dict(model.state_dict()), rtol=0, atol=0)
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(found["optimizer"])
@@ -742,7 +745,8 @@ def test_one_rank_is_an_ordinary_model() -> None:
     model = net()
     prepared = FSDP(FSDP.Options()).set_up(Component({"model": model}))
     prepared.enter()
-    assert type(model) is Net and not list(prepared.pieces())
+    assert type(model) is Net
+    assert not list(prepared.pieces())
     prepared.close()
 
 

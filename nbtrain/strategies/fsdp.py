@@ -287,8 +287,7 @@ class Sharded(Prepared):
     # --- between cells ---------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        for p in self._parameters():
-            yield p, Rows(p)
+        yield from ((p, Rows(p)) for p in self._parameters())
         for optimizer in self.component.optimizers.values():
             yield from ((value, Rows(value)) for value in _state_tensors(optimizer))
 

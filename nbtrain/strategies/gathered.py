@@ -6,6 +6,7 @@ One tensor at a time is gathered to rank 0, into its main memory; no other rank 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,42 +18,60 @@ from nbtrain.strategies.shards import rows
 
 def holds_shards(value: Any) -> bool:
     """Whether there is a sharded tensor in these dicts, lists and tuples. Equal on all ranks."""
-    return any(isinstance(one, DTensor) for one in _leaves(value, set()))
+    return next(_shards(value, set()), None) is not None
 
 
 def gathered(value: Any) -> Any:
     """Collective: all ranks call it with the same structure. The structure with full tensors on rank 0, and with None
     in their place on the others. What holds no sharded tensor is returned as it is."""
-    return _gathered(value, {}) if holds_shards(value) else value
-
-
-def _leaves(value: Any, seen: set[int]) -> Any:
-    if isinstance(value, dict | list | tuple):
-        if id(value) not in seen:
-            seen.add(id(value))
-            for inner in value.values() if isinstance(value, dict) else value:
-                yield from _leaves(inner, seen)
-    else:
-        yield value
-
-
-def _gathered(value: Any, done: dict[int, Any]) -> Any:
-    if id(value) in done:  # tied weights stay tied
-        return done[id(value)]
-    if isinstance(value, DTensor):
-        done[id(value)] = _to_first(value)
-    elif isinstance(value, dict):
-        new = done[id(value)] = copy.copy(value)  # of its own class, with the metadata that torch puts on it
-        for key, inner in value.items():
-            new[key] = _gathered(inner, done)
-    elif isinstance(value, list):
-        done[id(value)] = [_gathered(inner, done) for inner in value]
-    elif isinstance(value, tuple):
-        parts = [_gathered(inner, done) for inner in value]
-        done[id(value)] = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    else:
+    shards = list(_shards(value, set()))
+    if not shards:
         return value
-    return done[id(value)]
+    # Tied weights stay tied. Rank 0 says which they are: it always has rows, by which they can be told.
+    first: dict[Any, int] = {}
+    told = [[first.setdefault(_storage(shard), i) for i, shard in enumerate(shards)]]
+    dist.broadcast_object_list(told, src=0)
+    full: dict[int, torch.Tensor | None] = {}
+    for i, other in enumerate(told[0]):
+        full[id(shards[i])] = _to_first(shards[i]) if other == i else full[id(shards[other])]
+    return _rebuilt(value, full, {})
+
+
+def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
+    """Each once, in an order that is the same on all ranks."""
+    if isinstance(value, DTensor | dict | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, DTensor):
+            yield value
+        else:
+            for inner in value.values() if isinstance(value, dict) else value:
+                yield from _shards(inner, seen)
+
+
+def _storage(tensor: DTensor) -> Any:
+    local = tensor._local_tensor
+    return local.untyped_storage().data_ptr() or id(tensor), local.storage_offset(), tensor.shape
+
+
+def _rebuilt(value: Any, full: dict[int, torch.Tensor | None], done: dict[int, Any]) -> Any:
+    if isinstance(value, DTensor):
+        return full[id(value)]
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, dict):
+        new: Any = copy.copy(value)  # of its own class, with the metadata that torch puts on it
+        done[id(value)] = new
+        for key, inner in value.items():
+            new[key] = _rebuilt(inner, full, done)
+    elif isinstance(value, list):
+        new = done[id(value)] = []
+        new += [_rebuilt(inner, full, done) for inner in value]
+    else:
+        parts = [_rebuilt(inner, full, done) for inner in value]
+        new = done[id(value)] = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return new
 
 
 @torch.no_grad()
