@@ -112,6 +112,8 @@ class Forget:
     """keys of what the notebook has handles for"""
     known: tuple[int, ...] = ()
     """keys of what that may hold: these twins live on, and are filled anew before they are used"""
+    whole: bool = True
+    """no rank was replaced: what is kept in pieces can be put together"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

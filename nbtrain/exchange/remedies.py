@@ -38,6 +38,11 @@ TABLE = (
         "it is shared with the children of the process that made it only",
         "make it inside the cell",
     ),
+    Remedy(
+        ("torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"),
+        "it is a tensor in pieces, and the ranks do not hold the same number of pieces of the same shapes",
+        "take .full_tensor() of it, on all ranks",
+    ),
     Remedy(("_thread._local",), "each thread has its own", IN_THE_CELL),
     Remedy(
         ("queue.Queue", "_queue.SimpleQueue"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.errors import UsageError
+from nbtrain.exchange.places import Places
 from nbtrain.session import inkernel
 from nbtrain.session.aging import Aging
 from nbtrain.session.cell import Cell
@@ -29,6 +30,7 @@ class Session:
         self.ranks = Ranks(shell)
         self.ranks.on_idle = on_idle
         self.aging = Aging(shell)
+        self._places = Places(shell.user_ns)
         shell.events.register("post_run_cell", self._between_cells)
         # Who forks ranks from a nursery has others to clean up; who spawns them has not.
         atexit.register(self.ranks.stop)
@@ -36,7 +38,7 @@ class Session:
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
-        names = captured(cell.code, self.shell.user_ns, extra, cell)
+        names = captured(cell.code, self.shell.user_ns, extra, cell, self._places)
         check_kept(run.keep, names, self.shell.user_ns)
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)

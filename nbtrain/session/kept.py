@@ -32,8 +32,9 @@ def held(node: Node) -> bool:
 def kept(table: Table, namespace: Mapping[str, Any]) -> dict[str, int]:
     """How the notebook comes to each: a name, or a way such as `results['big']` → its key."""
     found: dict[str, int] = {}
-    mine = [(name, value) for name, value in list(namespace.items()) if not private(name)]
-    for node in handles(table, worth=True):
+    nodes = handles(table, worth=True)
+    mine = [(name, value) for name, value in list(namespace.items()) if not private(name)] if nodes else []
+    for node in nodes:
         names = [name for name, value in mine if value is node.obj]
         found |= dict.fromkeys(names or _ways(mine, node.obj), node.key)
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 from nbtrain.errors import MissingName, UsageError
 from nbtrain.exchange.names import Captured, CellNames, analyse, reach
+from nbtrain.exchange.places import Places
 from nbtrain.session.cell import Cell
 
 ON_RANKS = frozenset(
@@ -30,14 +31,14 @@ ON_RANKS = frozenset(
 """Names that every rank has in its builtins."""
 
 
-def captured(code: str, namespace: dict[str, Any], extra: Iterable[str], cell: Cell) -> Captured:
+def captured(code: str, namespace: dict[str, Any], extra: Iterable[str], cell: Cell, places: Places) -> Captured:
     """The notebook's names that this cell needs. Raises where it surely reads one that does not exist."""
     names = analyse(code)
-    found = reach(names, namespace)
+    found = reach(names, namespace, places=places)
     _check(names, found, namespace, cell)
     wanted = [name for name in extra if name in namespace and name not in (*found.hard, *found.soft)]
     if wanted:
-        more = reach(CellNames(), namespace, values=[namespace[name] for name in wanted])
+        more = reach(CellNames(), namespace, values=[namespace[name] for name in wanted], places=places)
         hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
         found = Captured(
             hard=tuple(hard),

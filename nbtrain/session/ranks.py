@@ -70,6 +70,8 @@ class Ranks:
         self._idle: Idle | None = None
         self._adopting: set[int] = set()
         self._ready: set[int] = set()
+        self._replaced = False
+        """some have come anew since the twins were last sent"""
 
     # -- which ranks there are -----------------------------------------------------------
 
@@ -154,6 +156,7 @@ class Ranks:
     def open(self, spec: PoolSpec) -> None:
         self.mirror = Mirror(self.shell)
         self._adopting, self._ready, self.deaths = set(), set(), []
+        self._replaced = False
         if spec.start == "fork":
             return  # forked when it is known what a cell reads: see `fork`
         self._killed = probes.out_of_memory_kills() or 0
@@ -258,8 +261,10 @@ class Ranks:
         table = self.traffic.table
         spare = tuple(node.key for node in handles(table, worth=True))
         known = table.nodes.keys() - set(table.unreachable(spare)) - {node.key for node in handles(table)}
-        self.pool.send(Forget(spare=spare, known=tuple(known)), [info.rank for info in self.pool.ranks])
+        forget = Forget(spare=spare, known=tuple(known), whole=not self._replaced)
+        self.pool.send(forget, [info.rank for info in self.pool.ranks])
         self.parted_as = None
+        self._replaced = False
         self._new_traffic(spared=bool(spare))
         self._adopting.clear()
 
@@ -272,6 +277,7 @@ class Ranks:
         if len(self.pool.ranks) > 1:
             self._ready.clear()
         self._adopting -= anew
+        self._replaced |= bool(anew)
         if anew == {info.rank for info in self.pool.ranks}:
             mourn(self.traffic, self.shell.user_ns)
         elif anew:

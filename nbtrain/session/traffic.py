@@ -18,6 +18,7 @@ from nbtrain.exchange.kinds.base import keys_in
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
+from nbtrain.exchange.places import Places
 from nbtrain.exchange.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
 from nbtrain.messages import LATELY, Source
 from nbtrain.session import kept
@@ -54,6 +55,7 @@ class Traffic:
     ) -> None:
         self.namespace = namespace
         self.table = Table(0)
+        self._places = Places(namespace)
         self.packer = Packer(directory)
         self.readers = tuple(readers)
         self._openers: dict[int, Opener] = {rank: Opener() for rank in self.readers}
@@ -103,7 +105,7 @@ class Traffic:
         walk = Walk(self.table, self.namespace, keep_home=everything_goes)
         walk.remake = set(self._lacking) & set(self.table.nodes)
         try:
-            for name in [name for name in self.namespace if name in wanted]:
+            for name in self._places.ordered(wanted):
                 self._timed(walk, name)
             for name, value in options.items():
                 walk.name(OPTION + name, value)

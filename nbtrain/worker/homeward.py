@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbtrain.words as words
 from nbtrain.exchange import kinds
@@ -15,8 +15,10 @@ from nbtrain.exchange.parcel import Packer, Parcel, fetched
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
 from nbtrain.exchange.ways import by_value
-from nbtrain.worker.pieces import Pieces
 from nbtrain.worker.sameness import number
+
+if TYPE_CHECKING:
+    from nbtrain.worker.pieces import Pieces
 
 KERNEL = -1
 """The reader of what goes home."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import functools
 import gc
 import math
 import multiprocessing
@@ -133,8 +132,7 @@ class Rank:
                 home = self.twins.leave(message.key, message.reason, message.together)
                 self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
             elif type(message) is Forget:
-                close = functools.partial(self._close_runtime, bool(message.spare))
-                self.twins.forget(close, message.spare, message.known)
+                self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
                 self._found = None
             elif type(message) is Conclude:
                 self._conclude(message.lead)
@@ -182,7 +180,7 @@ class Rank:
         self.outputs.finish()
         self.link.close()
 
-    def _close_runtime(self, whole: bool = True) -> None:
+    def _close_runtime(self, whole: bool) -> None:
         """`whole`: what is in pieces is put together again, which is collective."""
         if self.runtime is not None:
             self.runtime.uninstall(whole)
@@ -230,8 +228,7 @@ class Rank:
         try:
             limit = LIMIT if run.spec.pool.start != "fork" else math.inf
             if len(run.ranks) == self.info.world_size:
-                self.twins.pieces.learn(self.runtime.workshop.pieces())
-                self.twins.pieces.compare()
+                self.twins.compare(self.runtime.workshop.pieces(), names)
             homeward = self.twins.homeward(names, run.spec.keep, limit)
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = Finished(
@@ -302,7 +299,7 @@ class Rank:
         for line in (*complaints, *gone):
             self.outputs.outlet.write("stderr", line + "\n")
         if again:  # what was prepared may call what is no more
-            self._close_runtime()
+            self._close_runtime(True)
             self._found = None
         self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
@@ -334,15 +331,18 @@ class Rank:
         return self._found[1]
 
     def _runtime_for(self, spec: RunSpec) -> Any:
-        """The runtime of this strategy; another strategy or other options mean another one."""
+        """The runtime of this strategy; another strategy, other options or another precision mean another one."""
         from nbtrain.training.runtime import Runtime
 
         # A class or object of the notebook's may be another one by now under the same name.
-        runs_as = spec.strategy, dict(spec.options), registry.load_strategy(spec.strategy, self.shell.user_ns)
+        found = registry.load_strategy(spec.strategy, self.shell.user_ns)
+        runs_as = spec.strategy, dict(spec.options), found, spec.precision
         if self.runtime is None or runs_as != self._runs_as:
-            self._close_runtime()
+            self._close_runtime(True)
             strategy = registry.make_strategy(spec.strategy, spec.options, self.shell.user_ns)
-            self.runtime = Runtime(self.info, strategy, self.link.send, self._randomness, self.twins.replace)
+            self.runtime = Runtime(
+                self.info, strategy, self.link.send, self._randomness, self.twins.replace, spec.precision
+            )
             self._randomness = self.runtime.randomness
             self.runtime.install()
             self._runs_as = runs_as

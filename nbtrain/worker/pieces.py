@@ -6,11 +6,17 @@ a time, while the parcel is written: only the rank that packs it ever has a whol
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.apart import Apart, join, part
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.table import Table
@@ -36,6 +42,8 @@ class Pieces:
         self.world_size = world_size
         self.table = table
         self._held: list[Held] = []
+        self.strays: list[tuple[Any, Any]] = []
+        """tensors in pieces that cells have made: a `state_dict`, gradients that were kept"""
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -43,7 +51,7 @@ class Pieces:
     def learn(self, pieces: Iterable[tuple[Any, Any]]) -> bool:
         """These there are now; whether they are others than before. Collective. Those that are new here and known to
         the notebook are as it has them."""
-        found = list(pieces)
+        found = [*pieces, *self.strays]
         before = {id(held.tensor): held for held in self._held}
         now = []
         for tensor, piece in found:
@@ -64,7 +72,40 @@ class Pieces:
         self._exchange_ranges()
         return True
 
+    def find_strays(self, values: Iterable[Any], known: Iterable[int]) -> None:
+        """After a cell, among what it can have left behind. Collective. `known`: ids of those that a strategy knows."""
+        from nbtrain.strategies.shards import Rows
+
+        known = set(known)
+        held = {id(tensor): piece for tensor, piece in self.strays}
+        if "torch.distributed.tensor" not in sys.modules:
+            return
+        found = [t for t in parted_tensors(values) if id(t) not in known]
+        mine = [(tuple(t.shape), str(t.dtype)) for t in found]
+        everybody: list[Any] = [mine]
+        if self.world_size > 1:
+            everybody = [None] * self.world_size
+            dist.all_gather_object(everybody, mine)
+        same = all(other == mine for other in everybody)  # else nobody can say which belong together
+        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in found] if same else []
+
+    def put_together(self) -> list[tuple[Any, Any]]:
+        """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
+        process group may be another than the one in which they were divided."""
+
+        pairs: list[tuple[Any, Any]] = []
+        for held in self._held:
+            whole = self._everywhere(held).view(held.shape).to(held.tensor.device)
+            if type(held.tensor) in (torch.Tensor, torch.nn.Parameter):
+                held.tensor.data = whole
+            elif isinstance(held.tensor, torch.nn.Parameter):
+                pairs.append((held.tensor, torch.nn.Parameter(whole, held.tensor.requires_grad)))
+            else:
+                pairs.append((held.tensor, whole))
+        return pairs
+
     def forget(self) -> None:
+        self.strays = []
         for held in self._held:
             self._rejoin(held)
         self._held = []
@@ -79,8 +120,6 @@ class Pieces:
 
     def compare(self) -> None:
         """After a cell: which of them the notebook has differently. Collective."""
-        import torch
-        import torch.distributed as dist
 
         if not self._held:
             return
@@ -111,7 +150,6 @@ class Pieces:
 
     def announce(self, laters: list[Later]) -> None:
         """To the others: these will be fetched, in this order."""
-        import torch.distributed as dist
 
         self._announced = True
         if self.world_size > 1:
@@ -120,7 +158,6 @@ class Pieces:
 
     def serve(self, lead: int) -> None:
         """In the others: give it what it wants."""
-        import torch.distributed as dist
 
         wanted: list[Any] = [None]
         dist.broadcast_object_list(wanted, lead)
@@ -131,8 +168,6 @@ class Pieces:
 
     def _fetch(self, apart: Apart) -> memoryview:
         """All of it, on the rank that packs."""
-        import torch
-        import torch.distributed as dist
 
         assert isinstance(apart, Held)
         whole = torch.empty(apart.tensor.numel(), dtype=apart.dtype)
@@ -144,9 +179,19 @@ class Pieces:
                     dist.recv(whole[start:stop].view(torch.uint8), rank)
         return memoryview(whole.view(torch.uint8).numpy())
 
+    def _everywhere(self, held: Held) -> Any:
+        whole = torch.empty(held.tensor.numel(), dtype=held.dtype)
+        size = held.dtype.itemsize
+        for (start, stop), flat in self._parts(held):
+            whole.view(torch.uint8)[start * size : stop * size].copy_(flat)
+        for rank, ranges in enumerate(held.ranges):
+            for start, stop in ranges:
+                if stop > start and self.world_size > 1:
+                    dist.broadcast(whole[start:stop].view(torch.uint8), rank)
+        return whole
+
     def _parts(self, held: Held) -> Iterator[tuple[tuple[int, int], Any]]:
         """Bytes, because gloo does not know every type."""
-        import torch
 
         for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
             if stop > start:
@@ -154,8 +199,6 @@ class Pieces:
                 yield (start, stop), data.view(torch.uint8)
 
     def _exchange_ranges(self) -> None:
-        import torch.distributed as dist
-
         mine: list[Ranges] = [list(held.piece.ranges()) for held in self._held]
         everybody: list[Any] = [mine]
         if self.world_size > 1:
@@ -165,14 +208,36 @@ class Pieces:
             held.ranges = [ranges[i] for ranges in everybody]
 
     def _rejoin(self, held: Held) -> None:
-        from nbtrain.exchange.kinds import numeric
-
         join(self.table, held.tensor, numeric.TENSOR)
 
 
-def _number(held: Held) -> int:
-    from nbtrain.exchange.fingerprint import checksum
+def parted_tensors(values: Iterable[Any]) -> list[Any]:
+    """DTensors in these and in the containers and plain objects below them, in an order that ranks share."""
+    from torch.distributed.tensor import DTensor, Shard
 
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo = list(values)[::-1]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, DTensor):
+            if any(isinstance(one, Shard) for one in value.placements):
+                found.setdefault(id(value), value)
+        elif id(value) not in seen:
+            if isinstance(value, dict):
+                inner: Iterable[Any] = value.values()
+            elif isinstance(value, (list, tuple)):
+                inner = value
+            elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
+                inner = vars(value).values()
+            else:
+                continue
+            seen.add(id(value))
+            todo.extend(list(inner)[::-1])
+    return list(found.values())
+
+
+def _number(held: Held) -> int:
     number = 0
     for flat in held.piece.read():
         number = zlib.crc32(b"%d" % checksum(flat.detach()), number)

@@ -14,7 +14,6 @@ from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
 from nbtrain.training.become import become
 from nbtrain.worker.homeward import KERNEL, MISSING, Home, Homeward, New, pull, spared
-from nbtrain.worker.pieces import Pieces
 
 OPTION = "--"
 """No name of Python's begins so: under such names the strategy's options travel."""
@@ -34,6 +33,8 @@ class Twins:
         self._homeward: Homeward | None = None
         self.options: dict[str, Any] = {}
         """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
+        from nbtrain.worker.pieces import Pieces  # it loads torch, and the notebook reads a name of this module's
+
         self.pieces = Pieces(rank, world_size, self.table)
         self._unsure = False
         """another rank was the lead: what this one remembers may be behind"""
@@ -125,6 +126,20 @@ class Twins:
         apart = self.table.apart
         return [n for n in self.table.nodes.values() if any(id(child.obj) in apart for child in n.children)]
 
+    def compare(self, pieces: Iterable[tuple[Any, Any]], names: Iterable[str]) -> None:
+        """After a cell: which tensors in pieces the notebook has differently. Collective. `names`: those that the
+        notebook sent for it."""
+        pieces = list(pieces)
+        if pieces or self.pieces:
+            now, before = self.namespace, self._holds
+            bound = [
+                name for name, value in now.items() if not private(name) and before.get(name, MISSING) is not value
+            ]
+            values = [now[name] for name in sorted({*names, *bound}) if name in now]
+            self.pieces.find_strays(values, [id(tensor) for tensor, _ in pieces])
+            self.pieces.learn(pieces)
+            self.pieces.compare()
+
     def start(self, touched: Iterable[Node], lead: bool) -> None:
         """Just before the cell: remember how things are, so that afterwards what it changed is known."""
         if lead:
@@ -170,10 +185,12 @@ class Twins:
             self.opener.keep_apart(moved(self.table.nodes.values()))
         return self.opener.released()
 
-    def forget(self, close: Callable[[], None], spare: Iterable[int] = (), known: Iterable[int] = ()) -> None:
+    def forget(self, close: Callable[[bool], None], spare: Iterable[int], known: Iterable[int], whole: bool) -> None:
         """Everything that came from the notebook goes, but what it has handles for, and what that holds; modules stay
-        imported."""
-        close()
+        imported. `whole`: all pieces are there still."""
+        pairs = self.pieces.put_together() if spare and whole else []
+        close(False)
+        self.replace(pairs)
         self.pieces.forget()
         self.opener = Opener()  # the notebook counts its segments from one again
         self.packer.close()
