@@ -27,7 +27,7 @@ class InProcess:
         """Sentences for the user."""
         from nbtrain.training.runtime import Runtime
 
-        runtime = Runtime(self.info, self.strategy, emit)
+        runtime = Runtime(self.info, self.strategy, emit, precision=spec.precision)
         runtime.install()
         ok = False
         try:

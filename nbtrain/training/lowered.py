@@ -1,4 +1,5 @@
-"""`bf16-true` and `16-true`: the ranks' weights in 16 bits, the notebook's as they are.
+"""`bf16-true` and `16-true`: the ranks' weights in 16 bits, the notebook's as they are. For every strategy alike: what
+it sets up was cast before, and what it has prepared is described in the notebook's dtype.
 
 Tensors are cast in place (`tensor.data = …`), so that everybody who holds one goes on holding the right one. Between
 cells each of them is described by a `Piece`, whole and in the notebook's own dtype; where the strategy has cut it in
@@ -9,12 +10,13 @@ uses them outside of models, where everything is in 32 bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
+from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 
 
 class Lowered:
@@ -34,6 +36,11 @@ class Lowered:
             if parameter in self._homes and tensor.is_floating_point():
                 self._lower(tensor)
 
+    def settle(self, component: Component) -> None:
+        """Note of states that have come to be since what they are in the notebook: before they are replaced."""
+        for tensor, home in self._all(component).values():
+            self._homes[tensor] = home
+
     def follow(self, replaced: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The strategy has put other tensors in the place of some (`Prepared.replaced`): what was known of the old is
         known of the new."""
@@ -41,12 +48,13 @@ class Lowered:
             if old in self._homes:
                 self._homes[new] = self._homes[old]
 
-    def pieces(self, prepared: Prepared) -> Iterator[tuple[torch.Tensor, Piece]]:
-        """After `prepared.leave()`: its own pieces, and those of all that is in 16 bits for no other reason than
-        `--precision`."""
-        homes = self._all(prepared.component)
+    def pieces(
+        self, component: Component, own: Iterable[tuple[torch.Tensor, Piece]]
+    ) -> Iterator[tuple[torch.Tensor, Piece]]:
+        """The strategy's `own`, and those of all that is in 16 bits for no other reason than `--precision`."""
+        homes = self._all(component)
         described = set()
-        for tensor, piece in prepared.pieces():
+        for tensor, piece in own:
             described.add(id(tensor))
             home = homes.get(id(tensor), (tensor, piece.dtype))[1]
             yield tensor, piece if piece.dtype is home else Raised(piece, home)
@@ -54,12 +62,16 @@ class Lowered:
             if key not in described and tensor.dtype is not home:
                 yield tensor, Whole(tensor, home, self.rank == 0)
 
-    def undo(self, component: Component) -> None:
-        """After the strategy has closed it (and `follow`): everything is in the notebook's dtype again."""
-        for tensor, home in self._all(component).values():
-            if tensor.dtype is not home:
+    def undo(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are in the notebook's dtype again."""
+        for tensor in tensors:
+            home = self._homes.pop(tensor, None)
+            if home is not None and tensor.dtype is not home:
                 _cast(tensor, home)
-            self._homes.pop(tensor, None)
+
+    def held(self, component: Component) -> list[torch.Tensor]:
+        """Of the component: what was cast."""
+        return [tensor for tensor, _ in self._all(component).values()]
 
     def _lower(self, tensor: torch.Tensor) -> None:
         if tensor.dtype is not self.dtype and tensor.is_floating_point() and tensor.element_size() > 1:
@@ -76,6 +88,76 @@ class Lowered:
                 )
                 found.setdefault(id(tensor), (tensor, home))
         return found
+
+
+class LoweredStrategy(Strategy):
+    """Another strategy's, in 16 bits."""
+
+    def __init__(self, inner: Strategy, dtype: torch.dtype, rank: int) -> None:
+        super().__init__(inner.options)
+        self.inner = inner
+        self.lowered = Lowered(dtype, rank)
+
+    def share(self, rank: int, world_size: int) -> tuple[int, int]:
+        return self.inner.share(rank, world_size)
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        self.lowered.before(component)
+        return LoweredPrepared(self.inner.set_up(component, precision), self.lowered)
+
+
+class LoweredPrepared(Prepared):
+    """What the other strategy has prepared."""
+
+    def __init__(self, inner: Prepared, lowered: Lowered) -> None:
+        super().__init__(inner.component)
+        self.inner = inner
+        self.lowered = lowered
+        self._follow()
+
+    def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs, self.inner.replaced = self.inner.replaced, []
+        self.lowered.follow(pairs)
+        self.replaced += pairs
+        return pairs
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        return self.inner.clip(parameters, max_norm, norm_type)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.inner.no_sync()
+
+    def enter(self) -> None:
+        self.inner.enter()
+
+    def leave(self) -> None:
+        self.inner.leave()
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        return self.lowered.pieces(self.component, self.inner.pieces())
+
+    def grow(self, component: Component) -> bool:
+        self.lowered.before(component)
+        done = self.inner.grow(component)
+        if done:
+            self.inner.component = component
+            self._follow()
+        return done
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.inner.replicas()
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def close(self) -> None:
+        self.lowered.settle(self.component)
+        self.inner.close()
+        news = [new for _, new in self._follow()]
+        self.lowered.undo([*self.lowered.held(self.component), *news])
+
+    def drop(self) -> None:
+        self.inner.drop()
 
 
 class Whole(Piece):

@@ -45,6 +45,7 @@ from nbtrain.training.become import become
 from nbtrain.training.board import Board
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
+from nbtrain.training.lowered import LoweredStrategy
 from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.norms import Recounted
@@ -82,8 +83,9 @@ class Runtime:
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
-        self.workshop = Workshop(strategy, self.device, info.world_size, replaced)
         self.format = chosen(precision, strategy, self.device)
+        sets_up = LoweredStrategy(strategy, self.format.dtype, info.rank) if self.format and self._casts else strategy
+        self.workshop = Workshop(sets_up, self.device, info.world_size, replaced, precision)
         self.forwards = Forwards(self.format, self.device) if self.format else None
         self.scaling: Scaling | None = None
         if self.forwards is not None and self.forwards.form.scaled:
