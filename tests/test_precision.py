@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nbtrain.errors import NotSupported
+from nbtrain.errors import NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.base import Component, Strategy
+from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.lowered import Lowered
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks
 
@@ -207,10 +207,7 @@ def test_layers_that_are_computed_again(make: Callable[..., Runtime], precision:
     optimizer = adam(model)
     x = torch.randn(4, 8, requires_grad=True)
     found = []
-    here = make(precision)
-    if precision.endswith("true"):
-        Lowered(torch.bfloat16, 0).before(Component(modules={"model": model}))
-    with cell(here, optimizer=optimizer):
+    with cell(make(precision), model=model, optimizer=optimizer):
         for again in (False, True):
             optimizer.zero_grad()
             (model(x, again).mean() / 8).backward()
@@ -479,3 +476,177 @@ def test_two_ranks_are_one_process(make: Callable[..., Runtime], precision: str)
         assert notes == said == ["1 of 6 steps were skipped: gradients overflowed in float16; loss scale is now 32768"]
         for name, value in model.state_dict().items():
             assert torch.allclose(one[name], value, atol=2e-3)
+
+
+# Weights in 16 bits
+
+
+def test_true_precision_is_a_model_in_16_bits(make: Callable[..., Runtime]) -> None:
+    """Tensors stay the ones they are, what goes in and out is in 32 bits, and afterwards all is as it was."""
+    mine, theirs = net(), net().bfloat16()
+    for p in mine.parameters():
+        p.data = p.data.bfloat16().float()
+    ours, plain = adam(mine), adam(theirs)
+    before = {name: (id(p), p.dtype) for name, p in mine.named_parameters()}
+    here = make("bf16-true")
+    losses, expected = [], []
+    with cell(here, mine=mine, ours=ours):
+        for x, y in batches(3):
+            out = mine(x)
+            loss = nn.functional.cross_entropy(out, y)
+            loss.backward()
+            ours.step(), ours.zero_grad()
+            losses.append(loss.item())
+        assert {p.dtype for p in mine.parameters()} == {torch.bfloat16}
+        assert out.dtype == torch.float32
+    for x, y in batches(3):
+        loss = nn.functional.cross_entropy(theirs(x.bfloat16()).float(), y)
+        loss.backward()
+        plain.step(), plain.zero_grad()
+        expected.append(loss.item())
+    assert losses == expected
+    pieces = {id(tensor): piece for tensor, piece in here.workshop.pieces()}
+    states = [s[key] for s in ours.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert pieces.keys() == {id(t) for t in (*mine.parameters(), *states)}
+    for tensor in (*mine.parameters(), *states):
+        piece = pieces[id(tensor)]
+        assert (piece.shape, piece.dtype) == (tensor.shape, torch.float32)
+        assert piece.ranges() == [(0, tensor.numel())]
+        assert torch.equal(piece.read()[0], tensor.detach().float().flatten())
+    weight = mine[0].weight
+    pieces[id(weight)].fill(torch.full(weight.shape, 0.25))
+    assert weight.dtype == torch.bfloat16
+    here.uninstall()
+    assert {name: (id(p), p.dtype) for name, p in mine.named_parameters()} == before
+    assert {s[key].dtype for s in ours.state.values() for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+    assert torch.equal(weight, torch.full(weight.shape, 0.25))
+    assert torch.equal(mine[3].weight, theirs[3].weight.float())
+
+
+class Recurrent(nn.Module):
+    """Makes its own state, and counts in whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.norm = nn.GRUCell(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, xs: dict[str, torch.Tensor]) -> torch.Tensor:
+        h = torch.zeros(4, 8)
+        for x in xs["steps"]:
+            h = self.cell(x, h)
+        self.calls += 1
+        return self.norm(h)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_models_made_in_the_cell_and_other_dtypes(make: Callable[..., Runtime], precision: str) -> None:
+    here = make(precision)
+    native = net().bfloat16()
+    with cell(here, native=native):
+        model = Recurrent()
+        optimizer = adam(model)
+        assert model({"steps": torch.randn(3, 4, 8)}).dtype == torch.float32
+        model({"steps": torch.randn(3, 4, 8)}).mean().backward()
+        optimizer.step()
+        assert torch.get_default_dtype() == torch.float32
+        assert model.cell.weight_ih.dtype == here.format.dtype  # type: ignore[union-attr]
+    dtypes = {id(tensor): piece.dtype for tensor, piece in here.workshop.pieces()}
+    assert dtypes[id(model.norm.running_mean)] == dtypes[id(model.cell.weight_ih)] == torch.float32
+    assert id(model.calls) not in dtypes
+    if precision == "16-true":
+        assert dtypes[id(native[0].weight)] == torch.bfloat16
+    else:
+        assert id(native[0].weight) not in dtypes
+
+
+class Half(Piece):
+    """Every rank has a part of a tensor that is gone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.part = tensor.shape, tensor.dtype, tensor.detach().flatten()[:2].clone()
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(0, 2)]
+
+    def read(self) -> list[torch.Tensor]:
+        return [self.part]
+
+    def fill(self, whole: torch.Tensor) -> None:
+        assert whole.dtype == self.dtype
+        self.part.copy_(whole.flatten()[:2])
+
+
+class Cutting(Strategy):
+    """Puts a new parameter in the place of a bias, and keeps half of it; whole again in the end."""
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        class Cut(Prepared):
+            def __init__(self) -> None:
+                super().__init__(component)
+                (model,) = component.modules.values()
+                self.old = model.bias
+                self.new = nn.Parameter(model.bias.detach().clone())
+                self.replaced, self.piece = [(self.old, self.new)], Half(self.new)
+
+            def pieces(self) -> Any:
+                return [(self.new, self.piece)]
+
+            def close(self) -> None:
+                self.replaced = [(self.new, nn.Parameter(self.new.detach().clone()))]
+
+        return Cut()
+
+
+def test_pieces_of_a_strategy_are_described_anew(make: Callable[..., Runtime]) -> None:
+    here = make("bf16-true", Cutting(Cutting.Options()))
+    model = nn.Linear(2, 4).double()
+    with cell(here, model=model):
+        pass
+    pieces = {id(tensor): piece for tensor, piece in here.workshop.pieces()}
+    piece = pieces[id(model.bias)]
+    assert (piece.dtype, piece.ranges(), piece.read()[0].dtype) == (torch.float64, [(0, 2)], torch.float64)
+    piece.fill(torch.arange(4.0, dtype=torch.float64))
+    assert piece.read()[0].tolist() == [0, 1]
+    assert pieces[id(model.weight)].dtype == torch.float64
+    here.uninstall()
+    assert model.bias.dtype == model.weight.dtype == torch.float64
+
+
+def two_in_16_bits(rank: int) -> Any:
+    here = runtime("bf16-true", DDP(DDP.Options()), rank, 2)
+    model = net()
+    optimizer = adam(model)
+    with cell(here, model=model, optimizer=optimizer):
+        for x, y in batches(4):
+            mine = slice(rank * 8, rank * 8 + 8)
+            loss_of(model, x[mine], y[mine]).backward()
+            optimizer.step(), optimizer.zero_grad()
+    spoken = [len(piece.ranges()) for _, piece in here.workshop.pieces()]
+    here.uninstall()
+    return model.state_dict(), spoken
+
+
+def test_two_ranks_in_16_bits() -> None:
+    (one, first), (other, second) = run_on_ranks(two_in_16_bits)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert first == [1] * 18  # rank 0 alone speaks for what both have
+    assert second == [0] * 18
+
+
+# What cannot be
+
+
+def test_what_cannot_be_says_so(make: Callable[..., Runtime]) -> None:
+    with pytest.raises(UsageError, match="under this strategy nothing is touched"):
+        make("bf16-mixed", NoStrategy(NoStrategy.Options()))
+    with pytest.raises(UsageError, match="there are 32, bf16-mixed, 16-mixed, bf16-true, 16-true"):
+        make("8-mixed")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it is about a card")
+def test_a_card_without_bfloat16(make: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    info = RankInfo(rank=0, world_size=1, local_rank=0, device="cuda:0", threads=1)
+    with pytest.raises(UsageError, match="does not compute in bfloat16; take --precision 16-mixed"):
+        Runtime(info, Single(Single.Options()), lambda event: None, precision="bf16-mixed")
