@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.errors import CannotTravel
 from nbtrain.exchange.bulk import Form, form_of
 from nbtrain.exchange.fingerprint import SMALL, checksum
 from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind
 from nbtrain.exchange.segment import untouched
+
+EMPTY = "empty"
+"""Stands where a buffer would, for a tensor on the device "meta"."""
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -105,7 +110,7 @@ class Tensor(Kind):
             node.fixed = [arrival.node(args[1].key)]
 
     def look(self, node: Node, walk: Visit) -> Any:
-        if walk.quiet and node.seen is not None:
+        if walk.quiet and (node.seen is not None or _filled(node)):
             return None
         tensor = node.obj
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
@@ -126,8 +131,11 @@ class Tensor(Kind):
         memory = self._memory(node, walk) if moved or reshaped else None
         if walk.quiet:
             return NOTHING
+        where: Any = None
         if memory is not None and walk.is_new(memory):  # its bytes go with it
-            where = None
+            pass
+        elif tensor.device.type == "meta":
+            where = EMPTY
         else:
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
         return seen, where, ref, hung, memory and (memory.ref, _window(tensor), old)
@@ -152,6 +160,8 @@ class Tensor(Kind):
         return _state_of(tensor, hung)
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        import torch
+
         seen, where, notes, hung, memory = state
         shape, dtype, grown, _, hooked = seen
         tensor = node.obj
@@ -161,10 +171,12 @@ class Tensor(Kind):
                 key, kind, showed, old = left
                 shown(arrival.twin(key), kind, showed).copy_(_content(arrival.buffer(old), kind, showed[1]))
             if _fits(arrival.decode(ref), dtype, window):
-                tensor.data = shown(arrival.decode(ref), dtype, window)
+                _show(tensor, shown(arrival.decode(ref), dtype, window))
                 node.fixed = [arrival.node(ref.key), *(node.fixed or ())[1:]]
         same = tensor.shape == shape and tensor.dtype == dtype
-        if where is None or (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
+        if where == EMPTY:
+            _show(tensor, torch.empty(shape, dtype=dtype, device="meta"))
+        elif where is None or (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
             _count_as_written(tensor)
         else:
             _write(tensor, _content(arrival.buffer(where), dtype, shape), same)
@@ -203,7 +215,7 @@ def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
 def _left(node: Node) -> tuple[int, Any] | None:
     """What it showed before it got other memory, if it was written to until then: the other side may show it still."""
     memory = node.fixed[0] if node.fixed else None
-    if memory is None or memory.obj is None or node.memo is None or node.seen is None:
+    if memory is None or memory.obj is None or node.memo is None or node.seen is None or _filled(node):
         return None
     address, shape, stride, dtype, *_ = node.memo.form
     window = (address - memory.obj.data_ptr()) // dtype.itemsize, tuple(shape), stride, False, False
@@ -219,9 +231,17 @@ def _moved(node: Node) -> bool:
     if memory is None or memory.kind is not STORAGE:
         return False
     now = node.obj.untyped_storage()
-    if memory.obj is None:  # dropped, because the other side shows it no longer
+    if memory.obj is None or _filled(node):  # dropped, because the other side shows it no longer
         return True
     return bool(now._cdata != memory.obj._cdata and now.device == memory.obj.device)
+
+
+def _filled(node: Node) -> bool:
+    """Whether it has been given content: what both sides know of it is that there is none."""
+    memory = node.fixed[0] if node.fixed else None
+    if memory is None or memory.kind is not STORAGE or memory.obj is None:
+        return False
+    return bool(memory.obj.device.type == "meta" != node.obj.device.type)
 
 
 def _noted(tensor: Any) -> bool:
@@ -263,6 +283,9 @@ def _content(data: memoryview, dtype: Any, shape: tuple[int, ...]) -> Any:
 def _write(tensor: Any, new: Any, same: bool) -> None:
     import torch
 
+    if tensor.device.type == "meta":
+        _show(tensor, new.clone())
+        return
     with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext(), torch.no_grad():
         if not same:
             tensor.data = new.to(tensor.device, copy=True)
@@ -271,6 +294,39 @@ def _write(tensor: Any, new: Any, same: bool) -> None:
             if stride == 0 and size > 1:  # expanded: one place in memory is many elements
                 tensor, new = tensor.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
         tensor.copy_(new)  # not `.data.copy_`: a graph recorded before must notice
+
+
+def _show(tensor: Any, new: Any) -> None:
+    """The same object, with other memory. One without content cannot be told so by `.data = …`, nor become one."""
+    import torch
+
+    if (tensor.device.type == "meta") == (new.device.type == "meta"):
+        tensor.data = new
+        return
+    new = torch.nn.Parameter(new, tensor.requires_grad) if type(tensor) is torch.nn.Parameter else new
+    if not swapped(tensor, new):
+        raise CannotTravel(
+            f"a tensor of shape {tuple(tensor.shape)} that was made without content cannot be given any, because a "
+            "graph or a view of torch's refers to it. Make the model anew, and use it on the ranks only"
+        )
+
+
+def swapped(tensor: Any, new: Any) -> bool:
+    """Give one tensor the memory of another of its class, on whatever device; its attributes stay. False: something of
+    torch's own refers to it. Hooks on its gradient are gone."""
+    import torch
+
+    new.__dict__.update(vars(tensor))
+    if weakref.getweakrefs(tensor):  # recurrent layers have some: what they mean is the object, which stays
+        if tensor._use_count() > 1:
+            return False
+        torch._C._swap_tensor_impl(tensor, new)  # type: ignore[attr-defined]
+        return True
+    try:
+        torch.utils.swap_tensors(tensor, new)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _count_as_written(tensor: Any) -> None:
