@@ -74,6 +74,15 @@ class RunSpec:
     """names of classes whose activations are computed again in the backward"""
     ranks: tuple[int, ...] | None = None
     """None: all of them"""
+    save_steps: int | None = None
+    """a checkpoint every so many steps"""
+    save_seconds: float | None = None
+    """or every so many seconds"""
+    save_to: str = "checkpoints"
+    """the folder for them"""
+    keep_last: int = 3
+    resume: tuple[str, bytes] | None = None
+    """of a checkpoint that the notebook has loaded: where the cell's loops go on, pickled, and which load it was"""
     keep: tuple[str, ...] = ()
     """names whose objects stay on the ranks"""
     hang_after: float = 60.0

@@ -106,6 +106,21 @@ OPTIONS: tuple[Option, ...] = (
         "which takes less memory and more time",
     ),
     Option(
+        name="save_every",
+        metavar="K|10m",
+        read=values.interval,
+        default=None,
+        help="a checkpoint every K steps, or every so many minutes (45s, 10m, 1h30m), while the training goes on",
+    ),
+    Option(
+        name="save_to",
+        metavar="DIR",
+        read=values.folder,
+        default="checkpoints",
+        help="the folder for them, step-000120 and so on; load(DIR) takes the newest",
+    ),
+    Option(name="keep_last", metavar="N", read=values.count, default=3, help="how many of them are kept"),
+    Option(
         name="keep",
         metavar="NAMES",
         read=values.names,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -126,6 +127,9 @@ class Resolver:
                 "--checkpoint-activations does nothing under --strategy none, which leaves models as they are: call "
                 "torch.utils.checkpoint in the model, or take -s single or -s ddp"
             )
+        save_steps, save_seconds = request.value("save_every") or (None, None)
+        if request.value("save_every") and ranks is not None:
+            raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
         return RunSpec(
             pool=pool,
             strategy=chosen.name,
@@ -137,6 +141,11 @@ class Resolver:
             checkpoint_activations=request.value("checkpoint_activations"),
             ranks=ranks,
             keep=request.value("keep"),
+            save_steps=save_steps,
+            save_seconds=save_seconds,
+            save_to=request.value("save_to"),
+            keep_last=request.value("keep_last"),
+            resume=_resume(),
             hang_after=request.value("hang_after"),
             output=request.value("output"),
             monitor=request.value("monitor"),
@@ -201,6 +210,12 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
                 f" (%%distributed? is the manual)"
             )
         flags.read(typed, word, known[typed], notebook)
+
+
+def _resume() -> tuple[str, bytes] | None:
+    """Where loops go on, if a checkpoint was loaded in the notebook. Nothing is imported to find that out."""
+    here = sys.modules.get("nbtrain.training.checkpoints.here")
+    return here.resume() if here is not None else None
 
 
 def missing(needs: Needs) -> str | None:

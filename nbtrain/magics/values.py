@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -129,6 +131,33 @@ def seconds(flag: str, word: Word, notebook: Namespace) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise UsageError(f"{flag} {word.text}: {flag} takes a number of seconds, more than 0")
     return float(value)
+
+
+_UNITS: Mapping[str, int] = {"h": 3600, "m": 60, "s": 1}
+
+
+def interval(flag: str, word: Word, notebook: Namespace) -> tuple[int | None, float | None]:
+    """`50` steps, or `45s`, `10m`, `1h30m` → (steps, None) or (None, seconds)."""
+    parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", word.plain)
+    if parts and any(parts.groups()):
+        total = sum(int(number or 0) * unit for number, unit in zip(parts.groups(), _UNITS.values(), strict=True))
+        if total > 0:
+            return None, float(total)
+    try:
+        return count(flag, word, notebook), None
+    except UsageError:
+        raise UsageError(
+            f"{flag} {word.text}: {flag} takes a number of steps, as in {flag} 500, or a time, as in {flag} 10m "
+            "(45s, 1h30m)"
+        ) from None
+
+
+def folder(flag: str, word: Word, notebook: Namespace) -> str:
+    """A path, or a notebook name that holds one."""
+    value = word.plain if word.quoted else notebook.get(word.text, word.plain)
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise UsageError(f"{flag} {word.text}: {flag} takes the path of a folder, not {type(value).__name__}")
+    return str(os.fspath(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.data import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.patches import Patches
 from nbtrain.training.randomness import Randomness, derive
@@ -32,6 +33,7 @@ class Loaders:
         self.unshared: set[str] = set()
         self.at_end: Callable[[], None] = lambda: None
         """what to do when a loader has handed out its last batch"""
+        self.positions = Positions()
 
     def patch(self, patches: Patches) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -45,6 +47,7 @@ class Loaders:
 
     def begin(self, deal: Deal, hands_off: bool) -> None:
         self.running, self.deal, self.hands_off = True, deal, hands_off
+        self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
         self.padded = 0
         self.unshared.clear()
 
@@ -76,7 +79,7 @@ class Loaders:
 
     def _index_sampler(self, old: property) -> property:
         def sampler(loader: DataLoader[Any]) -> Any:
-            theirs = old.fget(loader)  # type: ignore[misc]
+            theirs = self.positions.skipping(old.fget(loader))  # type: ignore[misc]
             if not self._shares or not dealt_out(loader):
                 return theirs
             return Dealt(theirs, self.deal, self.randomness, drop_last=loader.drop_last, padded=self._pad)
@@ -102,7 +105,7 @@ class Loaders:
                 loader._iterator._index_sampler = loader._index_sampler  # it was made for an earlier cell
             order = self.randomness.fingerprint() if self._shares and dealt_out(loader) else 0
             with _forked_workers(loader):
-                iterator = old(loader)
+                iterator = self.positions.open(loader, old)
             iterator._nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             self.steps.opened(iterator, loader)
             return iterator
@@ -144,6 +147,7 @@ class Loaders:
                 batch = old(iterator)
             except StopIteration:
                 self.steps.exhausted(iterator)
+                self.positions.exhausted(iterator)
                 if not self.hands_off:
                     self.at_end()
                 raise

@@ -43,6 +43,8 @@ from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.become import become
 from nbtrain.training.board import Board
+from nbtrain.training.checkpoints import here
+from nbtrain.training.checkpoints.core import Checkpoints, Plan
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
 from nbtrain.training.lowered import LoweredStrategy
@@ -54,6 +56,7 @@ from nbtrain.training.precision import Forwards, chosen
 from nbtrain.training.prepare import Replaced, Workshop
 from nbtrain.training.randomness import Randomness
 from nbtrain.training.recompute import Recompute
+from nbtrain.training.resumable import resumable
 from nbtrain.training.saving import Saving
 from nbtrain.training.scaling import Scaling
 from nbtrain.training.steps import Steps
@@ -95,6 +98,8 @@ class Runtime:
         self.accumulation: Accumulation | None = None
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
+        self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
+        self.loaders.positions = self.checkpoints.positions
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self.saving = Saving(self.meeting)
         self.recompute = Recompute()
@@ -176,6 +181,8 @@ class Runtime:
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
             )
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
+        self.checkpoints.begin(objects, Plan.of(run), run.resume, run.ranks)
+        here.enter(self.checkpoints)
         self.running = True
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
@@ -193,6 +200,8 @@ class Runtime:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = self._looks_after = False
         self._in_backward = False
+        here.enter(None)
+        self.checkpoints.end()
         if self.forwards is not None:
             self.forwards.on = False
         notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
@@ -229,6 +238,9 @@ class Runtime:
             "gather": collectives.gather,
             "barrier": collectives.barrier,
             "setup": self.setup,
+            "save": here.save,
+            "load": here.load,
+            "resumable": resumable,
         }
 
     # --- what the cell calls ---------------------------------------------------------------------
@@ -251,7 +263,9 @@ class Runtime:
         Collective: every rank has to call it. The very same objects are returned.
         """
         self.recompute.learn(item for item in objects if isinstance(item, torch.nn.Module))
-        self.workshop.prepare({f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)})
+        named = {f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)}
+        self.workshop.prepare(named)
+        self.checkpoints.add(named)
         if self.randomness.shared_states and not (self.randomness.alone or self.strategy.hands_off):
             # Rank 0's weights: so its draws for them were those of one process, and the next order of batches follows.
             stand = self.randomness.stand()

@@ -1,0 +1,198 @@
+"""What is saved of models, optimizers and schedulers: a tree of plain values, and the tensors it refers to by key.
+
+Parameters have the names that the modules give them, never indices or ids: those mean something else under another
+strategy, and after a layer was added. A tensor that has two names (tied weights) is one tensor with one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nbtrain.errors import UsageError
+from nbtrain.strategies.base import is_lazy
+
+TENSOR = "nbtrain:tensor"
+"""(TENSOR, key) stands for a tensor in a tree."""
+EXTRA = "_extra_state"
+Name = tuple[str, str]
+"""Of a parameter: of the module that owns it, and its path in there. No module: of the optimizer that holds it."""
+
+
+@dataclass(slots=True)
+class Objects:
+    """What is saved or loaded, by the notebook's names."""
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, named: Mapping[str, Any]) -> Objects:
+        found = cls()
+        seen: set[int] = set()
+        for name, item in named.items():
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, nn.Module):
+                if next(item.parameters(), None) is not None or next(item.buffers(), None) is not None:
+                    found.modules[name] = item
+            elif isinstance(item, Optimizer):
+                found.optimizers[name] = item
+            elif isinstance(item, LRScheduler):
+                found.schedulers[name] = item
+        parts = {id(part) for module in found.modules.values() for part in list(module.modules())[1:]}
+        found.modules = {name: module for name, module in found.modules.items() if id(module) not in parts}
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.optimizers or self.schedulers)
+
+    def kinds(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "modules", self.modules
+        yield "optimizers", self.optimizers
+        yield "schedulers", self.schedulers
+
+    def all(self) -> list[Any]:
+        return [item for _, table in self.kinds() for item in table.values()]
+
+
+def plain(path: str) -> str:
+    """As it is without `torch.compile`."""
+    return path.replace("_orig_mod.", "")
+
+
+def entries(module: nn.Module) -> dict[str, Any]:
+    """Its state dict with the tensors themselves in it."""
+    return {plain(path): value for path, value in module.state_dict(keep_vars=True).items()}
+
+
+class Names:
+    """What parameters are called: by the modules that are saved with them, else by any other that is known."""
+
+    def __init__(self, *tables: Mapping[str, nn.Module]) -> None:
+        self.known: dict[int, Name] = {}
+        for table in tables:
+            for owner, module in table.items():
+                for path, parameter in module.named_parameters(remove_duplicate=False):
+                    self.known.setdefault(id(parameter), (owner, plain(path)))
+
+    def of(self, optimizer: Optimizer) -> dict[int, Name]:
+        """id → name, of every parameter that it holds."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return {id(p): self.known.get(id(p), ("", str(i))) for i, p in enumerate(held)}
+
+
+@dataclass(slots=True)
+class Content:
+    """`tree`: modules, optimizers, schedulers. `tensors`: what it refers to, the same keys in the same order on
+    every rank."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _keys: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, objects: Objects, names: Names) -> Content:
+        made = cls()
+        made.tree = {
+            "modules": {name: made._module(name, module) for name, module in objects.modules.items()},
+            "optimizers": {name: made._optimizer(name, one, names) for name, one in objects.optimizers.items()},
+            "schedulers": {name: made._scheduler(name, one) for name, one in objects.schedulers.items()},
+        }
+        return made
+
+    def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """key → shape and dtype"""
+        return {key: (tuple(t.shape), str(t.dtype)) for key, t in self.tensors.items()}
+
+    def _module(self, name: str, module: nn.Module) -> dict[str, Any]:
+        tensors, extra = {}, {}
+        for path, value in entries(module).items():
+            if not isinstance(value, torch.Tensor):
+                extra[path] = self._take(f"model/{name}/{path}", value)
+            elif is_lazy(value):
+                raise UsageError(
+                    f"{name}.{path} has no shape yet: a lazy layer gets its own with the first batch. Save after that"
+                )
+            else:
+                tensors[path] = self._add(f"model/{name}/{path}", value)
+        return {"class": type(module).__name__, "tensors": tensors, "extra": extra}
+
+    def _optimizer(self, name: str, optimizer: Optimizer, names: Names) -> dict[str, Any]:
+        called = names.of(optimizer)
+        groups: list[dict[str, Any]] = []
+        state: dict[Name, dict[str, Any]] = {}
+        loose: dict[str, str] = {}
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            at = f"optimizer/{name}/group {len(groups)}"
+            groups.append({"options": self._take(at, options), "params": [called[id(p)] for p in group["params"]]})
+            for p in group["params"]:
+                owner, path = called[id(p)]
+                if not owner:
+                    loose[path] = self._add(f"optimizer/{name}/parameter {path}", p)
+                if held := optimizer.state.get(p):
+                    state[owner, path] = {
+                        key: self._take(f"optimizer/{name}/{key}/{owner}/{path}", value) for key, value in held.items()
+                    }
+        return {"class": type(optimizer).__name__, "groups": groups, "state": state, "loose": loose}
+
+    def _scheduler(self, name: str, scheduler: Any) -> dict[str, Any]:
+        return {"class": type(scheduler).__name__, "state": self._take(f"scheduler/{name}", scheduler.state_dict())}
+
+    def _take(self, at: str, value: Any) -> Any:
+        """The value, its tensors replaced."""
+        if isinstance(value, torch.Tensor):
+            return TENSOR, self._add(at, value)
+        if isinstance(value, dict):
+            return _plain_dict({key: self._take(f"{at}/{key}", part) for key, part in value.items()}, value)
+        if type(value) in (list, tuple):
+            return type(value)(self._take(f"{at}/{i}", part) for i, part in enumerate(value))
+        return value
+
+    def _add(self, key: str, tensor: torch.Tensor) -> str:
+        known = self._keys.get(id(tensor))
+        if known is not None:
+            return known
+        self._keys[id(tensor)] = key
+        self.tensors[key] = tensor
+        return key
+
+
+def _plain_dict(parts: dict[Any, Any], like: dict[Any, Any]) -> Any:
+    """A Counter or an OrderedDict stays one, if it can be made from a dict."""
+    try:
+        return type(like)(parts)
+    except TypeError:
+        return parts
+
+
+def references(tree: Any) -> Iterator[str]:
+    """The keys of the tensors in a tree."""
+    if isinstance(tree, tuple) and len(tree) == 2 and tree[0] == TENSOR:
+        yield tree[1]
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from references(part)
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from references(part)
+
+
+def whole(tree: Any, read: Any) -> Any:
+    """The tree with tensors in it again; `read(key)`: one of them."""
+    if isinstance(tree, tuple) and len(tree) == 2 and tree[0] == TENSOR:
+        return read(tree[1])
+    if isinstance(tree, dict):
+        return _plain_dict({key: whole(part, read) for key, part in tree.items()}, tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(whole(part, read) for part in tree)
+    return tree

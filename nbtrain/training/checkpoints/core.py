@@ -1,0 +1,452 @@
+"""`save` and `load` on a rank, in the middle of a cell.
+
+Both are collective: every rank calls them, with the same path and objects. What a rank finds wrong before anything is
+changed is told to the others first, so that all of them raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from nbtrain.errors import NbtrainError, NotSupported, UsageError
+from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.strategies.base import Strategy
+from nbtrain.training import collectives
+from nbtrain.training.checkpoints import folder, full, sources, streams
+from nbtrain.training.checkpoints.comparing import Match, compare
+from nbtrain.training.checkpoints.content import Content, Names, Objects
+from nbtrain.training.checkpoints.every import Interval
+from nbtrain.training.checkpoints.parts import Described, Holdings, Part, owners, snapshot
+from nbtrain.training.checkpoints.position import Positions
+from nbtrain.training.checkpoints.restoring import Restoring, same_state
+from nbtrain.training.checkpoints.sources import ABOUT, FORMAT, Source
+from nbtrain.training.checkpoints.writing import Job, Writing
+from nbtrain.training.prepare import Workshop
+from nbtrain.training.randomness import Randomness
+from nbtrain.training.steps import Steps
+from nbtrain.training.streams import restore
+
+SLOW = 2.0
+_taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
+_resumed: set[str] = set()
+"""Loads in the notebook from which a loop has gone on: it does so once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`--save-every`, `--save-to`, `--keep-last`."""
+
+    steps: int | None
+    seconds: float | None
+    to: Path
+    keep: int
+
+    @classmethod
+    def of(cls, run: RunSpec) -> Plan | None:
+        if run.save_steps is None and run.save_seconds is None:
+            return None
+        return cls(run.save_steps, run.save_seconds, _place(run.save_to), run.keep_last)
+
+
+class Checkpoints:
+    """One rank's, or the notebook's own (where nothing is prepared: `workshop` None)."""
+
+    def __init__(
+        self,
+        info: RankInfo | None = None,
+        strategy: Strategy | None = None,
+        workshop: Workshop | None = None,
+        randomness: Randomness | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        self.rank = 0 if info is None else info.rank
+        self.world_size = 1 if info is None else info.world_size
+        self.strategy = strategy
+        self.workshop = workshop
+        self.randomness = randomness
+        self.steps = steps
+        self.writing = Writing()
+        self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls)
+        self.positions.say = self.say
+        self.objects: dict[str, Any] = {}
+        """what the cell was given"""
+        self.refused = ""
+        """why there are no checkpoints in this cell"""
+        self._plan: Plan | None = None
+        self._interval = Interval()
+        self._saved = -1
+        self._resuming: str | None = None
+        if steps is not None:
+            self._stop, steps.ended = steps.ended, self._step_ended
+
+    # --- per cell --------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        objects: Mapping[str, Any],
+        plan: Plan | None = None,
+        resume: tuple[str, bytes] | None = None,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        """`resume`: where loops go on, and by which load; once for each."""
+        if (late := self.writing.finish(self.say)) is not None:  # of a cell that has failed with something else
+            self.say(str(late))
+        self.objects = dict(objects)
+        self._plan, self._saved = plan, -1
+        self._interval = Interval(plan.steps, plan.seconds) if plan is not None else Interval()
+        self._interval.begin()
+        self.refused = ""
+        if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
+            self.refused = (
+                "under -s none nothing is known of what the ranks hold. Save with what shares it out there, or take "
+                "another strategy"
+            )
+        elif ranks is not None and len(ranks) < self.world_size:
+            self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
+        self.positions.begin()
+        if resume is not None and resume[0] not in _resumed:
+            self._resuming = resume[0]
+            self.positions.go_on(pickle.loads(resume[1]))
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """The cell has made them."""
+        known = set(map(id, self.objects.values()))
+        for name, item in objects.items():
+            if id(item) not in known:
+                self.objects[f"{name}.{len(self.objects)}"] = item
+
+    def _step_ended(self) -> None:
+        """Save if it is time to, and then stop if that is wanted. All ranks come here after the same steps."""
+        plan = self._plan
+        if plan is not None and not self.refused:
+            number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
+            if self._interval.due(number) and number != self._saved and (chosen := Objects.of(self.objects)):
+                self._saved = number
+                self._save(plan.to / f"step-{number:06d}", chosen, full_format=False, in_a_step=True, keep=plan.keep)
+        self._stop()
+
+    def end(self) -> None:
+        """The cell is over, however it ended: remember what optimizers have done. What is being written goes on."""
+        if self.steps is not None:
+            for optimizer, taken in list(self.steps.taken.items()):
+                _taken[optimizer] = _taken.get(optimizer, 0) + taken
+            self.steps.taken.clear()
+        self.objects = {}
+        self._plan = None
+        if self._resuming is not None and self.positions.used:
+            _resumed.add(self._resuming)
+            self._resuming = None
+
+    def finish(self) -> None:
+        """Wait until what was saved is written. Raises what went wrong."""
+        error = self.writing.finish(self.say)
+        if error is not None:
+            raise error
+
+    # --- what the cell calls ---------------------------------------------------------------------
+
+    def save(self, path: Any, objects: Mapping[str, Any], full_format: bool = False) -> None:
+        """`objects`: by name; none: all that the cell uses."""
+        self._check("save")
+        place = _place(path)
+        if place.suffix == full.SUFFIX:
+            raise UsageError(
+                f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
+                f"{place.stem}/model.safetensors, and what going on needs beside it"
+            )
+        chosen = Objects.of(objects or self.objects)
+        if not chosen:
+            raise UsageError(
+                "save(path): no model, optimizer or scheduler is used here. Name them: "
+                "save(path, model=model, optimizer=optimizer)"
+            )
+        self._save(place, chosen, full_format)
+
+    def load(self, path: Any, objects: Mapping[str, Any]) -> None:
+        """`objects`: by name; none: all that the cell uses."""
+        self._check("load")
+        chosen = Objects.of(objects or self.objects)
+        if not chosen:
+            raise UsageError(
+                "load(path): no model, optimizer or scheduler is used here. Name them: "
+                "load(path, model=model, optimizer=optimizer)"
+            )
+        self._agree(lambda: self.finish())
+        source = self._open(_place(path))
+        names = Names(chosen.modules, self._modules())
+        found: list[Match] = []
+        with self._outside() as outside:
+            pieces = self._pieces() if outside else {}
+            self._agree(lambda: found.append(compare(source, chosen, names, bool(objects))))
+            match = found[0]
+            fits = same_state(source, chosen, names, match, pieces)
+            if self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits]):
+                self._take_apart(chosen)
+                names, pieces = Names(chosen.modules, self._modules()), self._pieces()
+                Restoring(source, self._reading(source), pieces, names, match).restore(chosen)
+                self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
+            else:
+                Restoring(source, self._reading(source), pieces, names, match).restore(chosen)
+        if match.optimizers or not chosen.modules:
+            self._go_on(source.about, chosen)
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def _save(
+        self, place: Path, chosen: Objects, full_format: bool, in_a_step: bool = False, keep: int | None = None
+    ) -> None:
+        late = self.writing.finish(self.say)
+        number = self._step(chosen.optimizers.values())
+        with self._outside():
+            mine = self._collect(place, chosen, late)
+            told = self._tell(mine.pop("told"))
+            content: Content = mine["content"]
+            holdings: Holdings = mine["holdings"]
+            described = holdings.described()
+            shares = owners(described, [one["kept"] for one in told])
+            parts = snapshot(holdings, shares[self.rank])
+        about = {
+            "format": FORMAT,
+            "tree": content.tree,
+            "shapes": {key: (one.shape, one.dtype) for key, one in described.items()},
+            "step": number,
+            "loops": self.positions.state(in_a_step),
+            "random": {"one": streams.of_one_process(self.randomness), "ranks": [one["random"] for one in told]},
+        }
+        packed = sources.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = int(collectives.gather(packed.numel())[0]) if full_format and self._several else packed.numel()
+        described[ABOUT] = Described((length,), torch.uint8)
+        if self.rank == 0:
+            parts.append(Part(ABOUT, 0, packed))
+        processes = [one["process"] for one in told]
+        job = Job(
+            place=place,
+            made=Path(told[0]["made"]),
+            rank=self.rank,
+            parts=parts,
+            described=described,
+            said={
+                "format": FORMAT,
+                "kind": "full" if full_format else "sharded",
+                "nbtrain": _version(),
+                "torch": torch.__version__,
+                "step": number,
+                "saved": time.time(),
+                "strategy": None if self.strategy is None else type(self.strategy).__name__,
+                "ranks": self.world_size,
+                "holds": [name for _, table in chosen.kinds() for name in table],
+            },
+            laid=full.layout(content.tree, described) if full_format else None,
+            peers={
+                rank: process if host == processes[0][0] else None
+                for rank, (host, process) in enumerate(processes)
+                if rank
+            },
+            keep=keep,
+        )
+        self.writing.start(job)
+
+    def _collect(self, place: Path, chosen: Objects, late: NbtrainError | None) -> dict[str, Any]:
+        """What this rank has; what it tells the others, an error among it."""
+        told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
+        mine: dict[str, Any] = {"told": told}
+        try:
+            if late is not None:
+                raise late
+            content = Content.of(chosen, Names(chosen.modules, self._modules()))
+            holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
+            told["kept"] = holdings.kept()
+            told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
+            told["random"] = streams.of_rank(self.randomness) if self.randomness is not None else None
+            mine |= {"content": content, "holdings": holdings}
+            if self.rank == 0:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                folder.tidy(place.parent)
+                if place.exists() and folder.marker(place) is None and (place.is_file() or any(place.iterdir())):
+                    raise UsageError(f"{place} is there already, and is no whole checkpoint: it is not overwritten")
+                made = folder.beside(place)
+                made.mkdir()
+                told["made"] = str(made)
+        except (NbtrainError, OSError) as error:
+            told["error"] = error
+        return mine
+
+    def _tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every rank told. Raises, everywhere, what was wrong anywhere."""
+        every = collectives.gather(told) if self._several else [told]
+        error = next((one["error"] for one in every if one["error"] is not None), None)
+        if error is None and len({one["digest"] for one in every}) > 1:
+            error = NbtrainError(
+                "the ranks do not hold the same tensors (a layer or an optimizer's state that exists on some only): "
+                "this cannot be one checkpoint"
+            )
+        if error is not None:
+            if self.rank == 0 and told["made"]:
+                folder.remove(Path(told["made"]))
+            if isinstance(error, OSError):
+                raise NbtrainError(f"the checkpoint could not be written: {type(error).__name__}: {error}") from error
+            raise error
+        return every
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def _open(self, path: Path) -> Source:
+        """The same on every rank."""
+        found: list[Any] = [None, ""]
+
+        def find() -> None:
+            if self.rank == 0:
+                found[:] = sources.find(path)
+
+        self._agree(find)
+        if self._several:
+            dist.broadcast_object_list(found, 0)
+        where, sentence = found
+        if sentence:
+            self.say(sentence)
+        opened: list[Source] = []
+        alone = self._several and folder.marker(where) is None and where.is_dir()
+        self._agree(lambda: opened.append(sources.open_source(where)) if self.rank == 0 or not alone else None)
+        if alone:
+            outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]
+            dist.broadcast_object_list(outline, 0)
+            if not opened:
+                tree, described = outline[0]
+                opened.append(Source(where, tree, described, lambda key: torch.empty(0), costly=True))
+        return opened[0]
+
+    def _reading(self, source: Source) -> Callable[[str], torch.Tensor]:
+        """Reads, and says how far it is when that takes long."""
+        state = {"began": time.monotonic(), "said": SLOW, "bytes": 0}
+        every = sum(one.nbytes for one in source.described.values())
+
+        def read(key: str) -> torch.Tensor:
+            content = source.read(key) if self.rank == 0 or not source.costly else None
+            if source.costly and self._several:
+                content = _passed_on(content, source.described[key])
+            assert content is not None
+            state["bytes"] += content.nbytes
+            if (since := time.monotonic() - state["began"]) > state["said"]:
+                state["said"] = since + 5
+                self.say(f"loading {source.path.name}: {state['bytes'] / 2**20:,.0f} of {every / 2**20:,.0f} MB")
+            return content
+
+        return read
+
+    def _take_apart(self, chosen: Objects) -> None:
+        """What these belong to is whole again on every rank, until it is set up anew."""
+        assert self.workshop is not None
+        wanted = {id(item) for item in chosen.all()}
+        for kept in self.workshop.kept[:]:
+            component = kept.prepared.component
+            if any(id(item) in wanted for item in (*component.modules.values(), *component.optimizers.values())):
+                self.workshop._close(kept)
+
+    def _go_on(self, about: Mapping[str, Any], chosen: Objects) -> None:
+        """Steps, random streams and loops: the training goes on, where an optimizer was loaded."""
+        if not about:
+            return
+        for optimizer in chosen.optimizers.values():
+            done = self.steps.taken.get(optimizer, 0) if self.steps is not None else 0
+            _taken[optimizer] = about["step"] - done
+        random = about["random"]
+        if self.randomness is None:
+            restore(random["one"])
+        else:
+            streams.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
+        self.positions.go_on(about["loops"])
+        self._saved = about["step"]
+
+    # --- both ------------------------------------------------------------------------------------
+
+    @property
+    def _several(self) -> bool:
+        return self.world_size > 1
+
+    def say(self, line: str) -> None:
+        if self.rank == 0:
+            print(f"nbtrain: {line}", file=sys.stderr, flush=True)
+
+    def _check(self, what: str) -> None:
+        if self.refused:
+            raise NotSupported(f"{what}(): {self.refused}")
+
+    def _outside(self) -> Any:
+        return self.workshop.outside() if self.workshop is not None else nullcontext()
+
+    def _pieces(self) -> dict[int, Any]:
+        return {id(t): piece for t, piece in self.workshop.pieces()} if self.workshop is not None else {}
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """All that is known, for the names of parameters."""
+        found = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
+        for prepared in self.workshop.prepared if self.workshop is not None else ():
+            found = {**prepared.component.modules, **found}
+        return found
+
+    def _agree(self, check: Callable[[], Any]) -> None:
+        """Raises on every rank what it raises on any."""
+        error: NbtrainError | None = None
+        try:
+            check()
+        except NbtrainError as found:
+            error = found
+        if self._several:
+            error = error or next((one for one in collectives.gather(error) if one is not None), None)
+        if error is not None:
+            raise error
+
+    def _step(self, optimizers: Iterable[Optimizer]) -> int:
+        """Of the training, in all cells: what the optimizers count themselves, or what was counted here."""
+        counts = [0]
+        for optimizer in optimizers:
+            counts.append(_taken.get(optimizer, 0) + (self.steps.taken.get(optimizer, 0) if self.steps else 0))
+            counts += [_number(state.get("step")) for state in list(optimizer.state.values())[:1]]
+        return max(counts)
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value) if value.numel() == 1 and not value.is_meta else 0
+    return int(value) if isinstance(value, (int, float)) else 0
+
+
+def _passed_on(content: torch.Tensor | None, described: Described) -> torch.Tensor:
+    """Rank 0's, on every rank."""
+    if content is None:
+        content = torch.empty(described.shape, dtype=described.dtype)
+    wire = content.contiguous().reshape(-1).view(torch.uint8)
+    sent = wire.to(collectives.on_the_wire(wire))
+    dist.broadcast(sent, 0)
+    return sent.cpu().view(described.dtype).reshape(described.shape)
+
+
+def _place(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"a checkpoint's path is text, as in save('best', model=model), not {type(path).__name__}")
+    return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("nbtrain")
+    except PackageNotFoundError:
+        return "unknown"
