@@ -1,4 +1,4 @@
-"""`torch.save` on several ranks: one file, written once, and never half of it there.
+"""`torch.save` on several ranks: one file, written once, and never half of it there. What is in pieces is saved whole.
 
 The loop's own line, `torch.save(model.state_dict(), "model.pt")`, is met by every rank. Rank 0 writes; another rank
 that comes to the same file waits until rank 0 has written it, and leaves it at that. It writes by itself what rank 0
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,11 +19,17 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from nbtrain.errors import NotSupported
 from nbtrain.patience import Patience
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.patches import Patches
 
+PIECES = (
+    "torch.save of a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
+    "with whole weights"
+)
 PATIENCE = 10.0
 """Seconds after which a rank writes by itself: two files at a time do no harm, they are moved into place whole."""
 
@@ -48,6 +55,7 @@ class Saving:
             path = os.path.realpath(os.fspath(f))
             if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
                 return old(obj, f, *args, **kwargs)
+            obj = self._whole(obj)
             key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
             self.calls[key] += 1
             if self.meeting.rank == 0:
@@ -57,6 +65,20 @@ class Saving:
                 _whole(old, obj, path, *args, **kwargs)
 
         return save
+
+    def _whole(self, obj: Any) -> Any:
+        """On rank 0, which writes it; all ranks have to come here."""
+        if "torch.distributed.tensor" not in sys.modules:
+            return obj
+        from nbtrain.strategies.gathered import gathered, holds_shards
+
+        if not holds_shards(obj):
+            return obj
+        try:
+            dist.barrier()
+        except NotSupported as error:
+            raise NotSupported(f"{PIECES}. {error}") from None
+        return gathered(obj)
 
     def _written(self, key: int) -> bool:
         """Wait for rank 0; whether it has written this file."""
