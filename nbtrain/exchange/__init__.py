@@ -1,6 +1,6 @@
 """Notebook objects ⇄ parcels: what a cell needs goes to the ranks, what it changed comes home.
 
-    names.py         which names a cell reads
+    names.py         which names a cell reads (places.py: in which order they stand)
     residence.py     who holds what: the table of twins, the walk that finds what changed, the putting in place
     kinds/           how each kind of object is looked at, made and edited in place
     fingerprint.py   numbers that tell whether content changed

@@ -21,6 +21,7 @@ from typing import Any
 from nbtrain.exchange._flow import UNSEEN, Flow
 from nbtrain.exchange._objects import Objects
 from nbtrain.exchange.calm import calm
+from nbtrain.exchange.places import Places
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(
@@ -82,8 +83,11 @@ def analyse(source: str) -> CellNames:
 
 
 @calm()
-def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = ()) -> Captured:
-    """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`."""
+def reach(
+    names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = (), places: Places | None = None
+) -> Captured:
+    """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`. `places`: of
+    this namespace, kept from call to call by whoever asks often."""
     objects = Objects(namespace)
     # What the cell makes and deletes is sent too: a rank that never had it could not say that it is gone.
     asked = set(names.reads | names.deleted)
@@ -92,7 +96,7 @@ def reach(names: CellNames, namespace: dict[str, Any], *, values: Iterable[objec
     # what the cell assigns is set aside at first: its present value may never be used, nor what only that leads to
     hard = _follow(asked, names.writes, objects, namespace)
     every = hard | _follow(asked, hard, objects, namespace)
-    ordered = [name for name in namespace if name in every]  # once: IPython keeps a name there for every old input
+    ordered = (places or Places(namespace)).ordered(every)
     return Captured(
         hard=tuple(name for name in ordered if name in hard),
         soft=tuple(name for name in ordered if name not in hard),
