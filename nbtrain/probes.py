@@ -24,6 +24,8 @@ import psutil
 
 ROOT = Path("/")
 SELF = Path("/proc/self")
+UVM = "/dev/nvidia-uvm"
+"""cuInit opens this device and keeps it open; NVML and nvidia-smi do not"""
 
 
 # ---------------------------------------------------------------- host and cgroup
@@ -313,31 +315,38 @@ def environment(environ: Mapping[str, str] = os.environ, modules: Mapping[str, A
 # ---------------------------------------------------------------- may this process be forked?
 
 
-def cuda_initialised(proc: Path = SELF, modules: Mapping[str, Any] = sys.modules) -> str | None:
+def cuda_initialised(
+    proc: Path = SELF, modules: Mapping[str, Any] = sys.modules, device: str | Path = UVM
+) -> str | None:
     """Who initialised CUDA in this process: "torch", "the CUDA driver" (some other code), or None: nobody."""
     torch = modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return "torch"
+    return "the CUDA driver" if os.path.lexists(device) and _open(proc, str(device)) else None
+
+
+def _open(proc: Path, path: str) -> bool:
+    """Whether the process has this file open. Asked twice for each cell of a notebook, hence no Path for each file."""
+    folder = os.path.join(proc, "fd")
     try:
-        open_files = list((proc / "fd").iterdir())
+        names = os.listdir(folder)
     except OSError:
-        return None
-    for file in open_files:
+        return False
+    for name in names:
         try:
-            # cuInit opens this device and keeps it open; NVML and nvidia-smi do not
-            if os.readlink(file) == "/dev/nvidia-uvm":
-                return "the CUDA driver"
-        except OSError:
+            if os.readlink(f"{folder}/{name}") == path:
+                return True
+        except OSError:  # closed since
             continue
-    return None
+    return False
 
 
-def why_not_fork(proc: Path = SELF, modules: Mapping[str, Any] = sys.modules) -> str | None:
+def why_not_fork(proc: Path = SELF, modules: Mapping[str, Any] = sys.modules, device: str | Path = UVM) -> str | None:
     """Why a fork of this process could not compute, and what to write instead; None where it could."""
     if sys.platform != "linux":
         return f"`--start fork` works on Linux only (this is {sys.platform}); write `--start spawn`"
     instead = "write `--start warm` (the default), or restart the kernel"
-    if who := cuda_initialised(proc, modules):
+    if who := cuda_initialised(proc, modules, device):
         return (
             f"`--start fork` is not possible: CUDA is initialised in this kernel (by {who}) and does not survive a "
             f"fork; {instead} and leave the GPU alone before this cell"

@@ -312,14 +312,39 @@ def test_torch_with_one_thread_may_be_forked_and_a_member_of_a_group_may_not(tmp
 
 @linux
 def test_cuda_is_seen_by_the_device_that_it_keeps_open(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia-uvm"
+    device.touch()
     (tmp_path / "fd").mkdir()
     (tmp_path / "fd" / "0").symlink_to("/dev/null")
     (tmp_path / "fd" / "7").symlink_to("/dev/nvidiactl")  # NVML opens this one as well
-    assert probes.cuda_initialised(tmp_path, {}) is None
-    assert probes.why_not_fork(tmp_path, {}) is None
-    (tmp_path / "fd" / "8").symlink_to("/dev/nvidia-uvm")
-    assert probes.cuda_initialised(tmp_path, {}) == "the CUDA driver"
-    assert "CUDA is initialised in this kernel (by the CUDA driver)" in (probes.why_not_fork(tmp_path, {}) or "")
+    assert probes.cuda_initialised(tmp_path, {}, device) is None
+    assert probes.why_not_fork(tmp_path, {}, device) is None
+    (tmp_path / "fd" / "8").symlink_to(device)
+    assert probes.cuda_initialised(tmp_path, {}, device) == "the CUDA driver"
+    said = probes.why_not_fork(tmp_path, {}, device) or ""
+    assert "CUDA is initialised in this kernel (by the CUDA driver)" in said
+
+
+@linux
+def test_a_device_that_this_process_opens_and_closes(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia-uvm"
+    assert probes.cuda_initialised(modules={}, device=device) is None
+    with device.open("w"):
+        assert probes.cuda_initialised(modules={}, device=device) == "the CUDA driver"
+    assert probes.cuda_initialised(modules={}, device=device) is None
+
+
+@linux
+def test_without_the_device_no_open_file_is_looked_at(tmp_path: Path) -> None:
+    """Asked twice for each cell, and a notebook may have a thousand files open."""
+    called: list[object] = []
+    sys.setprofile(lambda frame, event, what: called.append(what) if event == "c_call" else None)
+    try:
+        assert probes.cuda_initialised(modules={}, device=tmp_path / "nvidia-uvm") is None
+    finally:
+        sys.setprofile(None)
+    assert os.readlink not in called
+    assert os.listdir not in called
 
 
 @linux
