@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from nbtrain import errors
     from nbtrain.strategies.base import Strategy
+    from nbtrain.strategies.units import wrap
     from nbtrain.unfilled import empty
 
     # What a rank finds among its builtins; said here for editors.
@@ -37,7 +38,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Strategy", "__version__", "check", "empty", "errors", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = [
+    "Strategy",
+    "__version__",
+    "check",
+    "empty",
+    "errors",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+    "wrap",
+]
 
 ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup")
 """Not in `__all__`: `from nbtrain import *` has to work in the notebook, where these do not exist."""
@@ -84,6 +94,10 @@ def __getattr__(name: str) -> Any:
         from nbtrain.strategies.base import Strategy
 
         return Strategy
+    if name == "wrap":
+        from nbtrain.strategies.units import wrap
+
+        return wrap
     if name == "empty":
         from nbtrain.unfilled import empty
 

@@ -50,6 +50,12 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="every rank holds the model and a share of the batches; gradients are averaged",
         shards="batches",
     ),
+    Entry(
+        name="fsdp",
+        where="nbtrain.strategies.fsdp:FSDP",
+        summary="every rank holds a part of all there is; a layer is gathered while it computes",
+        shards="batches, optimizer, gradients, parameters",
+    ),
 )
 
 ENGINES: Mapping[str, Entry] = _table(

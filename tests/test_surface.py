@@ -10,7 +10,16 @@ import pytest
 import nbtrain
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC = {"Strategy", "__version__", "check", "empty", "errors", "load_ipython_extension", "unload_ipython_extension"}
+PUBLIC = {
+    "Strategy",
+    "__version__",
+    "check",
+    "empty",
+    "errors",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+    "wrap",
+}
 ON_A_RANK = {"rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup"}
 HEAVY = ("torch", "IPython", "zmq", "numpy", "ipywidgets", "anywidget", "cloudpickle", "psutil", "jupyter_server")
 
