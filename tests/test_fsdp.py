@@ -442,6 +442,7 @@ def test_options_change_no_numbers(options: dict[str, Any]) -> None:
     same(own_methods, 2, **(options | {"replicas": 1} if "replicas" in options else options))
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled() -> None:
     same(compiled)
 

@@ -333,8 +333,8 @@ class Sharded(Prepared):
             if isinstance(p.grad, DTensor):
                 full.grad = whole(p.grad)
             self.replaced.append((p, full))
-        for part, name, p in places(tree.root for tree in self.trees):
-            part._parameters[name] = new.get(id(p), p)  # type: ignore[assignment]
+        for part, name, held in places(tree.root for tree in self.trees):
+            part._parameters[name] = new.get(id(held), held)  # type: ignore[assignment]
         for optimizer in self.component.optimizers.values():
             pairs = rebind(optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value)
             self.replaced += [pair for pair in pairs if pair[0] is not pair[1]]
