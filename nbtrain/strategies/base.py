@@ -85,6 +85,9 @@ class Prepared:
         """Backward passes inside are not communicated; `--accumulate` uses it for all but the last."""
         return nullcontext()
 
+    def rescale(self, factor: float) -> None:
+        """Gradients that `no_sync` holds back, and that are in no `p.grad` yet, count so much from now on."""
+
     def enter(self) -> None:
         """Before each cell, the first one too: put in place what trains. Collective."""
 

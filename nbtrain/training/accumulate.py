@@ -146,6 +146,8 @@ class Accumulation:
                     for p in group["params"]:
                         if p.grad is not None:
                             p.grad.mul_(self.every / calls)
+                for prepared in self.prepared():
+                    prepared.rescale(self.every / calls)
             self.rescaled = True
             yield 1 / calls
 
