@@ -26,6 +26,7 @@ from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regrou
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.training.board import ABORT, RAISED, TAKEN, Board
 from nbtrain.worker.group import Group
+from nbtrain.worker.heap import give_back
 from nbtrain.worker.homeward import KERNEL, LIMIT, Home, Homeward
 from nbtrain.worker.interrupts import Interrupts, cut_a_step_short
 from nbtrain.worker.link import Link
@@ -249,6 +250,8 @@ class Rank:
             self.outputs.finish()
             unsaid = self.outputs.outlet.unsaid()
             self._send(finished if unsaid is None else replace(finished, began=unsaid))
+            if finished.steps and self.twins.pieces:
+                give_back()
 
     def _home(self, homeward: Homeward, run: Run, lead: bool) -> Home | None:
         together = self._shares_pieces(run)
