@@ -110,6 +110,17 @@ def test_the_outermost_is_computed_twice_and_not_what_is_in_it_thrice() -> None:
     assert len(calls) == 2
 
 
+def test_hooks_see_whole_forwards_only() -> None:
+    """A strategy's hooks take a forward that is left by an exception for a failure."""
+    model, seen = Net(), []
+    for block in model.first.blocks:
+        block.inner.register_forward_hook(lambda module, args, output: seen.append(output), always_call=True)
+    with recomputing(model, "Outer"):
+        step(model)
+    assert len(seen) == 4
+    assert all(isinstance(output, torch.Tensor) for output in seen)
+
+
 def test_without_gradients_nothing_is_computed_again() -> None:
     model = Net()
     with recomputing(model, "Outer"), torch.no_grad():

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from nbtrain.errors import UsageError
 
@@ -124,6 +124,9 @@ class Recompute:
                 finally:
                     within.one = False
 
-            return checkpoint(again, *args, use_reentrant=False)
+            # It is computed to its end. To stop where the last number that is needed has been made, torch raises an
+            # exception through the forwards, and hooks of strategies would take that for a failure.
+            with set_checkpoint_early_stop(False):
+                return checkpoint(again, *args, use_reentrant=False)
 
         return recomputed

@@ -139,6 +139,8 @@ def part(table: Table, apart: Apart) -> None:
     if node is None:
         return
     node.kind, node.memo = APART, None
+    # One that the other side made without content gets all that is here.
+    apart.changed = any(one.kind is STORAGE and one.obj.device.type == "meta" for one in node.fixed or ())
     empty(table, node, apart)
 
 
