@@ -21,6 +21,8 @@ class Entry:
     """`module:Class`"""
     summary: str
     shards: str = "nothing"
+    in_pieces: bool = False
+    """no rank has all of a model: after a failure, its last step can be brought home if all ranks stand at the same"""
     needs: Needs = Needs()
 
     def load(self) -> Any:
@@ -55,6 +57,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         where="nbtrain.strategies.fsdp:FSDP",
         summary="every rank holds a part of all there is; a layer is gathered while it computes",
         shards="batches, optimizer, gradients, parameters",
+        in_pieces=True,
     ),
 )
 

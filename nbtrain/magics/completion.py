@@ -19,6 +19,7 @@ from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
 from nbtrain.magics.verbs import VERBS
 from nbtrain.magics.words import Word, split
+from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _strategies(state: State) -> list[str]:
         )
 
     theirs = [name for name, value in state.notebook.items() if not name.startswith("_") and is_one(value)]
-    return ["auto", *registry.strategies(), *theirs]
+    return ["auto", *registry.strategies(), *presets.names(), *theirs]
 
 
 def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:
@@ -99,7 +100,8 @@ def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:
         if BY_FLAG.get(word.text) is BY_FLAG["--strategy"]:
             name = following.plain
     found: dict[str, Flag] = {}
-    for one in AUTO if name == "auto" else (name,):
+    preset = presets.find(name)
+    for one in AUTO if name == "auto" else (name if preset is None else preset.strategy,):
         if one in registry.strategies() and "torch" not in sys.modules:
             continue  # nobody waits seconds for a Tab
         try:

@@ -59,9 +59,9 @@ OPTIONS: tuple[Option, ...] = (
         metavar="NAME",
         read=values.strategy,
         default="auto",
-        help="how the ranks train one model: a name from `%distributed strategies`, or a name of the notebook that "
-        "holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a process group, "
-        "nothing touched, for code that brings its own",
+        help="how the ranks train one model: a strategy or preset of `%distributed strategies`, or a name of the "
+        "notebook that holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a process "
+        "group, nothing touched, for code that brings its own",
     ),
     Option(
         name="devices",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,12 @@ from nbtrain.errors import UsageError
 from nbtrain.magics import flags
 from nbtrain.magics.flags import Flag
 from nbtrain.magics.options import OPTIONS
-from nbtrain.magics.parse import Request
+from nbtrain.magics.parse import Given, Request
 from nbtrain.magics.values import DeviceSpec, Namespace, similar
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
+from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.presets import Preset
 
 if TYPE_CHECKING:
     from nbtrain.devices import Devices
@@ -33,9 +35,15 @@ class Chosen:
     name: str
     needs: Needs
     source: registry.Entry | Strategy | type[Strategy]
+    preset: Preset | None = None
+    """of the name that was given"""
 
     @classmethod
     def named(cls, name: str, notebook: Namespace) -> Chosen:
+        preset = presets.find(name)
+        if preset is not None:
+            entry = registry.strategy(preset.strategy)
+            return cls(name=entry.name, needs=entry.needs, source=entry, preset=preset)
         entry = registry.find_strategy(name)
         if entry is not None:
             return cls(name=name, needs=entry.needs, source=entry)
@@ -48,8 +56,19 @@ class Chosen:
     def load(self) -> Any:
         return self.source.load() if isinstance(self.source, registry.Entry) else self.source
 
-    def preset(self) -> dict[str, Any]:
-        """Options that an object of the notebook already carries."""
+    def over(self, line: Request, base: Request) -> Request:
+        """`line` over `base`, with how a preset starts ranks: that beats what was said before the preset's name."""
+        request = line.over(base)
+        start = self.preset.start if self.preset is not None else None
+        said = line if "strategy" in line.given else request
+        if start is None or "start" in said.given:
+            return request
+        return replace(request, given={**request.given, "start": Given(start, request.given["strategy"].typed)})
+
+    def carried(self) -> dict[str, Any]:
+        """Options that come with the name: a preset's, or those of an object of the notebook's."""
+        if self.preset is not None:
+            return dict(self.preset.options)
         if not isinstance(self.source, Strategy):
             return {}
         return {one.name: getattr(self.source.options, one.name) for one in fields(self.source.options)}
@@ -114,6 +133,7 @@ class Resolver:
             chosen = Chosen.named(AUTO[pool.world_size > 1], notebook)
         else:
             chosen = Chosen.named(name, notebook)
+            request = chosen.over(line, base)
             pool = self.pool(request, [(f"--strategy {name}", chosen.needs)])
         if ranks is not None and (wrong := [rank for rank in ranks if rank >= pool.world_size]):
             raise UsageError(
@@ -176,12 +196,15 @@ class Resolver:
 
     @staticmethod
     def _options(chosen: Chosen, asked: str, line: Request, base: Request, notebook: Namespace) -> dict[str, Any]:
-        options = chosen.preset()
+        options = chosen.carried()
+        carried = set(options) if chosen.preset is not None and "strategy" in line.given else set()
         own = line.over(base).own
         if not own:  # nothing to check, so nothing to load
             return options
         known = chosen.flags()
         for typed, word in own.items():
+            if typed in known and known[typed].field in carried and typed not in line.own:
+                continue  # a preset's name in this line says more than a default of an earlier one
             if typed in known:
                 options[known[typed].field] = flags.read(typed, word, known[typed], notebook)
             elif typed in line.own:

@@ -13,6 +13,7 @@ from typing import Any
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.magics.words import Word
+from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
 
 Namespace = Mapping[str, Any]
@@ -196,8 +197,9 @@ def devices(flag: str, word: Word, notebook: Namespace) -> DeviceSpec:
 
 
 def strategy(flag: str, word: Word, notebook: Namespace) -> str:
-    """A strategy that nbtrain knows, or the notebook's name for one of its own."""
-    known = ["auto", *registry.strategies()]
+    """A strategy or a preset that nbtrain knows, or the notebook's name for one of its own."""
+    own = ["auto", *registry.strategies()]
+    known = [*own, *presets.names()]
     if word.plain in known:
         return word.plain
     if word.text in notebook:
@@ -208,9 +210,9 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
             return value
         raise UsageError(
             f"{flag} {word.text}: {word.text} is a {type(value).__name__}, not a strategy; "
-            f"it has to be one of {', '.join(known)}, or a subclass of nbtrain.Strategy"
+            f"it has to be one of {', '.join(own)}, a preset, or a subclass of nbtrain.Strategy"
         )
     raise UsageError(
-        f"{flag} {word.text}: there is no such strategy{similar(word.plain, known)}; there are {', '.join(known)}, "
-        f"and any name of the notebook that holds an nbtrain.Strategy"
+        f"{flag} {word.text}: there is no such strategy{similar(word.plain, known)}; there are {', '.join(own)}, "
+        f"the presets {', '.join(presets.names())}, and any name of the notebook that holds an nbtrain.Strategy"
     )

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nbtrain import probes, registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.flags import flags_of
+from nbtrain.magics import table
 from nbtrain.magics.options import BY_NAME
 from nbtrain.magics.parse import Request
-from nbtrain.magics.resolve import Chosen, missing
+from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.state import State
 from nbtrain.magics.values import similar
 
@@ -54,7 +53,11 @@ def _status(state: State, request: Request) -> str:
 def _start(state: State, request: Request) -> str | None:
     wanted = request.over(state.defaults)
     name = wanted.value("strategy")
-    needs = [] if name == "auto" else [(f"--strategy {name}", Chosen.named(name, state.notebook).needs)]
+    needs = []
+    if name != "auto":
+        chosen = Chosen.named(name, state.notebook)
+        wanted = chosen.over(request, state.defaults)
+        needs = [(f"--strategy {name}", chosen.needs)]
     state.opened().start(state.devices.pool(wanted, needs))
     # A cell without options should use the ranks that were just started, not replace them.
     return state.set_defaults(request) if request.given else None
@@ -95,29 +98,8 @@ def _check(state: State, request: Request) -> str:
     return repr(state.opened().check(words))
 
 
-def _strategies(state: State, request: Request) -> str:
-    rows = [("strategy", "shards", "available", "options")]
-    here = {"cpu", "cuda"} if probes.gpus() else {"cpu"}
-    for entry in registry.strategies().values():
-        reason = missing(entry.needs)
-        if reason is None and not here.intersection(entry.needs.kinds):
-            reason = f"runs on {' and '.join(entry.needs.kinds)}, which this machine has not"
-        rows.append(
-            (
-                entry.name,
-                entry.shards,
-                f"no: {reason}" if reason else "yes",
-                _options_of(entry) if reason is None else "",
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("─" * width for width in widths))
-    return "\n".join(lines)
-
-
-def _options_of(entry: registry.Entry) -> str:
-    return " ".join(flag.flag for typed, flag in flags_of(entry.load()).items() if typed == flag.flag)
+def _strategies(state: State, request: Request) -> None:
+    state.shell.display_pub.publish({"text/plain": table.text(), "text/html": table.html()})
 
 
 def _doctor(state: State, request: Request) -> str:
@@ -147,7 +129,9 @@ VERBS: Mapping[str, Verb] = {
         help="whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
     ),
     "strategies": Verb(
-        usage="strategies", do=_strategies, help="what each strategy shards, its options, and what it lacks here"
+        usage="strategies",
+        do=_strategies,
+        help="what each strategy shards, what it lacks here, what is held after a failure, its options; presets",
     ),
     "doctor": Verb(usage="doctor", do=_doctor, help="what is possible here, what is not, and why"),
 }  # fmt: skip
