@@ -365,6 +365,39 @@ def after_errors(stage: Stage) -> Numbers:
     return numbers(prepared)
 
 
+class Skipping(nn.Module):
+    """Uses one half of its parameters or the other, by its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.halves[int(x[0, 0] > 0)]
+        return half(x) * self.gain if x.shape[1] == 5 else x
+
+
+def unused(stage: Stage) -> Numbers:
+    """Ranks that use other parameters than their peers, parameters that nobody uses: those keep None."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Sequential(Skipping(), nn.Tanh()), nn.Sequential(Skipping(), nn.Tanh()), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for signs in ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)):
+        total = 0.0
+        for side in (0, 1):  # the whole batch in one process: one sign after the other
+            if stage.count == 1 or stage.rank == side:
+                torch.manual_seed(side)
+                x, y = torch.randn(4, 5).abs() * signs[side], torch.randint(0, 3, (4,))
+                (F.cross_entropy(model(x), y) * stage.count / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared, total=total)
+
+
 def _raise(*args: Any) -> None:
     raise ZeroDivisionError
 
@@ -413,7 +446,18 @@ def restored(stage: Stage) -> Numbers:
     return numbers(prepared)
 
 
-CASES = [plain, accumulation, own_methods, frozen_and_thawed, several, shared_encoder, averages, after_errors, restored]
+CASES = [
+    plain,
+    accumulation,
+    own_methods,
+    frozen_and_thawed,
+    several,
+    shared_encoder,
+    averages,
+    after_errors,
+    restored,
+    unused,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -679,6 +723,22 @@ def grown(stage: Stage) -> bool:
 
 def test_another_optimizer_joins() -> None:
     assert on_ranks(grown) == [True, True]
+
+
+def other_layers(stage: Stage) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    prepared = stage.set_up([model], [])
+    prepared.enter()
+    h = torch.ones(2, 4)
+    with pytest.raises(NotSupported) as error:
+        model[2](model[stage.rank](h)).sum().backward()
+    prepared.leave()
+    return str(error.value)
+
+
+def test_ranks_that_run_other_layers_are_told_so() -> None:
+    assert all("the ranks ran different layers" in text for text in on_ranks(other_layers))
 
 
 def norms(stage: Stage) -> list[torch.Tensor]:

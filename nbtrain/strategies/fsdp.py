@@ -233,6 +233,7 @@ class Sharded(Prepared):
         if self._mine(optimizer):
             for tree in self.trees:  # what is still gathered is not what the optimizer has made of the shards
                 tree.reshard()
+                tree.usage.stepped()
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:

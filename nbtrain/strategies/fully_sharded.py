@@ -32,6 +32,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.strategies.dress import Dress
 from nbtrain.strategies.shards import cut
 from nbtrain.strategies.units import callable_by_itself
+from nbtrain.strategies.usage import Usage
 
 outside_graphs: Any = getattr(_fsdp_common, "_dynamo_disable", lambda function: function)
 """torch.compile leaves such functions as they are"""
@@ -57,17 +58,18 @@ class Tree:
         """Once all parameters have memory behind them."""
         self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         self.states = [unit._get_fsdp_state() for unit in self.units]  # type: ignore[operator]
+        self.usage = Usage(self.states, list(self.groups()), self.states[0]._device.type)
         nested = set(map(id, self.units))
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
-            unit.register_forward_hook(_after(state), always_call=True)
+            unit.register_forward_hook(_after(state, self.usage), always_call=True)
             for part in _parts(unit, nested):
-                enter, leave = _door(state)
+                enter, leave = _door(state, self.usage)
                 part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 part.register_forward_hook(leave, always_call=True)
             for name, method in _methods_with_parameters(unit, nested):
-                vars(unit)[name] = _through(unit, state, method)
+                vars(unit)[name] = _through(unit, state, method, self.usage)
         self.dress.finish()
 
     def groups(self) -> Iterator[Any]:
@@ -87,6 +89,7 @@ class Tree:
                 root.reset_iter_state()
         for state in self.states:
             _calm(state)
+        self.usage.forget()
 
     def forget(self) -> None:
         """Have torch forget that these were ever set up. The dress is off."""
@@ -141,7 +144,7 @@ def _raised(output: Any) -> bool:
     return output is None and sys.exc_info()[0] is not None
 
 
-def _after(state: Any) -> Callable[..., Any]:
+def _after(state: Any, usage: Usage) -> Callable[..., Any]:
     """Last of a unit's own hooks."""
 
     @outside_graphs
@@ -149,13 +152,15 @@ def _after(state: Any) -> Callable[..., Any]:
         if _raised(output):
             if state._training_state is FORWARD:
                 _calm(state)
-        elif not torch.is_grad_enabled():  # no backward will do it
+            return
+        usage.unit_ran(state)
+        if not torch.is_grad_enabled():  # no backward will do it
             _let_go(state)
 
     return after
 
 
-def _door(state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hooks for a part of a unit: called while the unit is not, it is the unit's forward."""
     opened: list[bool] = []
 
@@ -173,6 +178,7 @@ def _door(state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
             _calm(state)
             return None
         output = state._post_forward(module, args, output)
+        usage.unit_ran(state)
         if not torch.is_grad_enabled():
             _let_go(state)
         return output
@@ -180,7 +186,7 @@ def _door(state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return enter, leave
 
 
-def _through(unit: nn.Module, state: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usage) -> Callable[..., Any]:
     """A method that uses its unit's own parameters: called while the unit is not, it is the unit's forward."""
     watched: set[int] = set()
 
@@ -204,6 +210,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any]) -> Callabl
             _calm(state)
             raise
         output = state._post_forward(self, args, output)
+        usage.unit_ran(state)
         if not torch.is_grad_enabled():
             _let_go(state)
         return output
