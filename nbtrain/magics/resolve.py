@@ -42,8 +42,8 @@ class Chosen:
     def named(cls, name: str, notebook: Namespace) -> Chosen:
         preset = presets.find(name)
         if preset is not None:
-            entry = registry.strategy(preset.strategy)
-            return cls(name=entry.name, needs=entry.needs, source=entry, preset=preset)
+            real = registry.strategy(preset.strategy)
+            return cls(name=real.name, needs=real.needs, source=real, preset=preset)
         entry = registry.find_strategy(name)
         if entry is not None:
             return cls(name=name, needs=entry.needs, source=entry)

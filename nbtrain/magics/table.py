@@ -33,7 +33,7 @@ def strategies() -> list[Row]:
 
 
 def with_presets() -> list[Row]:
-    found = []
+    found: list[Row] = []
     for name in presets.names():
         preset = presets.PRESETS[name]
         found.append((name, preset.line, _available(registry.strategy(preset.strategy))))

@@ -136,7 +136,7 @@ class Scaling:
             return tensor
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
-            node = tensor.grad_fn
+            node: Any = tensor.grad_fn
             if node is not None and node not in before:
                 node.metadata[BEFORE] = before
             return tensor
