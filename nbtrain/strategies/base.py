@@ -127,6 +127,10 @@ class Strategy:
     hands_off: ClassVar[bool] = False
     """True: models, optimizers and loaders are left as they are, and nothing is guarded"""
 
+    takes_blanks: ClassVar[bool] = False
+    """True: `set_up` cuts up models that have no content yet (`nbtrain.empty()`), and each rank gets what it keeps of
+    it afterwards. Otherwise they are filled in before"""
+
     own_precision: ClassVar[bool] = False
     """True: `set_up` sees to the precision by itself. Otherwise what a model computes in is seen to around it, and to
     `set_up` it is a word"""

@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -201,6 +201,8 @@ class Sharded(Prepared):
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        for optimizer in self.component.optimizers.values():
+            self.handles.append(optimizer.register_load_state_dict_post_hook(_cut_loaded))
 
     def leave(self) -> None:
         for handle in self.handles:
@@ -323,6 +325,8 @@ class Sharded(Prepared):
             if id(optimizer) not in before:
                 refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
                 self.replaced += [pair for pair in rebind(optimizer, same, _cut_state) if pair[0] is not pair[1]]
+                if self.handles:
+                    self.handles.append(optimizer.register_load_state_dict_post_hook(_cut_loaded))
         self.component = component
         return True
 
@@ -358,6 +362,12 @@ def _cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.is_meta:
         return fresh_storage(cut(parameter, value), parameter._local_tensor.device)
     return cut(parameter, value)
+
+
+def _cut_loaded(optimizer: torch.optim.Optimizer) -> None:
+    """After `load_state_dict` of a state that is whole."""
+    held: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    rebind(optimizer, {key: p for key, p in held.items() if isinstance(p, DTensor)}, _cut_state)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
@@ -435,6 +445,8 @@ def _check(component: Component, kept: list[torch.Tensor]) -> None:
 
 class FSDP(Strategy):
     """Every rank holds a part of the model, and sees a share of the batches."""
+
+    takes_blanks: ClassVar[bool] = True
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:

@@ -23,6 +23,7 @@ from nbtrain.exchange.fingerprint import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.become import become
 from nbtrain.training.collectives import equalise
+from nbtrain.training.fresh import Blanks, is_blank
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
@@ -185,9 +186,14 @@ class Workshop:
         with self.outside():
             for kept in old:
                 self._close(kept)
+            blanks = Blanks.of(component)
+            if blanks is not None and not self.strategy.takes_blanks:
+                self._tell(blanks.fill(self.device))
             equalise([*component.parameters(), *component.buffers()], checksum)
             prepared = self.strategy.set_up(component, self.precision)
-            self._tell(prepared)
+            self._tell(prepared.replaced)
+            if blanks is not None and self.strategy.takes_blanks:
+                self._tell(blanks.deal_out(prepared, self.device))
             parameters = component.parameters()  # some may be others by now
             layout = [(id(p), p.dtype, p.shape) for p in parameters]
             self.kept.append(Kept(prepared, objects, parameters, layout))
@@ -202,20 +208,21 @@ class Workshop:
             done = kept.prepared.grow(component)
             if done:
                 kept.prepared.component = component
-                self._tell(kept.prepared)
+                self._tell(kept.prepared.replaced)
         return done
 
-    def _tell(self, prepared: Prepared) -> None:
-        if prepared.replaced:
-            pairs, prepared.replaced = prepared.replaced, []
+    def _tell(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Of tensors that others were put in the place of."""
+        if pairs:
             self.replaced(pairs)
+            pairs.clear()  # they would keep alive what is gone
 
     def _close(self, kept: Kept, whole: bool = True) -> None:
         if self._inside:
             kept.prepared.leave()
         if whole:
             kept.prepared.close()
-            self._tell(kept.prepared)
+            self._tell(kept.prepared.replaced)
         else:
             kept.prepared.drop()
         self.kept.remove(kept)
@@ -239,7 +246,7 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
 def place(component: Component, device: torch.device) -> None:
     """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
     for tensor in (*component.parameters(), *component.buffers()):
-        if tensor.device != device:
+        if tensor.device != device and not is_blank(tensor):
             tensor.data = tensor.data.to(device)
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
