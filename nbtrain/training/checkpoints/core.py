@@ -191,8 +191,8 @@ class Checkpoints:
         source = self._open(_place(path))
         names = Names(chosen.modules, self._modules())
         found: list[Match] = []
-        with self._outside() as outside:
-            pieces = self._pieces() if outside else {}
+        with self._outside():
+            pieces = self._pieces()
             self._agree(lambda: found.append(compare(source, chosen, names, bool(objects))))
             match = found[0]
             fits = same_state(source, chosen, names, match, pieces)
