@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nbtrain import registry
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
@@ -446,15 +447,15 @@ def test_a_scaler_of_the_cells_own_wins(make: Callable[..., Runtime]) -> None:
     assert notes == ["the cell scales its losses with a GradScaler of its own, so --precision 16-mixed did not"]
 
 
-def on_two(rank: int, precision: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    here = runtime(precision, DDP(DDP.Options()), rank, 2)
+def on_two(rank: int, precision: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    here = runtime(precision, registry.make_strategy(strategy, {}, {}), rank, 2)
     model = net()
     optimizer = adam(model)
     notes: list[str] = []
     with cell(here, notes=notes, model=model, optimizer=optimizer):
         for i, (x, y) in enumerate(batches(6)):
             mine = slice(rank * 8, rank * 8 + 8)
-            boost = HUGE if (i, rank) == (2, 1) else 1.0  # one rank's overflow is everybody's
+            boost = HUGE if (precision, i, rank) == ("16-mixed", 2, 1) else 1.0  # one rank's overflow is everybody's
             loss_of(model, x[mine], y[mine], boost).backward()
             assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9) < 100 or i == 2
             optimizer.step(), optimizer.zero_grad()
@@ -462,21 +463,22 @@ def on_two(rank: int, precision: str) -> tuple[dict[str, torch.Tensor], list[str
     return model.state_dict(), notes
 
 
+@pytest.mark.parametrize("strategy", [name for name in ("ddp", "fsdp") if name in registry.STRATEGIES])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_two_ranks_are_one_process(make: Callable[..., Runtime], precision: str) -> None:
-    (one, notes), (other, _) = run_on_ranks(on_two, precision)
+def test_two_ranks_are_one_process(make: Callable[..., Runtime], precision: str, strategy: str) -> None:
+    (one, notes), (other, _) = run_on_ranks(on_two, precision, strategy)
     model = net()
     optimizer = adam(model)
     said: list[str] = []
     with cell(make(precision), notes=said, model=model, optimizer=optimizer):
         for i, (x, y) in enumerate(batches(6)):
-            loss_of(model, x, y, HUGE if i == 2 else 1.0).backward()
+            loss_of(model, x, y, HUGE if (precision, i) == ("16-mixed", 2) else 1.0).backward()
             optimizer.step(), optimizer.zero_grad()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    if precision == "16-mixed":
-        assert notes == said == ["1 of 6 steps were skipped: gradients overflowed in float16; loss scale is now 32768"]
-        for name, value in model.state_dict().items():
-            assert torch.allclose(one[name], value, atol=2e-3)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(one[name], value, atol=1e-2)
+    skipped = "1 of 6 steps were skipped: gradients overflowed in float16; loss scale is now 32768"
+    assert notes == said == [skipped] * (precision == "16-mixed")
 
 
 # Weights in 16 bits
@@ -677,7 +679,7 @@ for _ in range(4):
 """
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_from_a_cell(shared_kernel: Kernel, strategy: str, devices: int) -> None:
     run = shared_kernel.run
     assert run(SETUP).error is None
