@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from benchmarks.soak_cells import RANKS, STANDARD, START, Notebook, cycle, one_raises
-from benchmarks.soak_readings import BARE, Reading, take
-from tests.kernels import Kernel, running_kernel
+from benchmarks.soak_readings import BARE, Control, Reading, take
+from tests.kernels import running_kernel
 
 FLAT = 1.02
 """times as much memory as before is as much"""
@@ -42,9 +42,9 @@ SAY_EVERY = 5.0
 class Soak:
     """One run."""
 
-    def __init__(self, nb: Notebook, bare: Kernel, minutes: float, seed: int) -> None:
+    def __init__(self, nb: Notebook, control: Control, minutes: float, seed: int) -> None:
         self.nb = nb
-        self.bare_kernel = bare
+        self.control = control
         self.dice = random.Random(seed)
         self.began = time.monotonic()
         self.ends = self.began + 60 * minutes
@@ -74,7 +74,7 @@ class Soak:
                 act(self.nb, self.dice)
             one_raises(self.nb, self.dice)  # the process group is a new one whenever things are read
             self._standard_cells()
-            self.readings.append(take(self.nb, self.bare_kernel))
+            self.readings.append(take(self.nb, self.control))
             self._say_reading(self.readings[-1])
             warmed = time.monotonic() - self.began > WARM_UP * (self.ends - self.began)
             if self.warm_at is None and len(self.readings) >= LEAST and warmed:
@@ -83,17 +83,15 @@ class Soak:
     def _standard_cells(self) -> None:
         self.say("standard cells")
         for code, times in ((STANDARD, self.times), ("pass", self.bare)):
-            self.nb.kernel.run(code)
+            self.nb.run(code)
             for _ in range(STANDARDS):
                 began = time.perf_counter()
-                result = self.nb.kernel.run(code)
+                result = self.nb.run(code)
                 took = time.perf_counter() - began
                 if result.error is not None:
                     raise RuntimeError(result.text)
                 if self.warm_at is not None:
                     times.append(took)
-            self.nb.cells += STANDARDS + 1
-            self.nb.texts += [code] * (STANDARDS + 1)
 
     def _say_reading(self, reading: Reading) -> None:
         memory = ", ".join(f"{name} {size:.2f}" for name, size in reading.memory.items())
@@ -169,7 +167,7 @@ class Soak:
             )
             self.nb("%distributed restart")
             self.nb(STANDARD)
-            readings.append(take(self.nb, self.bare_kernel))
+            readings.append(take(self.nb, self.control))
         half = POOLS // 2
         first, last = readings[1:half], readings[half:]
         print(f"\n{3 * POOLS} pools, medians of the first and the second half")
@@ -192,8 +190,7 @@ def main() -> int:
         nb = Notebook(kernel)
         for cell in ("%load_ext nbtrain", START, STANDARD):
             nb(cell)
-        bare.run("import torch")
-        soak = Soak(nb, bare, minutes, seed)
+        soak = Soak(nb, Control(bare), minutes, seed)
         soak.run()
         soak.report()
         soak.pools()

@@ -41,24 +41,28 @@ class Notebook:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.cells = 0
-        self.texts: list[str] = []
-        """of the cells that were run; whoever has seen them empties it"""
+        self.ran: list[tuple[str, Result]] = []
+        """texts of cells, and what they have shown; whoever has seen them empties it"""
 
     def __call__(self, code: str) -> Result:
-        result = self.kernel.run(self._text(code), timeout=120)
+        result = self.run(self._text(code))
         if result.error is not None:
             raise RuntimeError(f"{code}\n{result.text}")
         return result
 
+    def run(self, text: str) -> Result:
+        """As it stands there."""
+        return self.kernel.wait(self._start(text), timeout=120)
+
     def fails(self, code: str) -> Error:
-        error = self.kernel.run(self._text(code), timeout=120).error
+        error = self.run(self._text(code)).error
         if error is None:
             raise RuntimeError(f"this should have raised:\n{code}")
         return error
 
     def begun(self, code: str, until: str) -> Result:
         """A cell that has said this, and goes on."""
-        result = self.kernel.start(self._text(code))
+        result = self._start(self._text(code))
         self.kernel.wait_for(lambda: until in result.text or result.done, timeout=120)
         if result.done:
             raise RuntimeError(f"it ended:\n{code}\n{result.text}")
@@ -79,10 +83,13 @@ class Notebook:
         return {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+):.* process (\d+)", shown)}
 
     def _text(self, code: str) -> str:
+        return code if (self.cells + 1) % 3 == 0 else f"{code}\n# {self.cells + 1}"
+
+    def _start(self, text: str) -> Result:
         self.cells += 1
-        text = code if self.cells % 3 == 0 else f"{code}\n# {self.cells}"
-        self.texts.append(text)
-        return text
+        result = self.kernel.start(text)
+        self.ran.append((text, result))
+        return result
 
 
 def ddp(nb: Notebook, dice: random.Random) -> None:

@@ -5,12 +5,14 @@ Memory is what a process has made or inherited, without files that it maps, afte
 the process it was forked from: they become its own whenever one of both writes to them, and its private memory grows
 although it has no more than before.
 
-Any notebook grows with its cells: IPython and Jupyter keep texts, histories and numbers of messages. So a kernel
-without nbtrain runs as many cells of the same texts, as comments, and what it has grown is taken off.
+Any notebook grows with its cells: IPython and Jupyter keep texts, histories and numbers of messages, and IPython 9
+whatever a cell has printed and each traceback. So a kernel without nbtrain runs as many cells of the same texts, as
+comments, which show the same, and what it has grown is taken off.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,10 +21,21 @@ from dataclasses import dataclass, field
 import psutil
 
 from benchmarks.soak_cells import Notebook
-from tests.kernels import Kernel
+from tests.kernels import Kernel, Result
 
 SETTLE = "import gc, ctypes; gc.collect(); ctypes.CDLL(None).malloc_trim(0)"
 BARE = "a kernel without nbtrain"
+SHOW = """
+import json, sys, torch
+outputs = open({path!r})
+def show():
+    for kind, text in json.loads(outputs.readline()):
+        if kind == "error":
+            error = RuntimeError()
+            error._render_traceback_ = lambda: text
+            raise error
+        getattr(sys, kind).write(text)
+"""
 
 
 @dataclass
@@ -43,8 +56,34 @@ class Reading:
     processes: int = 0
 
 
-def take(nb: Notebook, bare: Kernel) -> Reading:
-    """`bare` runs what the notebook has run since the last reading."""
+class Control:
+    """The kernel without nbtrain."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._shown = kernel.home / "shown"
+        self._shown.touch()
+        kernel.run(SHOW.format(path=str(self._shown)))
+
+    def follow(self, text: str, result: Result) -> None:
+        """A cell that does nothing but show what that one has shown."""
+        texts = [
+            ("error", one["traceback"]) if one["type"] == "error" else (one["name"], one["text"])
+            for one in result.outputs
+            if one["type"] in ("error", "stream")
+        ]
+        if texts:
+            with self._shown.open("a") as file:
+                file.write(json.dumps(texts) + "\n")
+        comment = "# " + text.replace("\n", "\n# ")
+        after = self.kernel.run(f"{'show()' if texts else 'pass'}\n{comment}")
+        same = after.stdout == result.stdout and after.stderr == result.stderr
+        if not same or (after.error is None) != (result.error is None):
+            raise RuntimeError(f"the control shows something else:\n{after.text}")
+
+
+def take(nb: Notebook, control: Control) -> Reading:
+    """The control runs what the notebook has run since the last reading."""
     found = Reading()
     pids = {"kernel": nb.kernel.pid} | {f"rank {rank}": pid for rank, pid in nb.pids().items()}
     (nursery,) = [p for p in psutil.Process(nb.kernel.pid).children() if "nursery" in " ".join(p.cmdline())]
@@ -53,11 +92,11 @@ def take(nb: Notebook, bare: Kernel) -> Reading:
     found.untrimmed = {name: _private(pid) for name, pid in pids.items()}
     nb(f"%%distributed\n{SETTLE}")
     nb(SETTLE)
-    for text in nb.texts:
-        bare.run("pass\n# " + text.replace("\n", "\n# "))
-    nb.texts.clear()
-    bare.run(SETTLE)
-    found.memory = {name: _anonymous(pid) for name, pid in pids.items()} | {BARE: _anonymous(bare.pid)}
+    for text, result in nb.ran:
+        control.follow(text, result)
+    nb.ran.clear()
+    control.kernel.run(SETTLE)
+    found.memory = {name: _anonymous(pid) for name, pid in pids.items()} | {BARE: _anonymous(control.kernel.pid)}
     found.private = {name: _private(pid) for name, pid in pids.items()}
     found.descriptors = {name: psutil.Process(pid).num_fds() for name, pid in pids.items()}
     found.threads = {name: psutil.Process(pid).num_threads() for name, pid in pids.items()}
