@@ -60,6 +60,9 @@ class Tree:
         self.states = [unit._get_fsdp_state() for unit in self.units]  # type: ignore[operator]
         self.usage = Usage(self.states, list(self.groups()), self.states[0]._device.type)
         nested = set(map(id, self.units))
+        for group in self.groups():
+            group.unshard = _outside_inference(group.unshard)
+            group.wait_for_unshard = _outside_inference(group.wait_for_unshard)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
@@ -104,6 +107,19 @@ def _groups(state: Any) -> list[Any]:
     if many is not None:
         return list(many)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _outside_inference(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """What is gathered first below `torch.inference_mode()` could not be trained afterwards."""
+
+    @functools.wraps(gather)
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return gather(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return gather(*args, **kwargs)
+
+    return gathering
 
 
 def _let_go(state: Any) -> None:
@@ -175,7 +191,8 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
         if not (opened and opened.pop()):
             return None
         if _raised(output):
-            _calm(state)
+            if state._training_state is FORWARD:  # not by a checkpoint that has recomputed enough
+                _calm(state)
             return None
         output = state._post_forward(module, args, output)
         usage.unit_ran(state)
