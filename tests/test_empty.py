@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.strategies.base import Component, Piece, Prepared
+from nbtrain.strategies.base import Component
+from nbtrain.strategies.fsdp import FSDP
 from nbtrain.training.fresh import Blanks
+from nbtrain.training.prepare import Workshop
 from tests.kernels import Kernel
 from tests.ranks import run_on_ranks
 
@@ -113,6 +114,18 @@ def test_two_models_differ_and_a_copy_does_not() -> None:
     assert torch.equal(one.weight, filled(same).weight)
 
 
+def test_hooks_on_a_gradient_go_along() -> None:
+    model, calls = nbtrain.empty(nn.Linear, 2, 2), []
+    model.weight.register_hook(calls.append)
+    old, blanks = model.weight, Blanks.of(Component({"model": model}))
+    assert blanks is not None
+    ((was, new),) = blanks.fill(CPU)
+    assert was is old
+    assert model.weight is new
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 1
+
+
 class Styled(nn.Module):
     """As transformers have it."""
 
@@ -205,41 +218,6 @@ def test_a_buffer_is_filled_by_its_own_method() -> None:
     assert filled(nbtrain.empty(Table)).steps.tolist() == [0, 1, 2]
 
 
-class Part(Piece):
-    """This rank's share of a flat whole."""
-
-    def __init__(self, shape: torch.Size, rank: int, ranks: int) -> None:
-        self.shape, self.dtype = shape, torch.float32
-        edges = torch.linspace(0, shape.numel(), ranks + 1).int().tolist()
-        self.start, self.stop = edges[rank : rank + 2]
-        self.flat = torch.zeros(self.stop - self.start)
-
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        return [(self.start, self.stop)]
-
-    def read(self) -> Sequence[torch.Tensor]:
-        return [self.flat]
-
-    def fill(self, whole: torch.Tensor) -> None:
-        self.flat.copy_(whole.reshape(-1)[self.start : self.stop])
-
-
-class InParts(Prepared):
-    def __init__(self, component: Component, rank: int, ranks: int) -> None:
-        super().__init__(component)
-        self.parts: list[tuple[torch.Tensor, Part]] = []
-        new: dict[int, nn.Parameter] = {}
-        for module in component.modules["model"].modules():
-            for name, p in module.named_parameters(recurse=False):
-                if id(p) not in new:
-                    new[id(p)] = nn.Parameter(torch.empty(1).expand(p.shape))
-                    self.parts.append((new[id(p)], Part(p.shape, rank, ranks)))
-                module._parameters[name] = new[id(p)]
-
-    def pieces(self) -> Any:
-        return self.parts
-
-
 class Bytes(TorchDispatchMode):
     """The most that was there at a time, of what was made inside."""
 
@@ -250,7 +228,7 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.device == CPU and result is not args[0]:
+        if type(result) in (torch.Tensor, nn.Parameter) and result.device == CPU:
             storage = result.untyped_storage()
             self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
@@ -258,26 +236,31 @@ class Bytes(TorchDispatchMode):
         return result
 
 
-def dealt(rank: int, ranks: int) -> tuple[list[torch.Tensor], int]:
+def layers() -> nn.Module:
     torch.manual_seed(1)
-    model = nbtrain.empty(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
-    component = Component({"model": model})
-    blanks = Blanks.of(component)
-    assert blanks is not None
-    prepared = InParts(component, rank, ranks)
+    return nbtrain.empty(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8))))
+
+
+def divided(rank: int) -> tuple[int, list[tuple[tuple[int, int], torch.Tensor]]]:
+    model = layers()
+    optimizer, held = torch.optim.AdamW(model.parameters()), list(model.parameters())
+    workshop = Workshop(FSDP(FSDP.Options()), CPU, 2)
     with Bytes() as count:
-        assert blanks.deal_out(prepared, CPU) == []
-    return [part.flat for _, part in prepared.parts], count.most
+        workshop.prepare({"model": model, "held": held, "optimizer": optimizer})
+    assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
+    pieces = [(piece.ranges()[0], piece.read()[0]) for _, piece in workshop.pieces()]
+    workshop.forget(whole=False)
+    return count.most, pieces
 
 
 def test_a_rank_has_its_pieces_and_one_module_at_a_time() -> None:
-    whole, most = dealt(0, 1)
-    module = 4 * (64 * 64 + 64)
-    found = run_on_ranks(dealt, 2)
-    for bytes_ in [most, *(one for _, one in found)]:
-        assert module <= bytes_ <= module + 11_000  # with two states of a random stream
-    for flat, *parts in zip(whole, *(pieces for pieces, _ in found), strict=True):
-        assert torch.equal(flat, torch.cat(parts))
+    whole = [p.detach().reshape(-1) for p in filled(layers()).parameters()]
+    module, everything = 4 * (64 * 64 + 64), sum(flat.nbytes for flat in whole)
+    for most, pieces in run_on_ranks(divided):
+        assert most <= everything / 2 + module + 12_000  # with two states of a random stream
+        for flat, ((start, stop), kept) in zip(whole, pieces, strict=True):
+            assert 0 < stop - start < flat.numel()
+            assert torch.equal(flat[start:stop], kept)
 
 
 SETUP = """
