@@ -59,6 +59,14 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
     ),
+    Entry(
+        name="deepspeed",
+        where="nbtrain.strategies.deepspeed:DeepSpeed",
+        summary="ZeRO: ranks share out the optimizer's state, gradients (stage 2) and parameters (stage 3)",
+        shards="batches, optimizer, gradients, parameters",
+        in_pieces=True,
+        needs=Needs(packages=("deepspeed",)),
+    ),
 )
 
 ENGINES: Mapping[str, Entry] = _table(

@@ -1,0 +1,1 @@
+"""The parts of the strategy `deepspeed`. DeepSpeed itself is imported where it is used, and nowhere before."""

@@ -1,0 +1,111 @@
+"""What DeepSpeed hangs on modules and parameters: found after it was set up, taken off between cells, put back before
+the next one. In between the exchange walks over the objects as the notebook knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+TABLES = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+LATER = ("applied_pre_backward_ref_cnt", "_external_params", "_original_parameters", "all_parameters", "_z3_optimizer",
+         "pre_bwd_fn", "post_bwd_fn")  # fmt: skip
+"""Names that DeepSpeed gives to modules and parameters when they are used, besides those that begin with `ds_`."""
+
+_MISSING = object()
+
+
+class Attachments:
+    """Made before DeepSpeed is set up; `find` afterwards."""
+
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> None:
+        self._modules = [(module, dict(vars(module)), _hooks(module)) for module in modules]
+        self._parameters = [(p, set(vars(p))) for p in parameters]
+        self._on: list[tuple[Any, dict[str, Any]]] = []
+        self._under: list[tuple[Any, dict[str, Any]]] = []
+        self._hung: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._off = False
+        self._index: dict[int, dict[str, Any]] = {}
+
+    def find(self) -> None:
+        """What is there now and was not before, or is another object than before."""
+        for module, before, hooks in self._modules:
+            now = vars(module)
+            new = {k: v for k, v in now.items() if before.get(k, _MISSING) is not v and k not in TABLES}
+            if new:
+                self._on.append((module, new))
+                self._under.append((module, {k: before[k] for k in new if k in before}))
+            for name in TABLES:
+                table = now.get(name)
+                if table:
+                    added = {k: v for k, v in table.items() if k not in hooks.get(name, ())}
+                    if added:
+                        self._hung.append((table, added))
+        for p, keys in self._parameters:
+            new = {k: v for k, v in vars(p).items() if k not in keys}
+            if new:
+                self._on.append((p, new))
+        self._index = {id(owner): new for owner, new in self._on}
+        self._owners: list[Any] = [*(module for module, *_ in self._modules), *(p for p, _ in self._parameters)]
+
+    def _gather(self, owner: Any) -> dict[str, Any]:
+        new = self._index.get(id(owner))
+        if new is None:
+            new = self._index[id(owner)] = {}
+            self._on.append((owner, new))
+        return new
+
+    def of(self, owner: Any) -> dict[str, Any]:
+        """What hangs, or hung, on this one."""
+        return self._index.get(id(owner), {}) if self._off else vars(owner)
+
+    def take_off(self) -> None:
+        self._off = True
+        for owner in self._owners:
+            late = [k for k in vars(owner) if k.startswith("ds_") or k in LATER]
+            if late:
+                self._gather(owner).update(dict.fromkeys(late))
+        for table, added in self._hung:
+            for key in added:
+                table.pop(key, None)
+        for owner, new in self._on:
+            own = vars(owner)
+            for name in new:
+                # Of now, not of then: a parameter's status has changed, and so have lists of submodules.
+                new[name] = own.pop(name, _MISSING)
+        for owner, before in self._under:
+            for name, value in before.items():
+                if name == "_parameters":  # a dict of DeepSpeed's stood in its place
+                    _follow(value, self._index[id(owner)][name])
+                vars(owner)[name] = value
+
+    def put_back(self) -> None:
+        self._off = False
+        for owner, new in self._on:
+            for name, value in new.items():
+                if value is not _MISSING:
+                    if name == "_parameters":
+                        _follow(value, vars(owner)[name])
+                    vars(owner)[name] = value
+        for table, added in self._hung:
+            table.update(added)
+
+
+def _follow(table: dict[str, Any], other: Any) -> None:
+    """The same entries in both."""
+    if other is _MISSING:
+        return
+    wanted = dict(dict.items(other))
+    if list(table) != list(wanted) or any(dict.get(table, name) is not value for name, value in wanted.items()):
+        dict.clear(table)
+        dict.update(table, wanted)
+
+
+def _hooks(module: nn.Module) -> dict[str, set[Any]]:
+    return {name: set(vars(module).get(name) or ()) for name in TABLES}

@@ -1,0 +1,164 @@
+"""The optimizer that DeepSpeed is given: it steps flat pieces by the rule of the user's own.
+
+The user's object stays out of it, so that its groups hold the user's parameters all the time, schedulers and hooks see
+one step per step, and an optimizer that DeepSpeed would make anew (Adagrad) keeps its groups. Before each step the
+groups' options are copied over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbtrain.errors import NotSupported
+
+ELEMENTWISE = {
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD",
+    "Lion", "FusedAdam", "DeepSpeedCPUAdam",
+}  # fmt: skip
+"""What treats every element by itself, so that it does not matter how they are cut."""
+
+WHOLE = {
+    "LBFGS": "takes steps along one direction for all parameters",
+    "Adafactor": "keeps rows and columns of each matrix",
+    "Muon": "works on each matrix as a whole",
+    "SparseAdam": "needs sparse gradients",
+}
+
+
+class Inner(Optimizer):
+    """Made without `Optimizer.__init__`: to everybody else there is one optimizer, the user's."""
+
+    user: Optimizer
+    worker: Optimizer
+    """of the user's class, over the groups and the state of this one"""
+    sources: list[int]
+    """of each group: which one of the user's it is"""
+    kernel: Callable[[Inner], None] | None
+    overrides: dict[str, Any]
+    """options that are others here than in the user's groups"""
+
+    @classmethod
+    def make(cls, user: Optimizer, trainable: Callable[[torch.Tensor], bool]) -> Inner:
+        inner = cls.__new__(cls)
+        worker = type(user).__new__(type(user))
+        vars(worker).update({k: v for k, v in vars(user).items() if k not in ("step", "zero_grad")})
+        groups = []
+        inner.sources = []
+        for number, group in enumerate(user.param_groups):
+            held = [p for p in group["params"] if trainable(p)]
+            if held:
+                groups.append({**group, "params": held})
+                inner.sources.append(number)
+        vars(inner).update(
+            user=user, worker=worker, kernel=None, overrides={}, defaults=dict(user.defaults), param_groups=groups,
+            state=defaultdict(dict), _zero_grad_profile_name="", _warned_capturable_if_run_uncaptured=True,
+        )  # fmt: skip
+        for name, value in vars(user).items():
+            if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+                setattr(inner, name, OrderedDict())
+                setattr(worker, name, OrderedDict())
+        return inner
+
+    def take_options(self) -> None:
+        """As the user's groups have them now: a scheduler may have moved the learning rate."""
+        for group, number in zip(self.param_groups, self.sources, strict=True):
+            source = self.user.param_groups[number]
+            for name, value in source.items():
+                if name != "params":
+                    group[name] = self.overrides.get(name, value)
+
+    def give_options(self) -> None:
+        """The other way round: a scheduler of the config's has moved them."""
+        for group, number in zip(self.param_groups, self.sources, strict=True):
+            source = self.user.param_groups[number]
+            for name in ("lr", "betas", "momentum"):
+                if name in source and name in group:
+                    source[name] = group[name]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.kernel is not None:
+            self.kernel(self)
+            return
+        worker = self.worker
+        worker.param_groups, worker.state = self.param_groups, self.state
+        unhooked(type(worker))(worker)
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def unhooked(cls: type[Optimizer]) -> Callable[..., Any]:
+    """`step` below the wrapper by which torch calls everybody's hooks: these pieces are nobody's business."""
+    function: Any = cls.step
+    return function.__wrapped__ if getattr(function, "hooked", False) and hasattr(function, "__wrapped__") else function
+
+
+class CpuAdam:
+    """The kernel of DeepSpeedCPUAdam, stepping what lies in the host's memory."""
+
+    _count = 10_000  # numbers of DeepSpeed's own objects begin at zero
+
+    def __init__(self, op: Any, decoupled: bool) -> None:
+        CpuAdam._count += 1
+        self.number, self.op = CpuAdam._count, op
+        op.create_adam(self.number, 1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled, False)
+
+    @torch.no_grad()
+    def __call__(self, inner: Inner) -> None:
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = inner.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(p.data)
+                    state["exp_avg_sq"] = torch.zeros_like(p.data)
+                state["step"] += 1
+                beta1, beta2 = group["betas"]
+                self.op.adam_update(
+                    self.number, int(state["step"]), float(group["lr"]), beta1, beta2, group["eps"],
+                    group["weight_decay"], True, p.data, p.grad.data, state["exp_avg"], state["exp_avg_sq"],
+                )  # fmt: skip
+
+    def close(self) -> None:
+        if self.op is not None:
+            self.op.destroy_adam(self.number)
+            self.op = None
+
+
+def check(user: Optimizer) -> str:
+    """Refuses an optimizer that cannot be cut into pieces; a sentence about one that nobody knows, or nothing."""
+    for cls in type(user).__mro__:
+        if cls.__name__ in WHOLE:
+            raise NotSupported(
+                f"{type(user).__name__} {WHOLE[cls.__name__]}, and deepspeed steps flat pieces of them: take AdamW or "
+                "SGD, or the strategy ddp"
+            )
+    for p, state in user.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
+                raise NotSupported(
+                    f"{type(user).__name__} keeps {name!r} in another shape than its parameter's, and deepspeed steps "
+                    "flat pieces: take AdamW or SGD, or the strategy ddp"
+                )
+    if type(user).__name__ in ELEMENTWISE:
+        return ""
+    return (
+        f"deepspeed steps flat pieces of parameters: {type(user).__name__} is right under it only if it treats each "
+        "element by itself"
+    )
+
+
+def adam_kind(user: Optimizer) -> bool | None:
+    """Of torch's Adam and AdamW, without extras: whether the weight decay is decoupled. None: another optimizer."""
+    if type(user) not in (torch.optim.Adam, torch.optim.AdamW):
+        return None
+    if any(g.get("amsgrad") or g.get("maximize") or g.get("differentiable") for g in user.param_groups):
+        return None
+    kinds = {bool(g.get("decoupled_weight_decay", type(user) is torch.optim.AdamW)) for g in user.param_groups}
+    return kinds.pop() if len(kinds) == 1 else None

@@ -1,0 +1,129 @@
+"""DeepSpeed itself: imported quietly, on this rank's device and process group, and put right where it needs to be.
+
+What is changed in it, once per process, and why:
+
+    comm.torch.build_shm_op   compiles an op for a collective that training does not use: half a minute for nothing
+    torch.compile             while the module of DeepSpeed's Muon is imported, which everybody's optimizer is compared
+                              with: compiling its kernels took ten of the eleven seconds of a first set-up
+    free_param                a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty:
+                              `sum(p.numel() for p in …)` is right, and a penalty on weights outside of the model's
+                              forward is seen instead of being 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.errors import UsageError
+
+COLLAPSED = "nbtrain_collapsed"
+"""The attribute of a parameter that says what it shows while it is in pieces."""
+
+_group: Any = None
+"""the process group that DeepSpeed was told of"""
+
+
+def library(device: torch.device) -> Any:
+    """The module `deepspeed`, ready for engines on this device and the process group there is now."""
+    global _group
+    if find_spec("deepspeed") is None:
+        raise UsageError("the strategy deepspeed needs DeepSpeed, which is not installed here: pip install deepspeed")
+    with quiet():
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.type == "cuda" else "cpu")
+        import deepspeed
+
+        _put_right()
+        world = dist.group.WORLD
+        if _group is not world:  # it was formed anew: what DeepSpeed remembers of groups is of the old one
+            from deepspeed.comm import comm
+            from deepspeed.utils import groups
+
+            comm.cdb = None
+            for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
+                setattr(groups, name, None)
+            groups._ALL_TO_ALL_GROUP = {}
+            deepspeed.init_distributed(verbose=False)
+            _group = world
+    return deepspeed
+
+
+def _put_right() -> None:
+    from deepspeed.runtime.zero import partition_parameters as parts
+
+    if getattr(parts.free_param, "nbtrain", False):
+        return
+    comm: Any = sys.modules["deepspeed.comm.torch"]  # as an attribute of deepspeed.comm, `torch` is torch itself
+    comm.build_shm_op = lambda: None
+    compile_it = torch.compile
+    torch.compile = _as_it_is
+    try:
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        torch.compile = compile_it
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
+        warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
+    empty_it = parts.free_param
+
+    def free_param(parameter: Any) -> None:
+        empty_it(parameter)
+        collapsed = vars(parameter).get(COLLAPSED)
+        if collapsed is not None:
+            parameter.data = collapsed
+
+    free_param.nbtrain = True  # type: ignore[attr-defined]
+    parts.free_param = free_param
+
+
+def _as_it_is(model: Any = None, **_: Any) -> Any:
+    return model if model is not None else _as_it_is
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What DeepSpeed prints and logs on the way is not for the user's cell; its warnings and errors are."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def as_local_rank(device: torch.device) -> Iterator[None]:
+    """DeepSpeed takes the card whose index is LOCAL_RANK; this rank's may be another one."""
+    wanted = {"LOCAL_RANK": str(device.index or 0) if device.type == "cuda" else os.environ.get("LOCAL_RANK", "0")}
+    for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
+        wanted.setdefault(name, str(value))
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = old
+
+
+def destroy(engine: Any) -> None:
+    """An engine's hooks, threads and what DeepSpeed's modules still know of it. Not collective."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    engine.destroy()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]

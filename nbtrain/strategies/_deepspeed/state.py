@@ -1,0 +1,177 @@
+"""The optimizer's state: cut into the engine's flat pieces, and shown as the notebook knows it.
+
+Between cells `optimizer.state` is keyed by the user's parameters and its tensors have their shapes, with one number
+behind them: the content is in the pieces. Step counts are real. What the notebook has put there since is taken in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbtrain.strategies._deepspeed.inner import Inner
+from nbtrain.strategies._deepspeed.shares import Layout, Part
+
+
+class State:
+    def __init__(self, user: Optimizer, inner: Inner, layout: Layout) -> None:
+        self.user, self.inner, self.layout = user, inner, layout
+        self.shown: dict[tuple[int, str], torch.Tensor] = {}
+        """(id of the parameter, key) → the tensor that stands for a piece"""
+        self.uneven = False
+        """parameters of one piece have taken different numbers of steps, and the piece has one count"""
+
+    # -- taking in -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """What is new in the user's state goes into the pieces. Not collective."""
+        for number, flat in enumerate(self.layout.flats):
+            members = self.layout.members(number)
+            held = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
+            if not held:
+                self.inner.state.pop(flat, None)
+                self._forget(members)
+                continue
+            with self._at_hand(number):
+                self._take_piece(number, self.layout.flats[number], members, held)
+
+    def _take_piece(
+        self, number: int, flat: torch.Tensor, members: list[torch.Tensor], held: list[tuple[torch.Tensor, Any]]
+    ) -> None:
+        state = self.inner.state[flat]
+        counts = set()
+        for p, own in held:
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim():
+                    if self.shown.get((id(p), key)) is value:
+                        continue
+                    if key not in state:
+                        state[key] = torch.zeros_like(flat.data, dtype=value.dtype)
+                    self._cut(p, state[key], value.reshape(-1))
+                    self._collapse(p, key, value)
+                elif key == "step" or key not in state or not isinstance(value, torch.Tensor):
+                    if key == "step":
+                        counts.add(float(value))
+                    state[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        if counts:
+            self.uneven = self.uneven or len(counts) > 1 or len(held) < len(members)
+            most = max(counts)
+            state["step"] = (
+                torch.as_tensor(most, dtype=torch.float32)
+                if _is_tensor(held, "step")
+                else type(held[0][1]["step"])(most)
+            )
+
+    def _cut(self, p: torch.Tensor, piece: torch.Tensor, whole: torch.Tensor) -> None:
+        share = self.layout.shares[id(p)]
+        size = share.stop - share.start
+        piece.narrow(0, share.at, size).copy_(whole[share.start : share.stop])
+
+    # -- showing -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """The user's state as the notebook knows it. Not collective."""
+        for number, flat in enumerate(self.layout.flats):
+            state = self.inner.state.get(flat)
+            members = self.layout.members(number)
+            if not state:
+                continue
+            size = self._size(number)
+            for p in members:
+                own = self.user.state[p]
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.numel() in (size, 0):
+                        known = self.shown.get((id(p), key))
+                        if known is None or own.get(key) is not known:
+                            own[key] = torch.empty_like(p.data[:0].reshape(-1)[:0], dtype=value.dtype)
+                        self._collapse(p, key, own[key])
+                    else:
+                        self._count(own, key, value)
+
+    def _count(self, own: dict[str, Any], key: str, value: Any) -> None:
+        there = own.get(key)
+        if isinstance(there, torch.Tensor) and not there.dim():
+            there.fill_(float(value))
+        else:
+            own[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def _collapse(self, p: torch.Tensor, key: str, tensor: torch.Tensor) -> None:
+        tensor.data = torch.zeros((), dtype=tensor.dtype, device=p.device).expand(p.shape)
+        self.shown[id(p), key] = tensor
+
+    # -- pieces --------------------------------------------------------------------------
+
+    def pieces(self, parameters: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Part]]:
+        for p in parameters:
+            share = self.layout.shares.get(id(p))
+            if share is None:
+                continue
+            for key, value in self.user.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and self.shown.get((id(p), key)) is value:
+                    yield value, self._piece(p, key, value.dtype)
+
+    def _piece(self, p: torch.Tensor, key: str, dtype: torch.dtype) -> Part:
+        share = self.layout.shares[id(p)]
+        size = share.stop - share.start
+
+        def stretch() -> torch.Tensor:
+            flat = self.layout.flats[share.flat]
+            found: torch.Tensor = self.inner.state[flat][key].narrow(0, share.at, size)
+            return found
+
+        def read() -> torch.Tensor:
+            with self._at_hand(share.flat, write=False):
+                return stretch().clone() if self.layout.swapped(share.flat) else stretch()
+
+        def fill(whole: torch.Tensor) -> None:
+            with self._at_hand(share.flat):
+                stretch().copy_(whole[share.start : share.stop])
+
+        return Part(p.shape, dtype, (share.start, share.stop), read, fill)
+
+    # -- whole again ---------------------------------------------------------------------
+
+    def whole(self, p: torch.Tensor, key: str, whole: torch.Tensor) -> None:
+        """The engine goes: the tensor that stood for a piece has its content again."""
+        self.shown.pop((id(p), key)).data = whole
+
+    def _forget(self, members: list[torch.Tensor]) -> None:
+        mine = {id(p) for p in members}
+        self.shown = {place: tensor for place, tensor in self.shown.items() if place[0] not in mine}
+
+    def _size(self, number: int) -> int:
+        zero = self.layout.zero
+        if self.layout.stage == 3:
+            return int(zero.fp16_partitioned_groups_flat_numel[number])
+        return int(zero.partition_size[number])
+
+    def _at_hand(self, number: int, write: bool = True) -> _AtHand:
+        return _AtHand(self.layout, number, write)
+
+
+class _AtHand:
+    """A piece that is on a disk is read for as long as it is needed, and written back."""
+
+    def __init__(self, layout: Layout, number: int, write: bool) -> None:
+        self.layout, self.number, self.write = layout, number, write
+
+    def __enter__(self) -> None:
+        if self.layout.swapped(self.number):
+            self.layout.zero._optimizer_states_and_gradient_swap_in(self.number)
+
+    def __exit__(self, *_: object) -> None:
+        if not self.layout.swapped(self.number):
+            return
+        if self.write:
+            self.layout.zero._optimizer_states_and_gradient_swap_out(self.number)
+        else:
+            self.layout.zero._release_swap_buffers(self.number)
+
+
+def _is_tensor(held: list[tuple[torch.Tensor, Any]], key: str) -> bool:
+    return any(isinstance(own.get(key), torch.Tensor) for _, own in held)

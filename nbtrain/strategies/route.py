@@ -1,0 +1,78 @@
+"""The model stays the user's object, and calls of it take a road: through an engine that has to see every forward.
+
+The object's class becomes a subclass of its own (same name, `isinstance` holds), in which `model(...)` and the public
+methods that the user's classes define go through `through(name, args, kwargs)`. `unroute` gives the class back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Through = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], Any]
+_PLAIN = "_nbtrain_plain"
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The user's own class, routed or not."""
+    found: type[nn.Module] = getattr(type(module), _PLAIN, type(module))
+    return found
+
+
+def call_plainly(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the call would have been without a road."""
+    return getattr(plain_class(module), name)(module, *args, **kwargs)
+
+
+def route(module: nn.Module, through: Through) -> None:
+    """From now on calls take the road. Which of them are to go on plainly is for `through` to decide."""
+    cls = plain_class(module)
+
+    def road(name: str) -> Callable[..., Any]:
+        def routed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return through(self, name, args, kwargs)
+
+        routed.__name__ = name
+        routed.__qualname__ = f"{cls.__qualname__}.{name}"
+        return routed
+
+    body: dict[str, Any] = {name: road(name) for name in ("__call__", *_methods(cls))}
+    if "zero_grad" not in body:  # what stands in for gradients of an engine cannot be zeroed; None means the same
+        body["zero_grad"] = lambda self, set_to_none=True: cls.zero_grad(self, True)
+    body |= {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        _PLAIN: cls,
+        # A copy is a plain model: it belongs to nobody's engine.
+        "__reduce_ex__": lambda self, version: (_rebuild, (cls, vars(self))),
+        "__deepcopy__": lambda self, memo: _rebuild(cls, copy.deepcopy(dict(vars(self)), memo)),
+    }
+    module.__class__ = type(cls.__name__, (cls,), body)
+
+
+def unroute(module: nn.Module) -> None:
+    module.__class__ = plain_class(module)
+
+
+def _methods(cls: type[nn.Module]) -> list[str]:
+    """Public methods that the user wrote: torch's own containers have some that run nothing (`append`)."""
+    return [
+        name
+        for base in cls.__mro__
+        if base not in nn.Module.__mro__ and not base.__module__.startswith("torch.")
+        for name, value in vars(base).items()
+        if callable(value)
+        and not isinstance(value, staticmethod | classmethod | type)
+        and not name.startswith("_")
+        and name != "forward"
+    ]
+
+
+def _rebuild(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    module = cls.__new__(cls)
+    vars(module).update(attributes)
+    return module
