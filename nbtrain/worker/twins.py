@@ -117,6 +117,9 @@ class Twins:
                 fixed = node.fixed
                 self.table.replace(node, new, node.kind)
                 node.fixed = fixed
+            held = self.table.apart.pop(id(old), None)
+            if held is not None:  # set up again, it is in pieces again
+                self.table.apart[id(new)] = held
 
     def parted(self, pieces: Iterable[tuple[Any, Any]]) -> list[Node]:
         """These tensors are in pieces here, before a cell begins. Collective. Returns the nodes that are to be
