@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     def barrier() -> None: ...
     def setup(*objects: Any) -> Any: ...
 
+    from nbtrain.training.checkpoints.here import load, save
+    from nbtrain.training.resumable import resumable
+
 
 __version__ = "0.1.0"
 
@@ -44,7 +47,10 @@ __all__ = [
     "check",
     "empty",
     "errors",
+    "load",
     "load_ipython_extension",
+    "resumable",
+    "save",
     "unload_ipython_extension",
     "wrap",
 ]
@@ -98,6 +104,14 @@ def __getattr__(name: str) -> Any:
         from nbtrain.strategies.units import wrap
 
         return wrap
+    if name in ("save", "load"):
+        from nbtrain.training.checkpoints import here
+
+        return getattr(here, name)
+    if name == "resumable":
+        from nbtrain.training.resumable import resumable
+
+        return resumable
     if name == "empty":
         from nbtrain.unfilled import empty
 

@@ -26,6 +26,7 @@ from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
+from nbtrain.training import streams
 from nbtrain.training.checkpoints import folder, here
 from nbtrain.training.runtime import Runtime
 from tests.flat import FlatPieces
@@ -96,6 +97,7 @@ def cell(rank: int, world: int, strategy: Any, spec: RunSpec = SPEC, **objects: 
     runtime = Runtime(info, strategy, lambda event: None)
     runtime.install()
     try:
+        runtime.randomness.adopt(streams.capture())
         runtime.begin(spec, objects)
         yield runtime
         runtime.end(True)
@@ -123,11 +125,11 @@ for name, world, options in (
 def on(setup: str, function: Any, *args: Any) -> list[Any]:
     world = SETUPS[setup][0]
     return run_on_ranks(
-        _alone if world == 1 else function, *((function, *args) if world == 1 else args), world_size=world, timeout=120
+        alone if world == 1 else function, *((function, *args) if world == 1 else args), world_size=world, timeout=120
     )
 
 
-def _alone(rank: int, function: Any, *args: Any) -> Any:
+def alone(rank: int, function: Any, *args: Any) -> Any:
     torch.distributed.destroy_process_group()
     try:
         return function(rank, *args)
@@ -318,12 +320,12 @@ def test_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None
 
 def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
     here.save(tmp_path / "a", model=make()[0])
-    for text, same in run_on_ranks(_refused_alone, str(tmp_path / "a")):
+    for text, same in run_on_ranks(_refused_there, str(tmp_path / "a")):
         assert "embed.weight is (11, 8) there and (11, 6) here" in text
         assert same
 
 
-def _refused_alone(rank: int, path: str) -> tuple[str, bool]:
+def _refused_there(rank: int, path: str) -> tuple[str, bool]:
     model = Net(width=6)
     with cell(rank, 2, DDP(DDP.Options()), model=model):
         before = state(model)

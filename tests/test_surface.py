@@ -16,7 +16,10 @@ PUBLIC = {
     "check",
     "empty",
     "errors",
+    "load",
     "load_ipython_extension",
+    "resumable",
+    "save",
     "unload_ipython_extension",
     "wrap",
 }

@@ -34,6 +34,7 @@ class InProcess:
             with _names(runtime.builtins()):
                 notes = list(runtime.begin(spec, objects))
                 body()
+                runtime.checkpoints.finish()
             ok = True
         finally:
             ended = runtime.end(ok)

@@ -286,7 +286,10 @@ class Rank:
             try:
                 self.interrupts.listen(run.number, run.sent)
                 with only(run.ranks, self.info.world_size):
-                    return self.shell.run(run.code, run.filename, run.quiet)
+                    failure, lines = self.shell.run(run.code, run.filename, run.quiet)
+                if failure is None and (late := self.runtime.checkpoints.late()) is not None:
+                    return late, self._lines_of(late)
+                return failure, lines
             finally:
                 if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
                     os._exit(0)

@@ -105,7 +105,7 @@ class Checkpoints:
         ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`resume`: where loops go on, and by which load; once for each."""
-        if (late := self.writing.finish(self.say)) is not None:  # of a cell that has failed with something else
+        if (late := self.late()) is not None:  # of a cell that has failed with something else
             self.say(str(late))
         self.objects = dict(objects)
         self._plan, self._saved = plan, -1
@@ -153,10 +153,13 @@ class Checkpoints:
             _resumed.add(self._resuming)
             self._resuming = None
 
+    def late(self) -> NbtrainError | None:
+        """At the end of a cell: wait until what was saved is written; what went wrong."""
+        return self.writing.finish(self.say)
+
     def finish(self) -> None:
-        """Wait until what was saved is written. Raises what went wrong."""
-        error = self.writing.finish(self.say)
-        if error is not None:
+        """The same, raised."""
+        if (error := self.late()) is not None:
             raise error
 
     # --- what the cell calls ---------------------------------------------------------------------
@@ -211,7 +214,7 @@ class Checkpoints:
     def _save(
         self, place: Path, chosen: Objects, full_format: bool, in_a_step: bool = False, keep: int | None = None
     ) -> None:
-        late = self.writing.finish(self.say)
+        late = self.late()
         number = self._step(chosen.optimizers.values())
         with self._outside():
             mine = self._collect(place, chosen, late)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -77,6 +78,7 @@ class Positions:
         self.pending: list[dict[str, Any]] = []
         self._counts: dict[int, int] = {}
         self._skip: int | None = 0
+        self._made: list[Skipping] = []
 
     def begin(self) -> None:
         """A cell begins. What was loaded in an earlier one that had no such loop still counts."""
@@ -194,7 +196,10 @@ class Positions:
 
     def skipping(self, batches: Any) -> Any:
         """A loader's batches, without those that were seen."""
-        return batches if self._skip == 0 else Skipping(batches, self._skip)
+        if self._skip == 0:
+            return batches
+        self._made.append(Skipping(batches, self._skip))
+        return self._made[-1]
 
     def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:
         one = self.randomness
@@ -208,18 +213,25 @@ class Positions:
         self._skip = place["seen"]
         try:
             if place["seen"] is not None:
-                for made, state in zip(_generators(loader), place["generators"], strict=False):
-                    made.set_state(state)
+                for generator, state in zip(_generators(loader), place["generators"], strict=False):
+                    generator.set_state(state)
                 if one is None or one.alone or one.is_together:
                     streams.restore(place["streams"])
                 else:
                     one.shared_states = dict(place["streams"])
             iterator = make(loader)
+            with one.shared() if one is not None else nullcontext():
+                for made in self._made:
+                    if made.begun is not None:
+                        made.begun.catch_up()
             if not self.patched or isinstance(loader.dataset, IterableDataset):
                 _drop(iterator, place["seen"])
             return iterator
         finally:
             self._skip = 0
+            for made in self._made:
+                made.seen, made.begun = 0, None  # workers that live on begin the next epoch with it, too
+            self._made.clear()
             if one is None:
                 streams.restore(before["streams"])
             else:
@@ -232,24 +244,43 @@ class Positions:
 
 
 class Skipping:
-    """A batch sampler's batches from some place on. What is left out is drawn at once, so that the random streams can
-    be put back."""
+    """A batch sampler's batches from some place on."""
 
     def __init__(self, batches: Any, seen: int | None) -> None:
         self.batches = batches
         self.seen = seen
+        self.begun: Skipped | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        inner = iter(self.batches)
-        deque(islice(inner, self.seen), maxlen=0)
-        self.seen = 0  # workers that live on use it for the next epoch, too
-        return inner
+        self.begun = Skipped(iter(self.batches), self.seen)  # a loader with workers begins twice
+        return self.begun
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batches, name)
+
+
+class Skipped:
+    """Its iterator. What is left out is drawn when the first batch would be, or by `catch_up`: many samplers draw
+    random numbers with their first batch, after the loader has drawn its own."""
+
+    def __init__(self, inner: Iterator[Any], seen: int | None) -> None:
+        self.inner = inner
+        self.seen = seen
+
+    def catch_up(self) -> None:
+        if self.seen != 0:
+            seen, self.seen = self.seen, 0
+            deque(islice(self.inner, seen), maxlen=0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.catch_up()
+        return next(self.inner)
 
 
 def _drop(iterator: Any, seen: int | None) -> None:
