@@ -24,6 +24,9 @@ ON_RANKS = frozenset(
         "gather",
         "barrier",
         "setup",
+        "save",
+        "load",
+        "resumable",
         "get_ipython",
         "display",
     )
