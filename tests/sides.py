@@ -86,7 +86,7 @@ class Sides:
         self.here.clear()
         self.traffic.close()
         for twin in self.twins:
-            twin.forget(lambda: None)
+            twin.forget(lambda whole: None, (), (), False)
         mapped = self.traffic.packer._count
         del self.traffic  # what came home may be mapped, too
         self.twins.clear()
