@@ -75,6 +75,8 @@ class Scaling:
         self._models: WeakSet[nn.Module] = WeakSet()
         """those whose parameters are known"""
         self._parameters: dict[int, ref[torch.Tensor]] = {}
+        self._inner: list[torch.Tensor] = []
+        """what the model that is being called has in the place of parameters"""
         self._watched: list[ref[torch.Tensor]] = []
         """inner results whose gradients are kept"""
         self._layout: list[Any] = []
@@ -120,9 +122,14 @@ class Scaling:
 
     def called(self, model: nn.Module) -> None:
         """From outside."""
-        if self.on and model not in self._models:
+        self._inner = []
+        if not self.on or (model in self._models and next(model.parameters()).is_leaf):
+            return
+        parameters = list(model.parameters())
+        self._learn(p for p in parameters if p.is_leaf)
+        self._inner = [p for p in parameters if not p.is_leaf]  # of `functional_call`: made of others
+        if not self._inner:
             self._models.add(model)
-            self._learn(model.parameters())
 
     def passed(self, given: Any, returned: Any) -> None:
         """What a model was given, and what it returned."""
@@ -141,7 +148,7 @@ class Scaling:
                 node.metadata[BEFORE] = before
             return tensor
 
-        changed(given, note)
+        changed((given, self._inner), note)
         changed(returned, mark)
 
     # --- what torch calls ------------------------------------------------------------------------
@@ -255,19 +262,26 @@ class Scaling:
     def _gradients(self, leaves: Iterable[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(group, gradients of one device and dtype), of the parameters and of these."""
         self._deal()
-        found: dict[tuple[int, torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
-        known = (tensor for one in self._parameters.values() if (tensor := one()) is not None)
-        for tensor in (*known, *leaves):
+        found: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+        known = [tensor for one in self._parameters.values() if (tensor := one()) is not None]
+        here = set(map(id, known))
+        known += {id(leaf): leaf for leaf in leaves if id(leaf) not in here}.values()
+        for tensor in known:
             gradient = tensor.grad
             if gradient is None:
                 continue
-            gradient = getattr(gradient, "_local_tensor", gradient)  # a shard's
+            if type(gradient) is not torch.Tensor:
+                gradient = getattr(gradient, "_local_tensor", gradient)  # a shard's
             if gradient.is_sparse:
                 gradient = gradient._values()
             where = self._groups.get(id(tensor), 0), gradient.device, gradient.dtype
-            found.setdefault(where, {})[id(tensor)] = gradient
+            same = found.get(where)
+            if same is None:
+                found[where] = [gradient]
+            else:
+                same.append(gradient)
         for (group, _, _), gradients in found.items():
-            yield group, list(gradients.values())
+            yield group, gradients
 
     @torch.no_grad()
     def _unscale(self, leaves: Iterable[torch.Tensor]) -> None:
