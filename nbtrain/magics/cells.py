@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ def _checked(shell: InteractiveShell, source: str, filename: str, above: int, ma
     flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     shift = above
     try:
-        code = "\n" * above + shell.transform_cell(source)
+        code = "\n" * above + shell.transform_cell(_no_magic(source))
         shift = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks compile it too and will warn
@@ -72,6 +73,15 @@ def _checked(shell: InteractiveShell, source: str, filename: str, above: int, ma
     if not tree.body:
         raise UsageError(f"there are only comments below %%{magic}; write the training loop there")
     return code
+
+
+def _no_magic(source: str) -> str:
+    """`save("best")` alone in a cell is the ranks' `save`: IPython takes one line for its magic of that name, which the
+    notebook has nothing to hide it with."""
+    from nbtrain.session.names import ON_RANKS
+
+    called = re.match(r"\s*(\w+)\s*\(", source)
+    return source.rstrip("\n") + "\n#\n" if called and called[1] in ON_RANKS else source
 
 
 def _body_starts(raw: str, magic: str, body: list[str]) -> int | None:

@@ -78,6 +78,7 @@ class Positions:
         self.pending: list[dict[str, Any]] = []
         self._counts: dict[int, int] = {}
         self._skip: int | None = 0
+        self._rewind: Callable[[], None] = lambda: None
         self._made: list[Skipping] = []
 
     def begin(self) -> None:
@@ -177,7 +178,7 @@ class Positions:
             iterator = make(loader)
         else:
             iterator = self._resume(loader, make, place)
-            began = {key: place[key] for key in ("streams", "generators") if key in place}
+            began = {key: place[key] for key in ("streams", "generators", "seeded") if key in place}
             opened = Opened(lambda: None, began, of, each)  # type: ignore[arg-type]
             if place["seen"] is None:
                 opened.over = True
@@ -198,14 +199,16 @@ class Positions:
         """A loader's batches, without those that were seen."""
         if self._skip == 0:
             return batches
-        self._made.append(Skipping(batches, self._skip))
+        self._made.append(Skipping(batches, self._skip, self._rewind))
         return self._made[-1]
 
     def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:
         one = self.randomness
         held = streams.capture() if one is None or one.alone or one.is_together else dict(one.shared_states)
         held.pop("cuda", None)
-        return {"streams": held, "generators": [made.get_state() for made in _generators(loader)]}
+        # Workers that live on keep the seed that their loader drew when it was first iterated.
+        seeded = not (loader.persistent_workers and loader._iterator is not None)
+        return {"streams": held, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
         one = self.randomness
@@ -213,6 +216,7 @@ class Positions:
         self._skip = place["seen"]
         try:
             if place["seen"] is not None:
+                self._rewind = lambda: _rewind(loader, place)
                 for generator, state in zip(_generators(loader), place["generators"], strict=False):
                     generator.set_state(state)
                 if one is None or one.alone or one.is_together:
@@ -228,7 +232,7 @@ class Positions:
                 _drop(iterator, place["seen"])
             return iterator
         finally:
-            self._skip = 0
+            self._skip, self._rewind = 0, lambda: None
             for made in self._made:
                 made.seen, made.begun = 0, None  # workers that live on begin the next epoch with it, too
             self._made.clear()
@@ -246,16 +250,19 @@ class Positions:
 class Skipping:
     """A batch sampler's batches from some place on."""
 
-    def __init__(self, batches: Any, seen: int | None) -> None:
+    def __init__(self, batches: Any, seen: int | None, rewind: Callable[[], None]) -> None:
+        """`rewind`: put the streams to where the order was drawn from."""
         self.batches = batches
         self.seen = seen
+        self.rewind = rewind
         self.begun: Skipped | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self.begun = Skipped(iter(self.batches), self.seen)  # a loader with workers begins twice
+        rewind = self.rewind if self.seen != 0 else lambda: None
+        self.begun = Skipped(iter(self.batches), self.seen, rewind)  # a loader with workers begins twice
         return self.begun
 
     def __getattr__(self, name: str) -> Any:
@@ -266,13 +273,15 @@ class Skipped:
     """Its iterator. What is left out is drawn when the first batch would be, or by `catch_up`: many samplers draw
     random numbers with their first batch, after the loader has drawn its own."""
 
-    def __init__(self, inner: Iterator[Any], seen: int | None) -> None:
+    def __init__(self, inner: Iterator[Any], seen: int | None, rewind: Callable[[], None]) -> None:
         self.inner = inner
         self.seen = seen
+        self.rewind = rewind
 
     def catch_up(self) -> None:
         if self.seen != 0:
             seen, self.seen = self.seen, 0
+            self.rewind()
             deque(islice(self.inner, seen), maxlen=0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -281,6 +290,14 @@ class Skipped:
     def __next__(self) -> Any:
         self.catch_up()
         return next(self.inner)
+
+
+def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:
+    streams.restore(place["streams"])
+    for generator, state in zip(_generators(loader), place["generators"], strict=False):
+        generator.set_state(state)
+    if place["seeded"]:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as every loader does, first
 
 
 def _drop(iterator: Any, seen: int | None) -> None:
