@@ -73,7 +73,9 @@ def _mode() -> Any:
         ) -> Any:
             kwargs = kwargs or {}
             if func in makers and "out" not in kwargs:
-                kwargs = {**kwargs, "device": "meta", "pin_memory": False}
+                made = func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
+                if made.numel():  # what a lazy layer has until its first batch takes none, and says the device
+                    return made
             return func(*args, **kwargs)
 
     return WithoutMemory()

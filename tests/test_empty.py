@@ -69,6 +69,9 @@ def test_without_memory_and_with_what_constructors_compute() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
     assert nbtrain.empty(nn.Linear, 2, out_features=3).weight.is_meta
 
+    lazy = filled(nbtrain.empty(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))))
+    assert lazy(torch.ones(2, 5)).shape == (2, 3)
+
     @nbtrain.empty()
     def configure_model() -> nn.Module:
         return nn.Linear(2, 2)
