@@ -72,7 +72,7 @@ def _options(entry: registry.Entry) -> str:
 
 
 def _text(head: Row, rows: Sequence[Row]) -> Iterable[str]:
-    cells = [[textwrap.wrap(cell, WIDE) or [""] for cell in row] for row in (head, *rows)]
+    cells = [[textwrap.wrap(cell, WIDE, break_on_hyphens=False) or [""] for cell in row] for row in (head, *rows)]
     widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(head))]
     for number, row in enumerate(cells):
         for at in range(max(map(len, row))):
