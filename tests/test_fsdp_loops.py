@@ -239,7 +239,8 @@ def test_cells_of_a_notebook(notebook: Notebook) -> None:
     assert notebook(CLOSE.format("model", "ref")).text.strip() == "True"
     assert notebook(CLOSE.format("ema", "average")).text.strip() == "True"
     assert notebook("print(type(ema) is type(model), type(params[0]).__name__)").text.split() == ["True", "Parameter"]
-    notebook(line + "with torch.no_grad(): ema(X)" + CELL)
+    notebook("small = nn.Linear\ndef large(module): return isinstance(module, small)")
+    notebook(line.replace("\n", " --wrap large\n") + "with torch.no_grad(): ema(X)" + CELL)
     notebook("head = nn.Linear(2, 2); more = torch.optim.SGD([*head.parameters(), *model[0].parameters()], lr=0.1)")
     notebook(line + "for x, y in loader: F.cross_entropy(head(model(x)), y).backward(); more.step(); more.zero_grad()")
     notebook(line + CELL + "torch.save(model.state_dict(), 'w.pt')")

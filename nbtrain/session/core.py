@@ -38,7 +38,7 @@ class Session:
     def run(self, run: RunSpec, cell: Cell) -> None:
         """Run a cell; raises what it raised."""
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
-        names = captured(cell.code, self.shell.user_ns, extra, cell, self._places)
+        names = captured(cell.code, self.shell.user_ns, extra, cell, self._places, run.options.values())
         check_kept(run.keep, names, self.shell.user_ns)
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)

@@ -34,14 +34,23 @@ ON_RANKS = frozenset(
 """Names that every rank has in its builtins."""
 
 
-def captured(code: str, namespace: dict[str, Any], extra: Iterable[str], cell: Cell, places: Places) -> Captured:
-    """The notebook's names that this cell needs. Raises where it surely reads one that does not exist."""
+def captured(
+    code: str,
+    namespace: dict[str, Any],
+    extra: Iterable[str],
+    cell: Cell,
+    places: Places,
+    options: Iterable[object] = (),
+) -> Captured:
+    """The notebook's names that this cell needs. Raises where it surely reads one that does not exist. `options`:
+    values of the strategy's, which may be functions of the notebook that read names, too."""
     names = analyse(code)
     found = reach(names, namespace, places=places)
     _check(names, found, namespace, cell)
     wanted = [name for name in extra if name in namespace and name not in (*found.hard, *found.soft)]
-    if wanted:
-        more = reach(CellNames(), namespace, values=[namespace[name] for name in wanted], places=places)
+    used = [*(namespace[name] for name in wanted), *(value for value in options if callable(value))]
+    if used:
+        more = reach(CellNames(), namespace, values=used, places=places)
         hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
         found = Captured(
             hard=tuple(hard),
