@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Preset] = {
     "deepspeed_stage_3": _deepspeed(stage=3),
     "deepspeed_stage_3_offload": _deepspeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
     "deepspeed_stage_3_offload_nvme": _deepspeed(
-        "--nvme-path DIR", stage=3, offload_optimizer="nvme", offload_parameters="nvme"
+        "--nvme-path DIR --precision bf16-true", stage=3, offload_optimizer="nvme", offload_parameters="nvme"
     ),
     "fsdp_cpu_offload": _fsdp(cpu_offload=True),
     "fsdp_shard_grad_op": _fsdp(sharding="SHARD_GRAD_OP"),
