@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -332,8 +333,37 @@ def averages(stage: Stage) -> Numbers:
         prepared.enter()
     prepared.leave()
     found = numbers(prepared)
-    found = {name: value for name, value in found.items() if not name.startswith("model0 (copy")}
+    found = {name: value for name, value in found.items() if " (copy " not in name}
     return found | {f"ema.{name}": value for name, value in ema.state_dict().items()}
+
+
+def folds(stage: Stage) -> Numbers:
+    """The best model so far, kept again and again: what is not held any more is gone."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = stage.set_up([model], [optimizer])
+    for _ in range(2):
+        prepared.enter()
+        for x, y in stage.batches(3):
+            best = copy.deepcopy(model)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert F.cross_entropy(best(x), y).ndim == 0
+        prepared.leave()
+        assert stage.count == 1 or list(prepared.component.modules.values()) == [model, best]
+    found = {f"best.{name}": value for name, value in assembled_weights(best).items()}
+    del best
+    prepared.enter()
+    prepared.leave()
+    assert list(prepared.component.modules.values()) == [model]
+    return numbers(prepared) | found
+
+
+def assembled_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
+    }
 
 
 def after_errors(stage: Stage) -> Numbers:
@@ -454,6 +484,7 @@ CASES = [
     several,
     shared_encoder,
     averages,
+    folds,
     after_errors,
     restored,
     unused,
@@ -577,8 +608,12 @@ def between_cells(stage: Stage) -> None:
     prepared.leave()
     prepared.drop()
     assert all(not value for _, _, tables in looks(model) for value in tables.values())
-    again = stage.set_up([net()], [])
-    again.close()
+    again = net()
+    old = [ref(p) for p in again.parameters() if p.ndim]
+    prepared = stage.set_up([again])
+    prepared.replaced.clear()
+    assert {one() for one in old} == {None}  # nobody but the caller held what was cut
+    prepared.close()
 
 
 def test_between_cells_everything_looks_as_before() -> None:

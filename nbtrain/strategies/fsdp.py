@@ -22,11 +22,13 @@ halves are reduced in fp32. Without it, precision is seen to by autocast, and no
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -60,6 +62,10 @@ Dtype = Literal["none", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+COPY = " (copy "
+"""in the names of modules that a cell has copied"""
+
+
 class Together(nn.Module):
     """Models that share parameters, as one root."""
 
@@ -84,6 +90,8 @@ class Sharded(Prepared):
         kept = _kept_whole(component, roots)
         _check(component, kept)
         self.trees: list[Tree] = []
+        self.copied = sum(COPY in name for name in component.modules)
+        """how many copies were made"""
         self.ids: set[int] = set()
         """of the sharded parameters"""
         new: dict[int, torch.Tensor] = {}
@@ -165,6 +173,7 @@ class Sharded(Prepared):
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """`copy.deepcopy(model)` in a cell: another model in pieces, which is trained, averaged and brought home as
         this one is. Nothing is communicated."""
+        self._let_copies_go()
         for tree in self.trees:
             tree.reshard()
             tree.dress.off()
@@ -185,10 +194,26 @@ class Sharded(Prepared):
             self.replaced = told
         for p in {id(p): p for _, _, p in held}.values():
             new[id(shells[id(p)])]._local_tensor.copy_(p._local_tensor)  # type: ignore[attr-defined]
-        name = next((name for name, m in self.component.modules.items() if m is module), type(module).__name__)
-        number = sum(other.startswith(f"{name} (copy") for other in self.component.modules) + 1
-        self.component.modules[f"{name} (copy {number})"] = twin
+        while (name := f"{type(module).__name__}{COPY}{self.copied + 1})") in self.component.modules:
+            self.copied += 1
+        self.component.modules[name] = twin
         return twin
+
+    def _let_copies_go(self) -> None:
+        """Those that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. They are dressed."""
+        modules = self.component.modules
+        held = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]
+        if not held:
+            return
+        for name, alive in held:
+            self.trees = [tree for tree in self.trees if tree.root is not alive()]
+            del modules[name]
+        gc.collect()
+        for name, alive in held:
+            if (copied := alive()) is not None:
+                modules[name] = copied
+                self.trees.append(vars(copied)["_nbtrain_tree"])
+        self.ids = {id(p) for p in self._parameters()}
 
     # --- while a cell runs -----------------------------------------------------------------------
 
@@ -209,6 +234,7 @@ class Sharded(Prepared):
             handle.remove()
         self.handles = []
         self.refusals.off()
+        self._let_copies_go()
         self.reset()
         for tree in self.trees:
             tree.dress.off()
