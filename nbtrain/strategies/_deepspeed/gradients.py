@@ -30,6 +30,13 @@ BY_HAND = (
 )
 
 
+SPENT = (
+    "under deepspeed stage 3 a forward can be used by one backward only: weights are gathered for its layers once. "
+    "retain_graph, gradient penalties (create_graph) and models whose outputs hide their tensors in objects work under "
+    "stages 1 and 2, and under the strategy ddp"
+)
+
+
 def in_backward() -> bool:
     """This thread is inside of one: what runs now is recomputed, or a hook."""
     return torch._C._current_graph_task_id() != -1
@@ -87,6 +94,7 @@ class Gradients:
             if self.scaled:
                 engine._manual_backward_expected = True
             first()
+            zero._backward_active_depth = 1  # a hook of a parameter may have entered already
 
         engine._backward_prologue = prologue
         zero.unregister_grad_acc_post_hooks()
@@ -99,7 +107,9 @@ class Gradients:
         arrived = self.arrived
 
         def noted(p: torch.Tensor, *args: Any) -> Any:
-            if not self.opened:  # by a way on which no output of a forward lay: retain_graph, an output in a dataclass
+            if not self.opened:  # by a way on which no output of a new forward lay
+                if self.stage == 3:
+                    raise NotSupported(SPENT)
                 prologue()
             arrived.add(id(p))
             return plain(p, *args)
@@ -419,16 +429,15 @@ def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
 
 def _sentence(error: BaseException, stage: int) -> str | None:
     """In the user's words; None: it is not DeepSpeed's."""
-    text = str(error)
     frames = []
     trace = error.__traceback__
     while trace is not None:
         frames.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
-    if not any("deepspeed" in name and "nbtrain" not in name for name in frames):
+    if not any("/deepspeed/runtime/" in name.replace("\\", "/") for name in frames):
         return None
+    first = str(error).partition("\n")[0]
     return (
-        f"under deepspeed stage {stage} a forward can be used by one backward only, and gradients of gradients cannot "
-        f"be had (DeepSpeed says: {type(error).__name__}: {text.splitlines()[0] if text else ''}). retain_graph, two "
-        "backwards through one forward and gradient penalties work under the strategy ddp"
+        f"DeepSpeed cannot follow this backward under stage {stage} ({type(error).__name__}: {first}). The plain loop, "
+        "accumulation and several models work; other ways through the graph work under the strategy ddp"
     )

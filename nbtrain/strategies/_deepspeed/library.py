@@ -38,24 +38,35 @@ _group: Any = None
 def library(device: torch.device) -> Any:
     """The module `deepspeed`, ready for engines on this device and the process group there is now."""
     global _group
-    if find_spec("deepspeed") is None:
-        raise UsageError("the strategy deepspeed needs DeepSpeed, which is not installed here: pip install deepspeed")
-    with quiet():
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.type == "cuda" else "cpu")
-        import deepspeed
-
-        _put_right()
-        world = dist.group.WORLD
-        if _group is not world:  # it was formed anew: what DeepSpeed remembers of groups is of the old one
-            from deepspeed.comm import comm
-            from deepspeed.utils import groups
-
+    deepspeed = imported(device)
+    world = dist.group.WORLD
+    if _group is not world:  # it was formed anew: what DeepSpeed remembers of groups is of the old one
+        with quiet():
+            comm: Any = import_module("deepspeed.comm.comm")
+            groups: Any = import_module("deepspeed.utils.groups")
             comm.cdb = None
             for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
                 setattr(groups, name, None)
             groups._ALL_TO_ALL_GROUP = {}
             deepspeed.init_distributed(verbose=False)
-            _group = world
+        _group = world
+    return deepspeed
+
+
+def imported(device: torch.device) -> Any:
+    """The module, for this kind of device: two seconds the first time."""
+    if find_spec("deepspeed") is None:
+        raise UsageError("the strategy deepspeed needs DeepSpeed, which is not installed here: pip install deepspeed")
+    before = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = before or ("cuda" if device.type == "cuda" else "cpu")
+    try:
+        with quiet():
+            deepspeed = import_module("deepspeed")
+            import_module("deepspeed.accelerator").get_accelerator()
+            _put_right()
+    finally:
+        if before is None:
+            del os.environ["DS_ACCELERATOR"]
     return deepspeed
 
 
