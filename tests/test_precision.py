@@ -321,6 +321,7 @@ def test_gradients_are_never_scaled_outside_of_a_backward(make: Callable[..., Ru
 
 
 def test_gradients_that_are_sparse_or_flow_through_other_weights(make: Callable[..., Runtime]) -> None:
+    torch.manual_seed(0)
     table, head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
     step = torch.full((1,), 0.5, requires_grad=True)
 
@@ -331,7 +332,7 @@ def test_gradients_that_are_sparse_or_flow_through_other_weights(make: Callable[
             h = table(torch.tensor([1, 1, 3]))
             (inner,) = torch.autograd.grad(head(h).square().mean(), head.weight, create_graph=True)
             fast = {"weight": head.weight - step * inner, "bias": head.bias}
-            (torch.func.functional_call(head, fast, h).square().mean() / 8).backward()
+            (torch.func.functional_call(head, fast, h).square().mean() / 64).backward()
         return [t.grad.to_dense().clone() for t in (table.weight, step, *head.parameters()) if t.grad is not None]
 
     plain = run()
