@@ -518,7 +518,8 @@ def test_like_one_process_on_more_ranks(world_size: int) -> None:
 )
 def test_options_change_no_numbers(options: dict[str, Any]) -> None:
     same(plain, 4 if "replicas" in options else 2, **options)
-    same(own_methods, 2, **(options | {"replicas": 1} if "replicas" in options else options))
+    if options.keys() & {"sharding", "limit_all_gathers"} and "replicas" not in options:
+        same(own_methods, **options)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

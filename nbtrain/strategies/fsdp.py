@@ -52,9 +52,10 @@ from nbtrain.strategies.shards import (
     places,
     rebind,
     refuse_odd_state,
+    sum_of_powers,
     whole,
 )
-from nbtrain.strategies.units import callable_by_itself, check_rule, find_units
+from nbtrain.strategies.units import check_rule, find_roots, find_units
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
@@ -66,17 +67,6 @@ COPY = " (copy "
 """in the names of modules that a cell has copied"""
 
 
-class Together(nn.Module):
-    """Models that share parameters, as one root."""
-
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.roots = nn.ModuleList(roots)
-
-    def forward(self) -> None:
-        raise NotImplementedError("nobody calls it")
-
-
 class Sharded(Prepared):
     """A component of which every rank holds a part."""
 
@@ -86,7 +76,7 @@ class Sharded(Prepared):
         self.mesh = mesh
         for optimizer in component.optimizers.values():
             refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
-        roots = _roots(component.modules.values())
+        roots = find_roots(component.modules.values())
         kept = _kept_whole(component, roots)
         _check(component, kept)
         self.trees: list[Tree] = []
@@ -301,11 +291,11 @@ class Sharded(Prepared):
         norm_type = float(norm_type)
         parts = [p.grad._local_tensor for p in held if isinstance(p.grad, DTensor)]
         rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
-        here = _powers(parts, norm_type).to(self.mesh.device_type)
+        here = sum_of_powers(parts, norm_type).to(self.mesh.device_type)
         largest = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         dist.all_reduce(here, op=operation, group=self.mesh.get_group(self.mesh.ndim - 1))
-        others = _powers(rest, norm_type).to(here.device)
+        others = sum_of_powers(rest, norm_type).to(here.device)
         total = torch.maximum(here, others) if largest else (here + others) ** (1 / norm_type)
         total = total.to(torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64)
         share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -404,42 +394,6 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
             for key in sorted(state, key=str) if isinstance(state, dict) else ():
                 if isinstance(state[key], DTensor):
                     yield state[key]
-
-
-def _powers(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The sum of |x| ** norm_type; for inf the largest |x|."""
-    filled = [t for t in tensors if t.numel()]
-    if not filled:
-        return torch.zeros(())
-    norms = torch.stack([n.to(filled[0].device).float() for n in torch._foreach_norm(filled, norm_type)])
-    return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
-
-
-def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost ones, one for those that share parameters. Lists of modules are taken apart: nobody calls them."""
-    todo = list({id(m): m for m in modules}.values())
-    outer = [m for m in todo if not any(m is not other and _contains(other, m) for other in todo)]
-    found: list[nn.Module] = []
-    while outer:
-        module = outer.pop(0)
-        if callable_by_itself(module):
-            found.append(module)
-        else:
-            outer[:0] = module.children()
-    found = [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]
-    groups: list[tuple[set[int], list[nn.Module]]] = []
-    for module in found:
-        held, members = set(map(id, module.parameters())), [module]
-        for other in [group for group in groups if group[0] & held]:
-            groups.remove(other)
-            held |= other[0]
-            members = [*other[1], *members]
-        groups.append((held, members))
-    return [members[0] if len(members) == 1 else Together(members) for _, members in groups]
-
-
-def _contains(module: nn.Module, other: nn.Module) -> bool:
-    return any(part is other for part in module.modules())
 
 
 def _kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:

@@ -128,3 +128,12 @@ def refuse_odd_state(optimizer: torch.optim.Optimizer, strategy: str, can: str) 
                     f"{torn}: its state {key!r} has the shape {tuple(value.shape)} where the parameter has "
                     f"{tuple(p.shape)}. Under {can} it works"
                 )
+
+
+def sum_of_powers(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The sum of |x| ** norm_type; for inf the largest |x|."""
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return torch.zeros(())
+    norms = torch.stack([n.to(filled[0].device).float() for n in torch._foreach_norm(filled, norm_type)])
+    return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()

@@ -27,6 +27,40 @@ def wrap(module: M) -> M:
     return module
 
 
+class Together(nn.Module):
+    """Models that share parameters, as one root."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.roots = nn.ModuleList(roots)
+
+    def forward(self) -> None:
+        raise NotImplementedError("nobody calls it")
+
+
+def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost ones, one for those that share parameters. Lists of modules are taken apart: nobody calls them."""
+    todo = list({id(m): m for m in modules}.values())
+    outer = [m for m in todo if not any(m is not other and _contains(other, m) for other in todo)]
+    found: list[nn.Module] = []
+    while outer:
+        module = outer.pop(0)
+        if callable_by_itself(module):
+            found.append(module)
+        else:
+            outer[:0] = module.children()
+    found = [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for module in found:
+        held, members = set(map(id, module.parameters())), [module]
+        for other in [group for group in groups if group[0] & held]:
+            groups.remove(other)
+            held |= other[0]
+            members = [*other[1], *members]
+        groups.append((held, members))
+    return [members[0] if len(members) == 1 else Together(members) for _, members in groups]
+
+
 def find_units(root: nn.Module, rule: Any = ()) -> list[nn.Module]:
     """The units of one model, inner ones first, the root last.
 
@@ -179,3 +213,7 @@ def _keep_shared_together(root: nn.Module, chosen: set[int]) -> None:
                 everywhere = set.intersection(*(set(way) for way in places))
                 chosen -= set(units) - everywhere
                 again = True
+
+
+def _contains(module: nn.Module, other: nn.Module) -> bool:
+    return any(part is other for part in module.modules())
