@@ -575,8 +575,12 @@ def test_models_made_in_the_cell_and_other_dtypes(make: Callable[..., Runtime], 
         model({"steps": torch.randn(3, 4, 8)}).mean().backward()
         optimizer.step()
         assert torch.get_default_dtype() == torch.float32
+        average = copy.deepcopy(model)
+        assert average({"steps": torch.randn(3, 4, 8)}).dtype == torch.float32
+        assert average.cell.weight_ih.dtype == model.cell.weight_ih.dtype
         assert model.cell.weight_ih.dtype == here.format.dtype  # type: ignore[union-attr]
     dtypes = {id(tensor): piece.dtype for tensor, piece in here.workshop.pieces()}
+    assert {p.dtype for p in average.parameters()} == {torch.float32}  # and the notebook has it as it has the model
     assert dtypes[id(model.norm.running_mean)] == dtypes[id(model.cell.weight_ih)] == torch.float32
     assert id(model.calls) not in dtypes
     if precision == "16-true":

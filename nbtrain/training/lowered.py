@@ -9,7 +9,7 @@ uses them outside of models, where everything is in 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.training.patches import Patches
 
 
 class Lowered:
@@ -46,7 +47,7 @@ class Lowered:
         known of the new."""
         for old, new in replaced:
             if old in self._homes:
-                self._homes[new] = self._homes[old]
+                self._homes[new] = self._homes.pop(old)
 
     def pieces(
         self, component: Component, own: Iterable[tuple[torch.Tensor, Piece]]
@@ -68,6 +69,25 @@ class Lowered:
             home = self._homes.pop(tensor, None)
             if home is not None and tensor.dtype is not home:
                 _cast(tensor, home)
+
+    def release(self, components: Iterable[Component]) -> None:
+        """When a cell ends: what was cast and belongs to none of these is a copy that the cell has made."""
+        kept = {id(tensor) for component in components for tensor in self.held(component)}
+        self.undo([tensor for tensor in list(self._homes.keys()) if id(tensor) not in kept])
+
+    def patch(self, patches: Patches) -> None:
+        """A copy of what was cast was cast."""
+        for owner in (torch.Tensor, torch.nn.Parameter):
+            patches.wrap(owner, "__deepcopy__", self._copied)
+
+    def _copied(self, old: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def deepcopy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+            copy = old(tensor, memo)
+            if tensor in self._homes:
+                self._homes[copy] = self._homes[tensor]
+            return copy
+
+        return deepcopy
 
     def held(self, component: Component) -> list[torch.Tensor]:
         """Of the component: what was cast."""
@@ -93,10 +113,10 @@ class Lowered:
 class LoweredStrategy(Strategy):
     """Another strategy's, in 16 bits."""
 
-    def __init__(self, inner: Strategy, dtype: torch.dtype, rank: int) -> None:
+    def __init__(self, inner: Strategy, lowered: Lowered) -> None:
         super().__init__(inner.options)
         self.inner = inner
-        self.lowered = Lowered(dtype, rank)
+        self.lowered = lowered
 
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         return self.inner.share(rank, world_size)

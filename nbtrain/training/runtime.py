@@ -17,6 +17,7 @@ Functions of torch replaced by `install`, and why:
     nn.Module.__call__                   what a model computes in, where that is not 32 bits
     GradScaler.scale, zero_grad,         loss scaling, under 16-mixed
     Tensor.retain_grad
+    Tensor.__deepcopy__                  copies of weights in 16 bits
     and what is in `lines`
 
 Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
@@ -47,7 +48,7 @@ from nbtrain.training.checkpoints import here
 from nbtrain.training.checkpoints.core import Checkpoints, Plan
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
-from nbtrain.training.lowered import LoweredStrategy
+from nbtrain.training.lowered import Lowered, LoweredStrategy
 from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.norms import Recounted
@@ -87,7 +88,10 @@ class Runtime:
         self.steps = Steps(info.rank)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         self.format = chosen(precision, strategy, self.device)
-        sets_up = LoweredStrategy(strategy, self.format.dtype, info.rank) if self.format and self._casts else strategy
+        self.lowered: Lowered | None = None
+        if self.format is not None and self.format.weights:
+            self.lowered = Lowered(self.format.dtype, info.rank)
+        sets_up = strategy if self.lowered is None else LoweredStrategy(strategy, self.lowered)
         self.workshop = Workshop(sets_up, self.device, info.world_size, replaced, precision)
         self.forwards = Forwards(self.format, self.device) if self.format else None
         self.scaling: Scaling | None = None
@@ -124,7 +128,7 @@ class Runtime:
         if _installed is not None:
             _installed.uninstall()
         patches = self._patches
-        for part in (self.forwards, self.scaling):
+        for part in (self.forwards, self.scaling, self.lowered):
             if part is not None:
                 part.patch(patches)
         patches.wrap(torch.autograd, "backward", self._backward)
@@ -134,7 +138,7 @@ class Runtime:
         patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self.loaders.patch(patches)
         self.meeting.patch(patches)
-        if self.info.world_size > 1 or self._casts:
+        if self.info.world_size > 1 or self.lowered is not None:
             self.made.patch(patches)
         if self.info.world_size > 1:
             self.recounted.patch(patches)
@@ -187,7 +191,7 @@ class Runtime:
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
             self.recounted.begin()
-            self._looks_after = self.info.world_size > 1 or self._casts
+            self._looks_after = self.info.world_size > 1 or self.lowered is not None
             self.randomness.together()
         if self.scaling is not None:
             self.scaling.begin(item for item in objects.values() if isinstance(item, Optimizer))
@@ -215,12 +219,9 @@ class Runtime:
         if not ok:
             self._reset()
         self.workshop.leave()
+        if self.lowered is not None:
+            self.lowered.release(prepared.component for prepared in self.workshop.prepared)
         return [*notes, *self.loaders.end()]
-
-    @property
-    def _casts(self) -> bool:
-        """Weights are in another dtype than the notebook's, on one rank too."""
-        return self.format is not None and self.format.weights
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
