@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ for name, world, options in (
     ("deepspeed", 2, {"stage": 2}),
     ("deepspeed", 2, {"stage": 3}),
 ):
-    if (entry := registry.find_strategy(name)) is not None:
+    if registry.find_strategy(name) is not None and (name != "deepspeed" or find_spec(name) is not None):
         label = "-".join(map(str, [name, *options.values(), world]))
         SETUPS[label] = (world, lambda name=name, options=options: registry.make_strategy(name, options, {}))
 
@@ -385,6 +386,51 @@ def test_every_k_steps_and_keep_last(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "checkpoints" / "step-000010" / ".metadata").unlink()  # not whole any more
     here.load(tmp_path / "checkpoints", model=model, optimizer=optimizer)
     assert {int(held["step"]) for held in optimizer.state.values()} == {8}
+
+
+def _made_by_deepspeed(rank: int, parent: str) -> dict[str, torch.Tensor]:
+    """With DeepSpeed's own calls, as any script would."""
+    from nbtrain.strategies._deepspeed.library import library
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    deepspeed = library(torch.device("cpu"))  # the library itself, without the op that it would compile for a minute
+    model, *_ = make()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3 if parent.endswith("3") else 2},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    x = batch(0)[rank::2]
+    engine.backward(F.cross_entropy(engine(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+    engine.step()
+    engine.save_checkpoint(parent)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return state(engine.module)
+
+
+def _takes(rank: int, path: str) -> dict[str, torch.Tensor]:
+    model, *_ = make(seed=1)
+    with cell(rank, 2, FlatPieces(FlatPieces.Options()), model=model):
+        here.load(path)
+    return state(model)
+
+
+@pytest.mark.limit(200)
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_folder_that_deepspeed_made(stage: int, tmp_path: Path) -> None:
+    path = tmp_path / f"stage-{stage}"
+    wanted = run_on_ranks(_made_by_deepspeed, str(path), world_size=2, timeout=120)[0]
+    assert (path / "latest").is_file()
+    model, *_ = make(seed=1)
+    here.load(path, model=model)
+    agrees(state(model), wanted, "in the notebook")
+    for found in run_on_ranks(_takes, str(path), world_size=2):
+        agrees(found, wanted, "on ranks")
+    with pytest.raises(UsageError, match=r"model.embed.weight is \(11, 8\) there and \(11, 6\) here"):
+        here.load(path, model=Net(width=6))
 
 
 def _by_time(rank: int, parent: str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -29,11 +30,18 @@ def weights(path: Path) -> Mapping[str, torch.Tensor]:
             f"{path} was written by DeepSpeed in {len(list(step.glob('*_optim_states.pt')))} partitions, and only "
             "DeepSpeed can put them together: pip install deepspeed"
         )
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    before = dict(os.environ)
+    try:
+        from nbtrain.strategies._deepspeed.library import imported
 
-    with redirect_stdout(StringIO()):  # it tells of every partition
-        found = get_fp32_state_dict_from_zero_checkpoint(str(step.parent), tag=step.name)
-    return dict(found)
+        imported(torch.device("cpu"))
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells of every partition
+            return dict(get_fp32_state_dict_from_zero_checkpoint(str(step.parent), tag=step.name))
+    finally:
+        for name in os.environ.keys() - before.keys():  # DeepSpeed's import sets some
+            del os.environ[name]
 
 
 def _newest(path: Path) -> Path:
