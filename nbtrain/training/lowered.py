@@ -34,7 +34,7 @@ class Lowered:
         for tensor in _tensors(component):
             self._lower(tensor)
         for tensor, parameter in _states(component):
-            if parameter in self._homes and tensor.is_floating_point():
+            if self._homes.get(parameter, self.dtype) is not self.dtype and tensor.is_floating_point():
                 self._lower(tensor)
 
     def settle(self, component: Component) -> None:
@@ -94,13 +94,16 @@ class Lowered:
         return [tensor for tensor, _ in self._all(component).values()]
 
     def _lower(self, tensor: torch.Tensor) -> None:
-        if tensor.dtype is not self.dtype and tensor.is_floating_point() and tensor.element_size() > 1:
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor not in self._homes:
             self._homes[tensor] = tensor.dtype
-            _cast(tensor, self.dtype)
+            if tensor.dtype is not self.dtype:
+                _cast(tensor, self.dtype)
 
     def _all(self, component: Component) -> dict[int, tuple[torch.Tensor, torch.dtype]]:
-        """By id, in the same order on all ranks: what was cast, and states that have come to be since."""
-        found = {id(t): (t, self._homes[t]) for t in _tensors(component) if t in self._homes}
+        """By id, in the same order on all ranks: what was cast, and what has come to be since. (A strategy may take
+        copies into its component that it makes in its own way.)"""
+        tensors = [t for t in _tensors(component) if t in self._homes or t.dtype is self.dtype]
+        found = {id(t): (t, self._homes.get(t, torch.float32)) for t in tensors}
         for tensor, parameter in _states(component):
             if parameter in self._homes and tensor.is_floating_point():
                 home = self._homes.get(tensor) or (
