@@ -103,6 +103,7 @@ class Runtime:
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
         self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
+        self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
         self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
         self.saving = Saving(self.meeting)

@@ -86,6 +86,8 @@ class Checkpoints:
         self.positions.say = self.say
         self.objects: dict[str, Any] = {}
         """what the cell was given"""
+        self.scaling: Any = None
+        """what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`"""
         self.refused = ""
         """why there are no checkpoints in this cell"""
         self._plan: Plan | None = None
@@ -230,6 +232,7 @@ class Checkpoints:
             "shapes": {key: (one.shape, one.dtype) for key, one in described.items()},
             "step": number,
             "loops": self.positions.state(in_a_step),
+            "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
             "random": {"one": streams.of_one_process(self.randomness), "ranks": [one["random"] for one in told]},
         }
         packed = sources.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -373,6 +376,8 @@ class Checkpoints:
             restore(random["one"])
         else:
             streams.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
+        if self.scaling is not None and about.get("scale") is not None:
+            self.scaling.scale, self.scaling.good = about["scale"]
         self.positions.go_on(about["loops"])
         self._saved = about["step"]
 

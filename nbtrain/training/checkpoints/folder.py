@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MARKER = "checkpoint.json"
 _NUMBERS = itertools.count()
 _OURS = re.compile(r"\.(?P<name>.+)\.(?P<host>\w+)-(?P<pid>\d+)-\d+\.(?P<what>tmp|old)")
@@ -134,13 +136,13 @@ def _over(host: str, pid: int) -> bool:
 
 
 def alive(pid: int) -> bool:
+    """One that has ended, and that nobody has asked how, is not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+    except psutil.Error:
         return True
-    return True
 
 
 def _host() -> str:
