@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -27,8 +28,9 @@ def call_plainly(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: di
     return getattr(plain_class(module), name)(module, *args, **kwargs)
 
 
-def route(module: nn.Module, through: Through) -> None:
-    """From now on calls take the road. Which of them are to go on plainly is for `through` to decide."""
+def route(module: nn.Module, through: Through, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """From now on calls take the road. Which of them are to go on plainly is for `through` to decide. `apart`: entered
+    while the module is copied, which makes a plain one that belongs to nobody's engine."""
     cls = plain_class(module)
 
     def road(name: str) -> Callable[..., Any]:
@@ -39,6 +41,14 @@ def route(module: nn.Module, through: Through) -> None:
         routed.__qualname__ = f"{cls.__qualname__}.{name}"
         return routed
 
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        with apart():
+            return _rebuild(cls, copy.deepcopy(dict(vars(self)), memo))
+
+    def reduce(self: nn.Module, version: int) -> Any:
+        with apart():  # the attributes are walked over later, when what was hung on them is there again
+            return _rebuild, (cls, copy.deepcopy(dict(vars(self))))
+
     body: dict[str, Any] = {name: road(name) for name in ("__call__", *_methods(cls))}
     if "zero_grad" not in body:  # what stands in for gradients of an engine cannot be zeroed; None means the same
         body["zero_grad"] = lambda self, set_to_none=True: cls.zero_grad(self, True)
@@ -47,9 +57,8 @@ def route(module: nn.Module, through: Through) -> None:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         _PLAIN: cls,
-        # A copy is a plain model: it belongs to nobody's engine.
-        "__reduce_ex__": lambda self, version: (_rebuild, (cls, vars(self))),
-        "__deepcopy__": lambda self, memo: _rebuild(cls, copy.deepcopy(dict(vars(self)), memo)),
+        "__reduce_ex__": reduce,
+        "__deepcopy__": deepcopy,
     }
     module.__class__ = type(cls.__name__, (cls,), body)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Core(nn.Module):
         super().__init__()
         self.models = nn.ModuleList(models)
         self.target: nn.Module | None = None
-        self.low, self.mixed = LOW.get(precision), MIXED.get(precision)
+        self.low = LOW.get(precision)
+        self.mixed = MIXED.get(precision, self.low)  # what has kept its 32 bits (buffers) meets what has not
         self.device_type = device.type
         self.cache = whole  # a cast that autocast keeps would outlive the gathered parameter it was made of
 
@@ -54,7 +55,7 @@ class Core(nn.Module):
             context = torch.autocast(self.device_type, dtype=self.mixed, cache_enabled=self.cache)
         with context:
             out = call_plainly(self.target, name, args, kwargs)
-        low = self.low or self.mixed
+        low = self.mixed
         return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype == low else t, out)
 
 
@@ -144,6 +145,7 @@ class Engined(Prepared):
         mine = set(map(id, self.trained))
         self.inner = Inner.make(self.user, lambda p: id(p) in mine)
         self.inner.kernel = self.kernel
+        self.sources = self.inner.sources
         if own and self.device.type == "cuda" and decoupled is not None and self.kernel is None:
             self._fuse()
         with quiet(), as_local_rank(self.device), warnings.catch_warnings():
@@ -230,7 +232,7 @@ class Engined(Prepared):
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         for module in self.component.modules.values():
-            route(module, self._through)
+            route(module, self._through, self._apart)
         self.entered = True
 
     def leave(self) -> None:
@@ -288,6 +290,23 @@ class Engined(Prepared):
         finally:
             self.inside = False
             self.core.target = None
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """While a model is copied (an average of its weights is kept so): the copy is to be a plain one."""
+        if self.stage == 3:
+            raise NotSupported(
+                "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Copy "
+                "it in a cell that is not distributed, or take stage 2"
+            )
+        grads = [p.grad for p in self.trained]
+        self.attachments.take_off()
+        try:
+            yield
+        finally:
+            self.attachments.put_back()
+            for p, grad in zip(self.trained, grads, strict=True):
+                p.grad = grad
 
     def _check_call(self, module: nn.Module, args: Any) -> None:
         if self.inside or not self.entered or not torch.is_grad_enabled() or in_backward():

@@ -228,9 +228,15 @@ class Gradients:
             self._warn_of_skipping()
         if self.scaled:
             owner.loss_scale.stepped(overflow)
-        if engine.lr_scheduler is not None and hasattr(owner.inner, "give_options"):
-            owner.inner.give_options()
+        if engine.lr_scheduler is not None:
+            self._show_rates()
         self._done()
+
+    def _show_rates(self) -> None:
+        """A scheduler of the config's has moved them: the user's groups say so, and bring it home."""
+        for group, number in zip(self.zero.param_groups, self.owner.sources, strict=True):
+            shown = self.user.param_groups[number]
+            shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
     def _done(self) -> None:
         self.held = self.opened = self.ended = False

@@ -72,14 +72,6 @@ class Inner(Optimizer):
                 if name != "params":
                     group[name] = self.overrides.get(name, value)
 
-    def give_options(self) -> None:
-        """The other way round: a scheduler of the config's has moved them."""
-        for group, number in zip(self.param_groups, self.sources, strict=True):
-            source = self.user.param_groups[number]
-            for name in ("lr", "betas", "momentum"):
-                if name in source and name in group:
-                    source[name] = group[name]
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.kernel is not None:
             self.kernel(self)
