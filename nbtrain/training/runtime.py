@@ -45,7 +45,8 @@ from nbtrain.training.agreement import Agreement
 from nbtrain.training.become import become
 from nbtrain.training.board import Board
 from nbtrain.training.checkpoints import here
-from nbtrain.training.checkpoints.core import Checkpoints, Plan
+from nbtrain.training.checkpoints.core import Checkpoints
+from nbtrain.training.checkpoints.every import Plan
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
 from nbtrain.training.lowered import Lowered, LoweredStrategy

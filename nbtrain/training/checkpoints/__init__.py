@@ -11,6 +11,7 @@
     comparing   whether a checkpoint is of this model
     restoring   a checkpoint's content into objects
     position    where loops and loaders stand
+    opening     a path, opened by all ranks together
     every       when `--save-every` is due
     core        save and load, on a rank
     here        save and load, wherever they are called

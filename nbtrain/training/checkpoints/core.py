@@ -12,56 +12,38 @@ import pickle
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
-from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives
-from nbtrain.training.checkpoints import folder, full, sources, streams
+from nbtrain.training.checkpoints import folder, full, opening, sources, streams
 from nbtrain.training.checkpoints.comparing import Match, compare
 from nbtrain.training.checkpoints.content import Content, Names, Objects
-from nbtrain.training.checkpoints.every import Interval
+from nbtrain.training.checkpoints.every import Interval, Plan, place_of
+from nbtrain.training.checkpoints.opening import agree
 from nbtrain.training.checkpoints.parts import Described, Holdings, Part, owners, snapshot
 from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.checkpoints.restoring import Restoring, same_state
-from nbtrain.training.checkpoints.sources import ABOUT, FORMAT, Source
+from nbtrain.training.checkpoints.sources import ABOUT, FORMAT
 from nbtrain.training.checkpoints.writing import Job, Writing
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
 from nbtrain.training.steps import Steps
 from nbtrain.training.streams import restore
 
-SLOW = 2.0
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on: it does so once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`--save-every`, `--save-to`, `--keep-last`."""
-
-    steps: int | None
-    seconds: float | None
-    to: Path
-    keep: int
-
-    @classmethod
-    def of(cls, run: RunSpec) -> Plan | None:
-        if run.save_steps is None and run.save_seconds is None:
-            return None
-        return cls(run.save_steps, run.save_seconds, _place(run.save_to), run.keep_last)
 
 
 class Checkpoints:
@@ -84,8 +66,10 @@ class Checkpoints:
         self.writing = Writing()
         self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls)
         self.positions.say = self.say
-        self.objects: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}
         """what the cell was given"""
+        self._made: dict[str, ref[Any]] = {}
+        """what it has made: weakly, for it may make one model after another"""
         self.scaling: Any = None
         """what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`"""
         self.refused = ""
@@ -109,7 +93,7 @@ class Checkpoints:
         """`resume`: where loops go on, and by which load; once for each."""
         if (late := self.late()) is not None:  # of a cell that has failed with something else
             self.say(str(late))
-        self.objects = dict(objects)
+        self._given, self._made = dict(objects), {}
         self._plan, self._saved = plan, -1
         self._interval = Interval(plan.steps, plan.seconds) if plan is not None else Interval()
         self._interval.begin()
@@ -131,14 +115,26 @@ class Checkpoints:
         known = set(map(id, self.objects.values()))
         for name, item in objects.items():
             if id(item) not in known:
-                self.objects[f"{name}.{len(self.objects)}"] = item
+                self._made[f"{name}.{len(self._made)}"] = ref(item)
+
+    def in_use(self) -> dict[str, Any]:
+        """The same, without what nobody but us holds any more."""
+        if self.workshop is not None and self._made:
+            self.workshop.sweep()
+        return self.objects
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What the cell uses, by name."""
+        alive = {name: item for name, reference in self._made.items() if (item := reference()) is not None}
+        return {**self._given, **alive}
 
     def _step_ended(self) -> None:
         """Save if it is time to, and then stop if that is wanted. All ranks come here after the same steps."""
         plan = self._plan
         if plan is not None and not self.refused:
             number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
-            if self._interval.due(number) and number != self._saved and (chosen := Objects.of(self.objects)):
+            if self._interval.due(number) and number != self._saved and (chosen := Objects.of(self.in_use())):
                 self._saved = number
                 self._save(plan.to / f"step-{number:06d}", chosen, full_format=False, in_a_step=True, keep=plan.keep)
         self._stop()
@@ -149,7 +145,7 @@ class Checkpoints:
             for optimizer, taken in list(self.steps.taken.items()):
                 _taken[optimizer] = _taken.get(optimizer, 0) + taken
             self.steps.taken.clear()
-        self.objects = {}
+        self._given, self._made = {}, {}
         self._plan = None
         if self._resuming is not None and self.positions.used:
             _resumed.add(self._resuming)
@@ -169,7 +165,7 @@ class Checkpoints:
     def save(self, path: Any, objects: Mapping[str, Any], full_format: bool = False) -> None:
         """`objects`: by name; none: all that the cell uses."""
         self._check("save")
-        place = _place(path)
+        place = place_of(path)
         if place.suffix == full.SUFFIX:
             raise UsageError(
                 f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
@@ -192,22 +188,22 @@ class Checkpoints:
                 "load(path): no model, optimizer or scheduler is used here. Name them: "
                 "load(path, model=model, optimizer=optimizer)"
             )
-        self._agree(lambda: self.finish())
-        source = self._open(_place(path))
+        agree(self.finish)
+        source = opening.together(place_of(path), self.say)
         names = Names(chosen.modules, self._modules())
         found: list[Match] = []
         with self._outside():
             pieces = self._pieces()
-            self._agree(lambda: found.append(compare(source, chosen, names, bool(objects))))
+            agree(lambda: found.append(compare(source, chosen, names, bool(objects))))
             match = found[0]
             fits = same_state(source, chosen, names, match, pieces)
             if self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits]):
                 self._take_apart(chosen)
                 names, pieces = Names(chosen.modules, self._modules()), self._pieces()
-                Restoring(source, self._reading(source), pieces, names, match).restore(chosen)
+                Restoring(source, opening.reading(source, self.say), pieces, names, match).restore(chosen)
                 self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
             else:
-                Restoring(source, self._reading(source), pieces, names, match).restore(chosen)
+                Restoring(source, opening.reading(source, self.say), pieces, names, match).restore(chosen)
         if match.optimizers or not chosen.modules:
             self._go_on(source.about, chosen)
 
@@ -217,10 +213,30 @@ class Checkpoints:
         self, place: Path, chosen: Objects, full_format: bool, in_a_step: bool = False, keep: int | None = None
     ) -> None:
         late = self.late()
+        mine: dict[str, Any] = {}
+        try:
+            job = self._job(place, chosen, full_format, in_a_step, keep, late, mine)
+        except BaseException:
+            if made := mine.get("told", {}).get("made"):
+                folder.remove(Path(made))
+            raise
+        self.writing.start(job)
+
+    def _job(
+        self,
+        place: Path,
+        chosen: Objects,
+        full_format: bool,
+        in_a_step: bool,
+        keep: int | None,
+        late: NbtrainError | None,
+        mine: dict[str, Any],
+    ) -> Job:
+        """What this rank is to write: settled by all ranks together. `mine`: what it has found."""
         number = self._step(chosen.optimizers.values())
         with self._outside():
-            mine = self._collect(place, chosen, late)
-            told = self._tell(mine.pop("told"))
+            self._collect(place, chosen, late, mine)
+            told = self._tell(mine["told"])
             content: Content = mine["content"]
             holdings: Holdings = mine["holdings"]
             described = holdings.described()
@@ -241,7 +257,7 @@ class Checkpoints:
         if self.rank == 0:
             parts.append(Part(ABOUT, 0, packed))
         processes = [one["process"] for one in told]
-        job = Job(
+        return Job(
             place=place,
             made=Path(told[0]["made"]),
             rank=self.rank,
@@ -266,12 +282,11 @@ class Checkpoints:
             },
             keep=keep,
         )
-        self.writing.start(job)
 
-    def _collect(self, place: Path, chosen: Objects, late: NbtrainError | None) -> dict[str, Any]:
+    def _collect(self, place: Path, chosen: Objects, late: NbtrainError | None, mine: dict[str, Any]) -> None:
         """What this rank has; what it tells the others, an error among it."""
         told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
-        mine: dict[str, Any] = {"told": told}
+        mine["told"] = told
         try:
             if late is not None:
                 raise late
@@ -291,7 +306,6 @@ class Checkpoints:
                 told["made"] = str(made)
         except (NbtrainError, OSError) as error:
             told["error"] = error
-        return mine
 
     def _tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
         """What every rank told. Raises, everywhere, what was wrong anywhere."""
@@ -303,57 +317,12 @@ class Checkpoints:
                 "this cannot be one checkpoint"
             )
         if error is not None:
-            if self.rank == 0 and told["made"]:
-                folder.remove(Path(told["made"]))
             if isinstance(error, OSError):
                 raise NbtrainError(f"the checkpoint could not be written: {type(error).__name__}: {error}") from error
             raise error
         return every
 
     # --- loading ---------------------------------------------------------------------------------
-
-    def _open(self, path: Path) -> Source:
-        """The same on every rank."""
-        found: list[Any] = [None, ""]
-
-        def find() -> None:
-            if self.rank == 0:
-                found[:] = sources.find(path)
-
-        self._agree(find)
-        if self._several:
-            dist.broadcast_object_list(found, 0)
-        where, sentence = found
-        if sentence:
-            self.say(sentence)
-        opened: list[Source] = []
-        alone = self._several and folder.marker(where) is None and where.is_dir()
-        self._agree(lambda: opened.append(sources.open_source(where)) if self.rank == 0 or not alone else None)
-        if alone:
-            outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]
-            dist.broadcast_object_list(outline, 0)
-            if not opened:
-                tree, described = outline[0]
-                opened.append(Source(where, tree, described, lambda key: torch.empty(0), costly=True))
-        return opened[0]
-
-    def _reading(self, source: Source) -> Callable[[str], torch.Tensor]:
-        """Reads, and says how far it is when that takes long."""
-        state = {"began": time.monotonic(), "said": SLOW, "bytes": 0}
-        every = sum(one.nbytes for one in source.described.values())
-
-        def read(key: str) -> torch.Tensor:
-            content = source.read(key) if self.rank == 0 or not source.costly else None
-            if source.costly and self._several:
-                content = _passed_on(content, source.described[key])
-            assert content is not None
-            state["bytes"] += content.nbytes
-            if (since := time.monotonic() - state["began"]) > state["said"]:
-                state["said"] = since + 5
-                self.say(f"loading {source.path.name}: {state['bytes'] / 2**20:,.0f} of {every / 2**20:,.0f} MB")
-            return content
-
-        return read
 
     def _take_apart(self, chosen: Objects) -> None:
         """What these belong to is whole again on every rank, until it is set up anew."""
@@ -408,18 +377,6 @@ class Checkpoints:
             found = {**prepared.component.modules, **found}
         return found
 
-    def _agree(self, check: Callable[[], Any]) -> None:
-        """Raises on every rank what it raises on any."""
-        error: NbtrainError | None = None
-        try:
-            check()
-        except NbtrainError as found:
-            error = found
-        if self._several:
-            error = error or next((one for one in collectives.gather(error) if one is not None), None)
-        if error is not None:
-            raise error
-
     def _step(self, optimizers: Iterable[Optimizer]) -> int:
         """Of the training, in all cells: what the optimizers count themselves, or what was counted here."""
         counts = [0]
@@ -433,22 +390,6 @@ def _number(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return int(value) if value.numel() == 1 and not value.is_meta else 0
     return int(value) if isinstance(value, (int, float)) else 0
-
-
-def _passed_on(content: torch.Tensor | None, described: Described) -> torch.Tensor:
-    """Rank 0's, on every rank."""
-    if content is None:
-        content = torch.empty(described.shape, dtype=described.dtype)
-    wire = content.contiguous().reshape(-1).view(torch.uint8)
-    sent = wire.to(collectives.on_the_wire(wire))
-    dist.broadcast(sent, 0)
-    return sent.cpu().view(described.dtype).reshape(described.shape)
-
-
-def _place(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"a checkpoint's path is text, as in save('best', model=model), not {type(path).__name__}")
-    return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
 
 
 def _version() -> str:

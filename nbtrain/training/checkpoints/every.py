@@ -1,17 +1,45 @@
-"""When a checkpoint is due: every K steps, or every so many minutes, decided the same on every rank."""
+"""Where and when a checkpoint is due: every K steps, or every so many minutes, decided the same on every rank."""
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.errors import UsageError
+from nbtrain.specs import RunSpec
 from nbtrain.training.collectives import connected, on_the_wire
 
 LOOK = 0.5
 """Seconds between two looks at rank 0's clock, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`--save-every`, `--save-to`, `--keep-last`."""
+
+    steps: int | None
+    seconds: float | None
+    to: Path
+    keep: int
+
+    @classmethod
+    def of(cls, run: RunSpec) -> Plan | None:
+        if run.save_steps is None and run.save_seconds is None:
+            return None
+        return cls(run.save_steps, run.save_seconds, place_of(run.save_to), run.keep_last)
+
+
+def place_of(path: Any) -> Path:
+    """Of a checkpoint, in full: the working directory may change while it is written."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"a checkpoint's path is text, as in save('best', model=model), not {type(path).__name__}")
+    return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
 
 
 @dataclass(slots=True)

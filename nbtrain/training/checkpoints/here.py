@@ -87,7 +87,7 @@ def _given(
             )
     if not objects and not named:
         found: dict[str, Any] = {}
-        for name, item in one.objects.items():
+        for name, item in one.in_use().items():
             _add(found, item, name if "#" not in name else _called(item, names) or name)
         return found
     found = dict(named)
