@@ -102,6 +102,8 @@ class Failed(Event):
     """how many collectives"""
     between: bool = False
     """it was stopped where nothing was under way"""
+    grouped: bool = True
+    """as with `Finished`"""
     pieces: bool = False
     """it keeps only a part of some model"""
     whole: bool = False

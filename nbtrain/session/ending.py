@@ -24,7 +24,10 @@ PEERS_END = 0.3
 AGAIN = 0.15
 """Between one interrupt and the next; with the second, collectives are given up."""
 GIVEN_UP = 0.9
-"""Seconds after a failure in which a rank must have ended."""
+"""Seconds after a failure in which a rank must have come to the end of the cell."""
+SAID = 10.0
+"""Seconds after a failure in which a rank that has must have said so: a traceback through much of torch takes one or
+two on a busy machine, and so does packing."""
 PATIENCE = 3.0
 """Seconds after Stop in which a step should end."""
 SLOW = 2.0
@@ -58,7 +61,7 @@ class Ending:
         head[STOP] = self.number
         time.sleep(VISIBLE)
         parts = [self.pool.board.parts[rank] for rank in running]
-        ended = [part[STEPS] if part[OPEN] == self.number else 0 for part in parts]
+        ended = [part[STEPS] if abs(part[OPEN]) == self.number else 0 for part in parts]
         most = max(ended, default=0)
         # Two steps apart are ranks that do not wait for each other: the slow ones would never come to the step of the
         # fast, and each stops at its next.
@@ -83,7 +86,8 @@ class Ending:
             self._tell(running)
         if loss > PEERS_END or stop > PATIENCE:
             self._press_again(running)
-        return gone and loss > GIVEN_UP
+        inside = any(self.pool.board.parts[rank][OPEN] != -self.number for rank in running)
+        return gone and loss > (GIVEN_UP if inside else SAID)
 
     def _press_again(self, running: set[int]) -> None:
         if self._since_press is None or self._since_press.seconds > AGAIN:

@@ -15,6 +15,8 @@ class Outcome:
         self.lead = ranks[0]
         self.finished: dict[int, Finished] = {}
         self.failed: dict[int, Failed] = {}
+        self._in_pieces = False
+        """once one has said so: on its way home it speaks of other things"""
 
     @property
     def everybody(self) -> bool:
@@ -55,7 +57,9 @@ class Outcome:
     @property
     def in_pieces(self) -> bool:
         """No rank has a whole model: what the cell did comes home from all of them, or not at all."""
-        return any(done.waits for done in self.finished.values()) or any(f.pieces for f in self.failed.values())
+        self._in_pieces |= any(done.waits for done in self.finished.values())
+        self._in_pieces |= any(failed.pieces for failed in self.failed.values())
+        return self._in_pieces
 
     @property
     def at_one_step(self) -> bool:
@@ -89,6 +93,12 @@ class Outcome:
         """Whether all ranks have taken the same steps, wherever they were cut short."""
         ended = set(self.ranks) <= set(self.failed)
         return ended and len({self.failed[rank].calls for rank in self.ranks}) == 1
+
+    @property
+    def grouped(self) -> bool:
+        """Nobody has destroyed the process group."""
+        ended = all(done.grouped for done in self.finished.values())
+        return ended and all(failed.grouped for failed in self.failed.values())
 
     def quiet(self) -> bool:
         """Whether the ranks have entered the same collectives and come out of them. If not, the next one would pair up

@@ -14,10 +14,10 @@ from nbtrain.exchange.kinds import ATOMS
 from nbtrain.exchange.names import Captured
 from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Conclude, Run, Source
-from nbtrain.patience import Standing
+from nbtrain.patience import Standing, Stopwatch
 from nbtrain.session import failure
 from nbtrain.session.cell import Cell
-from nbtrain.session.ending import Ending
+from nbtrain.session.ending import SAID, Ending
 from nbtrain.session.handles import SLOW
 from nbtrain.session.hints import hint
 from nbtrain.session.memory import ran_out, readings
@@ -33,6 +33,11 @@ from nbtrain.views import choose
 APART = (
     "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "
     "home. --save-every keeps checkpoints for such a case."
+)
+
+GONE = (
+    "Each rank has only its piece of the model, and not all are left: nothing of it can be brought home. --save-every "
+    "keeps checkpoints for such a case."
 )
 
 
@@ -268,7 +273,9 @@ class CellRun:
         alike = ok or self.outcome.alike() or pieces
         stuck = self._open
         regroup = bool(stuck) or not (ok or self._quiet)
-        if pieces and regroup:  # they come home through a group that works; what trains is bound to the old one
+        if pieces and (
+            regroup or not self.outcome.grouped
+        ):  # they come home through a group that works; what trains is bound to the old one
             self.held.regroup()
             regroup = alike = False
         if pieces or not ok:
@@ -349,7 +356,7 @@ class CellRun:
     def _quiet(self) -> bool:
         """Whether the process group can be used again."""
         gave_up = self._ending is not None and self._ending.gave_up
-        return self.outcome.quiet() and (not gave_up or self.spec.pool.world_size == 1)
+        return self.outcome.quiet() and self.outcome.grouped and (not gave_up or self.spec.pool.world_size == 1)
 
     @property
     def _left_alone(self) -> bool:
@@ -366,6 +373,7 @@ class CellRun:
         waiting = self.outcome.led_by(lead)
         self.held.send(Conclude(lead=lead), waiting)
         before, said = self._presses.count, False
+        failed: Stopwatch | None = None
         while waiting:
             for event in self.held.answers():
                 self._take(event)
@@ -374,7 +382,9 @@ class CellRun:
                 said = True
                 print("what the cell did is on its way home; press Stop once more to give it up")
             if self.outcome.failed:
-                self._fail()
+                failed = failed or Stopwatch()
+                if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # what one says the others come to say
+                    self._fail()
 
     def _stopped_after(self) -> str:
         steps = self.outcome.finished[self.outcome.lead].steps
@@ -389,7 +399,11 @@ class CellRun:
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.stopped
         held_back = f"Step {steps:,} is held: %distributed recover brings it home." if keeps else ""
-        if self.outcome.in_pieces and not (self.outcome.at_one_step and not dead):
+        if self.outcome.in_pieces and dead:
+            keeps, held_back = False, GONE
+        elif self._together:  # it went wrong on the way home
+            keeps, held_back = False, ""
+        elif self.outcome.in_pieces and not self.outcome.at_one_step:
             keeps, held_back = False, APART
         error = self._error(stuck, held_back)
         try:

@@ -31,6 +31,8 @@ def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]
             doing = f"is stopped by a signal; kill -CONT {pids[rank]} lets it go on"
         elif rank not in stacks:
             doing = "is starting"
+        elif pool.board.parts[rank][OPEN] == -run:
+            doing = "has come to the end of the cell"
         elif pool.board.parts[rank][OPEN] != run:
             doing = "waits for a cell"
         else:

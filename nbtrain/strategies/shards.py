@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nbtrain.errors import NotSupported
@@ -24,8 +25,15 @@ def rows(tensor: DTensor) -> tuple[int, int]:
     """Which rows of the whole are here: as `torch.chunk` deals them out, the last ranks may have none."""
     mesh, total = tensor.device_mesh, tensor.shape[0]
     size = -(-total // mesh.size(mesh.ndim - 1))
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * size, total)
+    start = min(_place(mesh, mesh.ndim - 1) * size, total)
     return start, min(start + size, total)
+
+
+def _place(mesh: DeviceMesh, dim: int) -> int:
+    """This rank's; the mesh itself would ask a process group that may be gone."""
+    at = mesh.get_coordinate()
+    assert at is not None
+    return at[dim]
 
 
 class Rows(Piece):
@@ -37,7 +45,7 @@ class Rows(Piece):
         self.start, self.stop = rows(tensor)
         self.width = tensor.shape[1:].numel()
         mesh = tensor.device_mesh
-        self.speaks = self.stop > self.start and self.width > 0 and (mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
+        self.speaks = self.stop > self.start and self.width > 0 and (mesh.ndim == 1 or _place(mesh, 0) == 0)
 
     def ranges(self) -> Sequence[tuple[int, int]]:
         return [(self.start * self.width, self.stop * self.width)] if self.speaks else []

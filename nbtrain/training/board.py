@@ -20,9 +20,10 @@ UNKNOWN = -1
 
 CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, TAKEN = range(8)
 """In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
-ended; since when it waits in a collective (the monotonic clock's nanoseconds, 0: it does not); the run it is in, how
-many collectives it has entered there, and the run in which it was told to end, which is done once: user code may have
-something to put in order. From TAKEN on: how many bytes of its file descriptors 1 and 2 it has taken up."""
+ended; since when it waits in a collective (the monotonic clock's nanoseconds, 0: it does not); the run it is in, less
+than zero once it has come to the cell's end, how many collectives it has entered there, and the run in which it was
+told to end, which is done once: user code may have something to put in order. From TAKEN on: how many bytes of its file
+descriptors 1 and 2 it has taken up."""
 MARKS = 9
 """words for these, before what the rank has entered"""
 PLACES = 128

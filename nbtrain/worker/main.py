@@ -24,7 +24,7 @@ from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
 from nbtrain.specs import RankInfo, RunSpec
-from nbtrain.training.board import ABORT, RAISED, TAKEN, Board
+from nbtrain.training.board import ABORT, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.group import Group
 from nbtrain.worker.heap import give_back
 from nbtrain.worker.homeward import KERNEL, LIMIT, Home, Homeward
@@ -215,7 +215,11 @@ class Rank:
         elif self._shares_pieces(run):
             # All ranks are needed to bring it home: the kernel says so once each has come to the end of the cell.
             now, calls = time.time(), steps.calls
-            self._finish(Finished(rank=self.info.rank, time=now, steps=steps.count, calls=calls, waits=True))
+            self._finish(
+                Finished(
+                    rank=self.info.rank, time=now, steps=steps.count, calls=calls, waits=True, grouped=self.group.intact
+                )
+            )
         else:
             self._go_home(run, names, lead)
 
@@ -293,7 +297,7 @@ class Rank:
             finally:
                 if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
                     os._exit(0)
-                self.interrupts.ignore()
+                self._is_over()
                 self.outputs.take_back()
         except KeyboardInterrupt as outside:  # it came before the cell's first line or after its last
             self.interrupts.ignore()
@@ -394,7 +398,7 @@ class Rank:
             steps = self.runtime.steps
             failed = replace(
                 failed, steps=steps.count, calls=steps.calls, entered=self.runtime.meeting.count,
-                between=_is_stop(error), pieces=bool(self.twins.pieces),
+                between=_is_stop(error), pieces=bool(self.twins.pieces), grouped=self.group.intact,
                 # A closure's first backward is between two steps too, though an optimizer has called it.
                 whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),
             )  # fmt: skip
@@ -402,8 +406,14 @@ class Rank:
         self.shell.let_go_of_errors()
 
     def _worth_showing(self, error: BaseException | None) -> bool:
-        self.interrupts.ignore()  # the cell is over
+        self._is_over()
         return not self._is_interruption(error)
+
+    def _is_over(self) -> None:
+        """The cell: what is still to come takes its time, and nobody has to free this rank from it."""
+        self.interrupts.ignore()
+        part = self.board.parts[self.info.rank]
+        part[OPEN] = -abs(part[OPEN])
 
     def _is_interruption(self, error: BaseException | None) -> bool:
         """By the kernel; an error that comes once the peers were given up is one of having waited for them."""
