@@ -27,7 +27,8 @@ class Stretch(Piece):
         return [self.kept] if self.stop > self.start else []
 
     def fill(self, whole: torch.Tensor) -> None:
-        assert whole.shape == self.shape and whole.dtype == self.dtype
+        assert whole.shape == self.shape
+        assert whole.dtype == self.dtype
         self.kept.copy_(whole.reshape(-1)[self.start : self.stop])
 
 
