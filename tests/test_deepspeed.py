@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.training.accumulate import Accumulation
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 
@@ -378,6 +379,65 @@ def test_a_penalty_on_gradients(stage: int) -> None:
     wanted = penalised(0, stage, 1, True)
     for found in run_on_ranks(penalised, stage, 2, False):
         assert distance(found, wanted) < 1e-5
+
+
+def accumulated(rank: int, stage: int, count: int, one: bool) -> dict[str, torch.Tensor]:
+    """`--accumulate 2` in a loop that says nothing of it."""
+    model, optimizer, scheduler = make()
+    prepared: Any = None
+    if not one:
+        component = Component({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
+        prepared = DeepSpeed(DeepSpeed.Options(stage=stage)).set_up(component)
+        prepared.enter()
+    accumulation = Accumulation(2, lambda: False, lambda: [prepared] if prepared else [])
+    accumulation.enter([optimizer])
+    for x, y in batches(6):
+        with accumulation.backward() as share:
+            (mse(model(x[rank::count]), y[rank::count]) * share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    accumulation.leave()
+    if prepared:
+        prepared.leave()
+        prepared.close()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulating_by_option(stage: int) -> None:
+    wanted = accumulated(0, stage, 1, True)
+    for found in run_on_ranks(accumulated, stage, 2, False):
+        assert distance(found, wanted) < 1e-5
+
+
+def multiplied(rank: int, stage: int) -> float:
+    """What was gathered is to count half: as when a loader ends in the middle of a group."""
+    results = []
+    for factor in (1.0, 0.5):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(
+            Component({"m": model}, {"o": optimizer})
+        )
+        was = model.weight.detach().clone()
+        if stage == 3:
+            torch.manual_seed(0)
+            was = nn.Linear(4, 4, bias=False).weight.detach()
+        prepared.enter()
+        model(torch.ones(2, 4)).mean().backward()
+        prepared.scale_gradients(factor)
+        optimizer.step()
+        prepared.leave()
+        prepared.close()
+        results.append((model.weight.detach() - was).norm().item())
+    return results[1] / results[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gathered_gradients_can_be_scaled(stage: int) -> None:
+    assert run_on_ranks(multiplied, stage) == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
 def gan(rank: int, stage: int, count: int, one: bool) -> list[dict[str, torch.Tensor]]:

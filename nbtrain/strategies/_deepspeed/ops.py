@@ -17,7 +17,7 @@ import torch
 from nbtrain.errors import UsageError
 from nbtrain.strategies._deepspeed.library import quiet
 
-SECONDS = {"CPUAdamBuilder": 40, "AsyncIOBuilder": 135}
+SECONDS = {"CPUAdamBuilder": 60, "AsyncIOBuilder": 135}
 NAMES = {"CPUAdamBuilder": "CPU Adam", "AsyncIOBuilder": "asynchronous reader and writer of files"}
 
 
