@@ -29,6 +29,7 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training import streams
 from nbtrain.training.checkpoints import folder, here
+from nbtrain.training.checkpoints.parts import Described, owners
 from nbtrain.training.runtime import Runtime
 from tests.flat import FlatPieces
 from tests.kernels import Kernel
@@ -139,12 +140,13 @@ def alone(rank: int, function: Any, *args: Any) -> Any:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def _save(rank: int, setup: str, path: str, full: bool) -> None:
+def _save(rank: int, setup: str, path: str) -> None:
     world, strategy = SETUPS[setup]
     model, optimizer, scheduler = make()
     with cell(rank, world, strategy(), model=model, optimizer=optimizer, scheduler=scheduler):
         train(model, optimizer, scheduler, range(3), rank, world)
-        here.save(path, full=full)
+        here.save(path)
+        here.save(f"{path}-full", full=True)
         train(model, optimizer, scheduler, range(3, 4), rank, world)  # while it is written
 
 
@@ -185,7 +187,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     parent = tmp_path_factory.mktemp("checkpoints")
     paths = {setup: str(parent / f"of-{setup}") for setup in SETUPS}
     for setup, path in paths.items():
-        on(setup, _save, setup, path, False)
+        on(setup, _save, setup, path)
     return paths
 
 
@@ -213,12 +215,10 @@ def test_every_pair(setup: str, saved: dict[str, str]) -> None:
     assert not [name for name in os.listdir(Path(saved[setup]).parent) if name.startswith(".")]
 
 
-@pytest.mark.limit(200)
 @pytest.mark.parametrize("setup", SETUPS)
-def test_full(setup: str, tmp_path: Path) -> None:
+def test_full(setup: str, saved: dict[str, str]) -> None:
     """One file that plain PyTorch loads; and the training goes on from the folder."""
-    path = str(tmp_path / "best")
-    on(setup, _save, setup, path, True)
+    path = f"{saved[setup]}-full"
     assert sorted(os.listdir(path)) == [folder.MARKER, "model.safetensors", "training.safetensors"]
     model = Net()
     model.load_state_dict(load_file(f"{path}/model.safetensors"))
@@ -228,6 +228,19 @@ def test_full(setup: str, tmp_path: Path) -> None:
     agrees(found, three, setup)
     train(*objects, range(3, 4))
     agrees(objects[0].state_dict(), {k: v for k, v in reference(4).items() if k[:2] != "lr"}, setup)
+
+
+def test_who_writes_what() -> None:
+    """Pieces by who keeps them, of several the first; the rest spread by bytes."""
+    described = {name: Described((10, 10), torch.float32) for name in "abcd"}
+    described["empty"] = Described((0, 3), torch.float32)
+    kept = [{"a": [(0, 60)]}, {"a": [(30, 80), (80, 100)]}, {"a": [(0, 100)]}]
+    mine = owners(described, kept)
+    assert [one.get("a") for one in mine] == [[(0, 60)], [(60, 80), (80, 100)], None]
+    assert sorted(key for one in mine for key in one if key != "a") == ["b", "c", "d"]
+    assert [sum(b - a for ranges in one.values() for a, b in ranges) for one in mine] == [160, 140, 100]
+    with pytest.raises(NbtrainError, match="the ranks keep 80 only"):
+        owners({"a": described["a"]}, [{"a": [(0, 50)]}, {"a": [(40, 80)]}])
 
 
 def plain() -> tuple[nn.Module, torch.optim.Optimizer, Any]:

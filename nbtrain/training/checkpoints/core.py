@@ -105,6 +105,8 @@ class Checkpoints:
             )
         elif ranks is not None and len(ranks) < self.world_size:
             self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
+        if plan is not None and self.refused:
+            self.say(f"no checkpoints are made in this cell: {self.refused}")
         self.positions.begin()
         if resume is not None and resume[0] not in _resumed:
             self._resuming = resume[0]
