@@ -760,6 +760,34 @@ def test_what_comes_later() -> None:
         assert moved > 0
 
 
+def regrouped(rank: int, store: str) -> float:
+    """The process group is formed anew, and the engine of the old one is dropped without a word."""
+    dist.barrier()
+    for attempt in range(2):
+        model, optimizer, _ = make()
+        prepared: Any = DeepSpeed(DeepSpeed.Options(stage=3)).set_up(Component({"m": model}, {"o": optimizer}))
+        prepared.enter()
+        x, y = batches(1)[0]
+        mse(model(x), y).backward()
+        optimizer.step()
+        if attempt == 0:
+            prepared.leave()
+            prepared.drop()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    prepared.leave()
+    prepared.close()
+    return model.scale.sum().item()
+
+
+def test_a_new_process_group(tmp_path: Path) -> None:
+    model, optimizer, _ = make()
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    optimizer.step()
+    assert run_on_ranks(regrouped, str(tmp_path / "store")) == pytest.approx([model.scale.sum().item()] * 2, abs=1e-5)
+
+
 def configured(rank: int) -> tuple[list[str], list[float], bool]:
     """The config makes the optimizer and the scheduler."""
     model, optimizer, _ = make()
