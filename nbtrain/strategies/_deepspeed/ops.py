@@ -28,7 +28,7 @@ def load(deepspeed: Any, builder: str, first: bool) -> Any:
         if make is None:
             raise UsageError(f"DeepSpeed has no {NAMES[builder]} for this kind of device")
         folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-        with _alone(folder / f"{make.name}.wait"):
+        with _alone(folder / "nbtrain.wait"):
             built = folder / make.name / f"{make.name}.so"
             if not built.exists():
                 if first:
@@ -37,7 +37,8 @@ def load(deepspeed: Any, builder: str, first: bool) -> Any:
                         flush=True,
                     )
                 _check_compiler(builder, make)
-            (folder / make.name / "lock").unlink(missing_ok=True)  # of a compilation that was killed
+            for lock in folder.glob("*/lock"):  # torch would wait for ever for a compilation that was killed
+                lock.unlink(missing_ok=True)
             try:
                 with quiet():
                     return make.load(verbose=False)
