@@ -21,14 +21,11 @@ halves are reduced in fp32. Without it, precision is seen to by autocast, and no
 
 from __future__ import annotations
 
-import copy
-import gc
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -40,9 +37,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies import values
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.copies import COPY, add_copy, let_copies_go, make_copy
+from nbtrain.strategies.divided import clip_norm, cut_loaded, cut_state, state_tensors
 from nbtrain.strategies.fully_sharded import Tree, prefetch_further
 from nbtrain.strategies.gradsync import GradSync
+from nbtrain.strategies.kept import check, kept_whole
 from nbtrain.strategies.refusals import Refusals
 from nbtrain.strategies.shards import (
     Rows,
@@ -52,7 +53,6 @@ from nbtrain.strategies.shards import (
     places,
     rebind,
     refuse_odd_state,
-    sum_of_powers,
     whole,
 )
 from nbtrain.strategies.units import check_rule, find_roots, find_units
@@ -61,10 +61,6 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-COPY = " (copy "
-"""in the names of modules that a cell has copied"""
 
 
 class Sharded(Prepared):
@@ -77,8 +73,8 @@ class Sharded(Prepared):
         for optimizer in component.optimizers.values():
             refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
         roots = find_roots(component.modules.values())
-        kept = _kept_whole(component, roots)
-        _check(component, kept)
+        kept = kept_whole(component, roots)
+        check(component, kept)
         self.trees: list[Tree] = []
         self.copied = sum(COPY in name for name in component.modules)
         """how many copies were made"""
@@ -88,7 +84,7 @@ class Sharded(Prepared):
         for root in roots:
             new |= self._shard(root, kept)
         for optimizer in component.optimizers.values():
-            self.replaced += rebind(optimizer, new, _cut_state)
+            self.replaced += rebind(optimizer, new, cut_state)
         norms = {
             id(part): part
             for root in roots
@@ -100,7 +96,7 @@ class Sharded(Prepared):
         self.refusals = Refusals("fsdp", lambda p: id(p) in self.ids)
         self.handles: list[Any] = []
         for tree in self.trees:
-            tree.dress.off()
+            tree.undress()
 
     # --- setting up ------------------------------------------------------------------------------
 
@@ -161,48 +157,18 @@ class Sharded(Prepared):
         return chosen
 
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """`copy.deepcopy(model)` in a cell: another model in pieces, which is trained, averaged and brought home as
-        this one is. Nothing is communicated."""
+        """`copy.deepcopy(model)` in a cell."""
         self._let_copies_go()
-        for tree in self.trees:
-            tree.reshard()
-            tree.dress.off()
+        told, self.replaced = self.replaced, []  # nobody has held the copy's parameters yet
         try:
-            twin = copy.deepcopy(module, memo)
-        finally:
-            for tree in self.trees:
-                tree.dress.on()
-        held = [(part, name, p) for part, name, p in places([twin]) if isinstance(p, DTensor)]
-        shells: dict[int, nn.Parameter] = {}
-        for part, name, p in held:
-            shell = shells.setdefault(id(p), as_parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p))
-            part._parameters[name] = shell
-        told, self.replaced = self.replaced, []
-        try:
-            new = self._shard(twin, [p for _, _, p in places([twin]) if not p.is_meta])
+            twin = make_copy(module, memo, self.trees, self._shard)
         finally:
             self.replaced = told
-        for p in {id(p): p for _, _, p in held}.values():
-            new[id(shells[id(p)])]._local_tensor.copy_(p._local_tensor)  # type: ignore[attr-defined]
-        while (name := f"{type(module).__name__}{COPY}{self.copied + 1})") in self.component.modules:
-            self.copied += 1
-        self.component.modules[name] = twin
+        self.copied = add_copy(self.component.modules, twin, self.copied + 1)
         return twin
 
     def _let_copies_go(self) -> None:
-        """Those that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. They are dressed."""
-        modules = self.component.modules
-        held = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]
-        if not held:
-            return
-        for name, alive in held:
-            self.trees = [tree for tree in self.trees if tree.root is not alive()]
-            del modules[name]
-        gc.collect()
-        for name, alive in held:
-            if (copied := alive()) is not None:
-                modules[name] = copied
-                self.trees.append(vars(copied)["_nbtrain_tree"])
+        self.trees = let_copies_go(self.component.modules, self.trees)
         self.ids = {id(p) for p in self._parameters()}
 
     # --- while a cell runs -----------------------------------------------------------------------
@@ -212,14 +178,17 @@ class Sharded(Prepared):
             tree.dress.on()
         self.refusals = Refusals("fsdp", lambda p: id(p) in self.ids)
         self.refusals.on()
+        values.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         for optimizer in self.component.optimizers.values():
-            self.handles.append(optimizer.register_load_state_dict_post_hook(_cut_loaded))
+            self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
 
     def leave(self) -> None:
+        if self.handles:
+            values.off(self.mesh)
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -227,7 +196,7 @@ class Sharded(Prepared):
         self._let_copies_go()
         self.reset()
         for tree in self.trees:
-            tree.dress.off()
+            tree.undress()
 
     def reset(self) -> None:
         for tree in self.trees:
@@ -280,35 +249,19 @@ class Sharded(Prepared):
                     if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
                         param._unsharded_param.grad.mul_(factor)
 
-    @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """torch's own would return a DTensor, which cannot be formatted, and knows nothing of loose parameters."""
         held = list(parameters)
-        if not any(id(p) in self.ids for p in held):
-            self.sync.catch_up(held)
-            return None
         self.sync.catch_up(held)
-        norm_type = float(norm_type)
-        parts = [p.grad._local_tensor for p in held if isinstance(p.grad, DTensor)]
-        rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
-        here = sum_of_powers(parts, norm_type).to(self.mesh.device_type)
-        largest = norm_type == float("inf")
-        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(here, op=operation, group=self.mesh.get_group(self.mesh.ndim - 1))
-        others = sum_of_powers(rest, norm_type).to(here.device)
-        total = torch.maximum(here, others) if largest else (here + others) ** (1 / norm_type)
-        total = total.to(torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64)
-        share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in (*parts, *rest):
-            grad.mul_(share.to(grad.device, grad.dtype))
-        return total.to(parts[0].device) if parts else total
+        if not any(id(p) in self.ids for p in held):
+            return None
+        return clip_norm(held, self.mesh, max_norm, norm_type)
 
     # --- between cells ---------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         yield from ((p, Rows(p)) for p in self._parameters())
         for optimizer in self.component.optimizers.values():
-            yield from ((value, Rows(value)) for value in _state_tensors(optimizer))
+            yield from ((value, Rows(value)) for value in state_tensors(optimizer))
 
     def _parameters(self) -> list[DTensor]:
         found = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}
@@ -340,9 +293,9 @@ class Sharded(Prepared):
         for optimizer in component.optimizers.values():
             if id(optimizer) not in before:
                 refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
-                self.replaced += [pair for pair in rebind(optimizer, same, _cut_state) if pair[0] is not pair[1]]
+                self.replaced += [pair for pair in rebind(optimizer, same, cut_state) if pair[0] is not pair[1]]
                 if self.handles:
-                    self.handles.append(optimizer.register_load_state_dict_post_hook(_cut_loaded))
+                    self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
         self.component = component
         return True
 
@@ -369,58 +322,6 @@ class Sharded(Prepared):
             tree.forget()
         self.trees = []
         self.ids = set()
-
-
-def _cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        return value
-    assert isinstance(parameter, DTensor)
-    if value.is_meta:
-        return fresh_storage(cut(parameter, value), parameter._local_tensor.device)
-    return cut(parameter, value)
-
-
-def _cut_loaded(optimizer: torch.optim.Optimizer) -> None:
-    """After `load_state_dict` of a state that is whole."""
-    held: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    rebind(optimizer, {key: p for key, p in held.items() if isinstance(p, DTensor)}, _cut_state)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
-    """In the order of the groups: that of the state is when a parameter was first stepped."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state: Any = optimizer.state.get(p)
-            for key in sorted(state, key=str) if isinstance(state, dict) else ():
-                if isinstance(state[key], DTensor):
-                    yield state[key]
-
-
-def _kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
-    """Loose parameters, and those that cannot be divided by rows: gradients of these are averaged, as under ddp."""
-    parts = [part for root in roots for part in root.modules()]
-    sparse = {id(m.weight) for m in parts if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
-    inside = {id(p) for root in roots for p in root.parameters()}
-    return [
-        p for p in component.parameters() if id(p) not in inside or p.ndim == 0 or p.numel() == 0 or id(p) in sparse
-    ]
-
-
-def _check(component: Component, kept: list[torch.Tensor]) -> None:
-    for where, module in component.modules.items():
-        lazy = next((name for name, p in module.named_parameters() if is_lazy(p)), None)
-        if lazy is not None:
-            raise NotSupported(
-                f"{where}.{lazy} has no shape yet, so that fsdp cannot divide it: call the model once on a batch in "
-                "the notebook, or use --strategy ddp"
-            )
-    known = set(map(id, kept))
-    dtypes = {p.dtype for p in component.parameters() if id(p) not in known and p.requires_grad}
-    if len(dtypes) > 1:
-        raise NotSupported(
-            f"fsdp divides models of one dtype, and this one has {', '.join(sorted(map(str, dtypes)))}. "
-            "--strategy ddp takes any"
-        )
 
 
 class FSDP(Strategy):

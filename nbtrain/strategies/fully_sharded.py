@@ -7,6 +7,7 @@ is called, and nowhere else. Added here:
   that uses the unit's own parameters: it gathers them, and lets go of them when it returns;
 - a forward or backward that raised leaves nothing behind;
 - weights that were gathered for a forward without a backward are let go of before they can go stale;
+- lists of weights that recurrent layers keep are what the notebook has (`recurrent.py`);
 - `zero_grad`, `load_state_dict` and `deepcopy` mean what they mean for an ordinary model.
 """
 
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.dress import Dress
+from nbtrain.strategies.recurrent import FlatWeights
 from nbtrain.strategies.shards import cut
 from nbtrain.strategies.units import callable_by_itself
 from nbtrain.strategies.usage import Usage
@@ -51,6 +53,8 @@ class Tree:
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         """what `copy.deepcopy` of a unit gives"""
         self.dress.start(root.modules())
+        self.flat_weights = FlatWeights(root.modules())
+        self.flat_weights.flatten_never()
         for unit in units:
             fully_shard(unit, **options(unit is root))
 
@@ -75,6 +79,12 @@ class Tree:
                 vars(unit)[name] = _through(unit, state, method, self.usage)
         self.dress.finish()
 
+    def undress(self) -> None:
+        """Modules look as the notebook knows them."""
+        if self.dress.worn:
+            self.dress.off()
+            self.flat_weights.put_back()
+
     def groups(self) -> Iterator[Any]:
         for state in self.states:
             yield from _groups(state)
@@ -96,10 +106,12 @@ class Tree:
 
     def forget(self) -> None:
         """Have torch forget that these were ever set up. The dress is off."""
-        self.dress.off()
+        self.undress()
+        self.flat_weights.put_back()
         for unit in self.units:
             _module_state_mapping.pop(unit, None)
         self.dress = Dress()
+        self.flat_weights = FlatWeights(())
 
 
 def _groups(state: Any) -> list[Any]:

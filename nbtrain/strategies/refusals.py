@@ -12,59 +12,68 @@ from nbtrain.errors import NotSupported
 
 
 class Refusals:
-    """`torch.autograd.backward` and `torch.autograd.grad` while a cell runs."""
+    """Of one strategy's component, in `torch.autograd.backward` and `torch.autograd.grad` while a cell runs."""
 
     def __init__(self, strategy: str, mine: Callable[[torch.Tensor], bool]) -> None:
         """`mine`: whether this is one of the sharded parameters."""
         self.strategy = strategy
         self.mine = mine
-        self.before: list[tuple[str, Any, Any]] = []
 
     def on(self) -> None:
-        if not self.before:
-            for name, make in (("backward", self._backward), ("grad", self._grad)):
+        if not _open:
+            for name, make in (("backward", _backward), ("grad", _grad)):
                 old = getattr(torch.autograd, name)
                 new = make(old)
                 setattr(torch.autograd, name, new)
-                self.before.append((name, old, new))
+                _before.append((name, old, new))
+        _open.append(self)
 
     def off(self) -> None:
-        while self.before:
-            name, old, new = self.before.pop()
+        if self in _open:
+            _open.remove(self)
+        while _before and not _open:
+            name, old, new = _before.pop()
             if getattr(torch.autograd, name) is new:  # else somebody has put another around it, which calls ours
                 setattr(torch.autograd, name, old)
-        self.mine = lambda _: False
 
-    def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            for root in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-                if isinstance(root, DTensor):
-                    raise NotSupported(
-                        f"a loss with a term over the parameters themselves (their squares, say) cannot be "
-                        f"differentiated under {self.strategy}, where every rank holds a part of them. Use the "
-                        "optimizer's weight_decay, or --strategy ddp, under which it works"
-                    )
-            return old(tensors, *args, **kwargs)
 
-        return backward
+_open: list[Refusals] = []
+_before: list[tuple[str, Any, Any]] = []
 
-    def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-            if any(self.mine(one) for one in given if isinstance(one, torch.Tensor)):
+
+def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for root in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if isinstance(root, DTensor) and _open:
                 raise NotSupported(
-                    f"torch.autograd.grad with respect to parameters cannot work under {self.strategy}: what the graph "
-                    "holds are the gathered weights. Call loss.backward() and read p.grad, or use --strategy ddp"
+                    f"a loss with a term over the parameters themselves (their squares, say) cannot be "
+                    f"differentiated under {_open[0].strategy}, where every rank holds a part of them. Use the "
+                    "optimizer's weight_decay, or --strategy ddp, under which it works"
                 )
-            again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-            if again and _through_units([outputs] if isinstance(outputs, torch.Tensor) else outputs):
-                raise NotSupported(
-                    f"a gradient of a gradient (create_graph=True) cannot be taken through a model under "
-                    f"{self.strategy}: its gathered weights are let go of after the first. --strategy ddp can"
-                )
-            return old(outputs, given if not isinstance(inputs, torch.Tensor) else inputs, *args, **kwargs)
+        return old(tensors, *args, **kwargs)
 
-        return grad
+    return backward
+
+
+def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        whose = next((held for held in _open if any(held.mine(one) for one in tensors)), None)
+        if whose is not None:
+            raise NotSupported(
+                f"torch.autograd.grad with respect to parameters cannot work under {whose.strategy}: what the graph "
+                "holds are the gathered weights. Call loss.backward() and read p.grad, or use --strategy ddp"
+            )
+        again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+        if again and _open and _through_units([outputs] if isinstance(outputs, torch.Tensor) else outputs):
+            raise NotSupported(
+                f"a gradient of a gradient (create_graph=True) cannot be taken through a model under "
+                f"{_open[0].strategy}: its gathered weights are let go of after the first. --strategy ddp can"
+            )
+        return old(outputs, given if not isinstance(inputs, torch.Tensor) else inputs, *args, **kwargs)
+
+    return grad
 
 
 def _through_units(outputs: Any) -> bool:

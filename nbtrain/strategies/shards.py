@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
@@ -34,6 +34,15 @@ def _place(mesh: DeviceMesh, dim: int) -> int:
     at = mesh.get_coordinate()
     assert at is not None
     return at[dim]
+
+
+def by_rows(tensor: DTensor) -> bool:
+    """Whether it is divided as `rows` says; a transposed one is not, nor is a sum of which every rank has a part."""
+    *outer, last = tensor.placements
+    if type(last) is not Shard or last.dim != 0 or not all(isinstance(one, Replicate) for one in outer):
+        return False
+    start, stop = rows(tensor)
+    return tensor._local_tensor.shape == (stop - start, *tensor.shape[1:])
 
 
 class Rows(Piece):

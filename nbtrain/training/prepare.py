@@ -246,7 +246,7 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
 def place(component: Component, device: torch.device) -> None:
     """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
     for tensor in (*component.parameters(), *component.buffers()):
-        if tensor.device != device and not is_blank(tensor):
+        if tensor.device != device and not (is_blank(tensor) or _is_divided(tensor)):
             tensor.data = tensor.data.to(device)
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
@@ -257,8 +257,14 @@ def place(component: Component, device: torch.device) -> None:
                 state = optimizer.state.get(p) or {}
                 for key, value in state.items():
                     # torch keeps step counts on the CPU unless a kernel reads them
-                    if isinstance(value, torch.Tensor) and (key != "step" or counts_there):
+                    there = isinstance(value, torch.Tensor) and (key != "step" or counts_there)
+                    if there and not _is_divided(value):
                         state[key] = value.to(device)
+
+
+def _is_divided(tensor: torch.Tensor) -> bool:
+    """A DTensor: the strategy says where its rows wait. They are asked without loading all that DTensors need."""
+    return hasattr(tensor, "_local_tensor")
 
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:

@@ -6,9 +6,8 @@ a time, while the parcel is written: only the rank that packs it ever has a whol
 
 from __future__ import annotations
 
-import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +19,7 @@ from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.apart import Apart, join, part
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.table import Table
+from nbtrain.worker.strays import find_strays
 
 Ranges = list[tuple[int, int]]
 
@@ -72,22 +72,15 @@ class Pieces:
         self._exchange_ranges()
         return True
 
-    def find_strays(self, values: Iterable[Any], known: Iterable[int]) -> None:
-        """After a cell, among what it can have left behind. Collective. `known`: ids of those that a strategy knows."""
-        from nbtrain.strategies.shards import Rows
+    def take_in(self, values: Mapping[str, Any], known: Iterable[int]) -> list[tuple[Any, Any]]:
+        """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
+        strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
+        from nbtrain.strategies.shards import Rows, whole
 
-        known = set(known)
         held = {id(tensor): piece for tensor, piece in self.strays}
-        if "torch.distributed.tensor" not in sys.modules:
-            return
-        found = [t for t in parted_tensors(values) if id(t) not in known]
-        mine = [(tuple(t.shape), str(t.dtype)) for t in found]
-        everybody: list[Any] = [mine]
-        if self.world_size > 1:
-            everybody = [None] * self.world_size
-            dist.all_gather_object(everybody, mine)
-        same = all(other == mine for other in everybody)  # else nobody can say which belong together
-        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in found] if same else []
+        divided, others = find_strays(values, set(known), self.world_size)
+        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in divided]
+        return [(t, whole(t)) for t in others]
 
     def put_together(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
@@ -209,32 +202,6 @@ class Pieces:
 
     def _rejoin(self, held: Held) -> None:
         join(self.table, held.tensor, numeric.TENSOR)
-
-
-def parted_tensors(values: Iterable[Any]) -> list[Any]:
-    """DTensors in these and in the containers and plain objects below them, in an order that ranks share."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    todo = list(values)[::-1]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, DTensor):
-            if any(isinstance(one, Shard) for one in value.placements):
-                found.setdefault(id(value), value)
-        elif id(value) not in seen:
-            if isinstance(value, dict):
-                inner: Iterable[Any] = value.values()
-            elif isinstance(value, (list, tuple)):
-                inner = value
-            elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
-                inner = vars(value).values()
-            else:
-                continue
-            seen.add(id(value))
-            todo.extend(list(inner)[::-1])
-    return list(found.values())
 
 
 def _number(held: Held) -> int:

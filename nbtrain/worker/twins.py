@@ -138,8 +138,8 @@ class Twins:
             bound = [
                 name for name, value in now.items() if not private(name) and before.get(name, MISSING) is not value
             ]
-            values = [now[name] for name in sorted({*names, *bound}) if name in now]
-            self.pieces.find_strays(values, [id(tensor) for tensor, _ in pieces])
+            values = {name: now[name] for name in {*names, *bound} if name in now}
+            self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
             self.pieces.learn(pieces)
             self.pieces.compare()
 

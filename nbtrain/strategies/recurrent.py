@@ -1,0 +1,43 @@
+"""RNN, LSTM and GRU keep lists of their weights besides: these hold what the module holds, as its attributes do.
+
+`_flat_weights` is made anew by torch whenever the weights are other tensors than those in `_flat_weight_refs`: within a
+cell, the gathered ones. Between cells the lists are to be the notebook's own, with the parameters in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+from torch import nn
+
+WEIGHTS, REFERENCES = "_flat_weights", "_flat_weight_refs"
+
+
+class FlatWeights:
+    """Those of some modules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """As they are in the notebook."""
+        self.lists: list[tuple[nn.Module, dict[str, list[Any]]]] = []
+        for module in modules:
+            if isinstance(module, nn.RNNBase):
+                held = {name: vars(module)[name] for name in (WEIGHTS, REFERENCES) if name in vars(module)}
+                self.lists.append((module, held))
+
+    def flatten_never(self) -> None:
+        """While a cell runs: on a GPU it would put the weights where nobody gathers them to. Part of the dress."""
+        for module, _ in self.lists:
+            vars(module)["flatten_parameters"] = _nothing
+
+    def put_back(self) -> None:
+        for module, held in self.lists:
+            weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[union-attr]
+            for name, kept in held.items():
+                kept[:] = weights if name == WEIGHTS else [None if w is None else ref(w) for w in weights]
+                vars(module)[name] = kept
+
+
+def _nothing() -> None:
+    pass
