@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.mixed import explained
 from nbtrain.strategies.shards import whole
 
 ALONE = (
@@ -48,6 +47,11 @@ def off(mesh: DeviceMesh) -> None:
         _undo.pop()()
 
 
+def active() -> bool:
+    """A cell runs, with tensors in pieces."""
+    return bool(_meshes)
+
+
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
     if all(isinstance(one, Replicate) for one in tensor.placements):
@@ -72,9 +76,6 @@ def _patch() -> None:
         old = getattr(module, "redistribute_local_tensor", None)
         if old is not None:
             _put(module, "redistribute_local_tensor", _met(old))
-    old = getattr(dispatcher, "_try_replicate_spec_for_scalar_tensor", None)
-    if old is not None:
-        _put(dispatcher, "_try_replicate_spec_for_scalar_tensor", explained(old))
 
 
 def _put(owner: Any, name: str, new: Any) -> None:
@@ -88,13 +89,17 @@ def _number(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _text(tensor: DTensor) -> str:
-    """Of numbers only: what is shown of larger ones says itself that it is a part."""
+    """Of numbers only: what is shown of larger ones says itself that it is a part, and so does `repr`, which tracebacks
+    and debuggers call on one rank."""
     return str(complete(tensor)) if tensor.ndim == 0 and not tensor.is_meta else repr(tensor)
 
 
 def _shown(tensor: DTensor, printer: Any, cycle: bool) -> None:
-    """As the last line of a cell. `repr` is left alone: tracebacks and debuggers call it on one rank."""
-    printer.text(_text(tensor))
+    """As the last line of a cell, where IPython would swallow what a rank that comes alone is told."""
+    if tensor.ndim == 0 and all(isinstance(one, Replicate) for one in tensor.placements):
+        printer.text(_text(tensor))
+    else:
+        printer.text(repr(tensor) + (", this rank's part: print(...) shows the whole" if tensor.ndim == 0 else ""))
 
 
 def _formatted(tensor: DTensor, form: str) -> str:

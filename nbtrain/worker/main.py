@@ -406,7 +406,10 @@ class Rank:
         self.shell.let_go_of_errors()
 
     def _worth_showing(self, error: BaseException | None) -> bool:
+        from nbtrain.strategies.mixed import explain
+
         self._is_over()
+        explain(error)
         return not self._is_interruption(error)
 
     def _is_over(self) -> None:
