@@ -427,7 +427,7 @@ def multiplied(rank: int, stage: int) -> float:
             was = nn.Linear(4, 4, bias=False).weight.detach()
         prepared.enter()
         model(torch.ones(2, 4)).mean().backward()
-        prepared.scale_gradients(factor)
+        prepared.rescale([], factor)
         optimizer.step()
         prepared.leave()
         prepared.close()

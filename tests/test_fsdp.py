@@ -217,10 +217,7 @@ def accumulation(stage: Stage) -> Numbers:
     with prepared.no_sync():
         for x, y in (first, third):
             (F.cross_entropy(model(x), y) / 4).backward()
-    for p in model.parameters():  # as when a loader ends early
-        if p.grad is not None:
-            p.grad.mul_(4 / 3)
-    prepared.rescale(4 / 3)
+    prepared.rescale(model.parameters(), 4 / 3)  # as when a loader ends early
     (F.cross_entropy(model(fourth[0]), fourth[1]) / 3).backward()
     clip(prepared, model.parameters(), 0.05, float("inf"))
     optimizer.step()

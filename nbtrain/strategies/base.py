@@ -73,6 +73,8 @@ class Prepared:
 
     def __init__(self, component: Component) -> None:
         self.component = component
+        self.notes: list[str] = []
+        """what the user should know of how it was set up; who says it empties the list"""
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(old, new) of tensors that `set_up`, `grow` or `close` has put others in the place of: whoever calls them
         sees to it that everybody who holds an old one holds the new one instead"""
@@ -85,8 +87,18 @@ class Prepared:
         """Backward passes inside are not communicated; `--accumulate` uses it for all but the last."""
         return nullcontext()
 
-    def rescale(self, factor: float) -> None:
-        """Gradients that `no_sync` holds back, and that are in no `p.grad` yet, count so much from now on."""
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """The gradients of these, all of them of the component, count so much from now on."""
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Called before `clip_grad_value_`; raises where that would not be right."""
+
+    def backward(self) -> AbstractContextManager[float]:
+        """Around each backward: yields what the loss is to be multiplied by."""
+        return nullcontext(1.0)
 
     def enter(self) -> None:
         """Before each cell, the first one too: put in place what trains. Collective."""

@@ -239,8 +239,9 @@ class Sharded(Prepared):
         """Gradients are added up whole, on every rank, until the next backward that is communicated."""
         return self._unsynced()
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """What `no_sync` holds back counts so much."""
+        super().rescale(parameters, factor)
         for tree in self.trees:
             for group in tree.groups():
                 for param in group.fsdp_params:

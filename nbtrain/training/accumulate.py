@@ -142,12 +142,13 @@ class Accumulation:
             calls = self.calls + 1
             if calls < self.every and self.calls and not self.rescaled and self.optimizer is not None:
                 # The loader ends early: what was gathered counted 1/K, and is to count 1/calls.
-                for group in self.optimizer.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.grad.mul_(self.every / calls)
+                left = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
                 for prepared in self.prepared():
-                    prepared.rescale(self.every / calls)
+                    own = [p for p in prepared.component.parameters() if left.pop(id(p), None) is not None]
+                    prepared.rescale(own, self.every / calls)
+                for p in left.values():
+                    if p.grad is not None:
+                        p.grad.mul_(self.every / calls)
             self.rescaled = True
             yield 1 / calls
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.specs import RankInfo, RunSpec
@@ -200,7 +201,7 @@ class Runtime:
         if self.forwards is not None:
             self.forwards.on = True
         self.recompute.on()
-        return [] if self.strategy.hands_off else _batch_notes(objects, deal, run.accumulate)
+        return [] if self.strategy.hands_off else [*_batch_notes(objects, deal, run.accumulate), *self._notes()]
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
@@ -294,6 +295,13 @@ class Runtime:
         elif self.accumulation is not None:
             self.accumulation.gate(optimizer)
 
+    def _notes(self) -> list[str]:
+        """What strategies have to say of how they set something up."""
+        said = [note for prepared in self.workshop.prepared for note in prepared.notes]
+        for prepared in self.workshop.prepared:
+            prepared.notes = []
+        return list(dict.fromkeys(said))
+
     def _reset(self) -> None:
         for prepared in self.workshop.prepared:
             prepared.reset()
@@ -307,10 +315,15 @@ class Runtime:
             self._in_backward = True
             run = old if self.scaling is None else self.scaling.backward(old)
             try:
-                if self.accumulation is None:
+                with ExitStack() as around:
+                    # One loss may go through several models; what it counts is the same for all of a strategy's.
+                    shares = [around.enter_context(prepared.backward()) for prepared in self.workshop.prepared]
+                    share = next((one for one in shares if one != 1.0), 1.0)
+                    if self.accumulation is not None:
+                        share *= around.enter_context(self.accumulation.backward())
+                    if share != 1.0:
+                        grad_tensors = _scaled(tensors, grad_tensors, share)
                     return run(tensors, grad_tensors, *args, **kwargs)
-                with self.accumulation.backward() as share:
-                    return run(tensors, _scaled(tensors, grad_tensors, share), *args, **kwargs)
             except BaseException:
                 self._reset()
                 raise
@@ -338,6 +351,10 @@ class Runtime:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             if self.running and self.accumulation is not None and not self.accumulation.due:
                 return None
+            if self.running:
+                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                for prepared in self.workshop.prepared:
+                    prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
             return old(parameters, *args, **kwargs)
 
         return clip
@@ -357,6 +374,11 @@ class Runtime:
 
     def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self.running and self.strategy.own_precision and scaler.is_enabled():
+                raise NotSupported(
+                    "a GradScaler of your own cannot see the gradients under this strategy, which scales losses by "
+                    "itself: leave the scaler out, and write --precision 16-mixed"
+                )
             before = self.steps.calls
             result = old(scaler, optimizer, *args, **kwargs)
             if self.running and self.steps.calls == before:

@@ -60,7 +60,7 @@ class Core(nn.Module):
 
 
 class Engined(Prepared):
-    """`notes`: sentences for the user. `skipped`: steps left out because a gradient was infinite."""
+    """`skipped`: steps left out because a gradient was infinite."""
 
     def __init__(
         self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str
@@ -68,7 +68,6 @@ class Engined(Prepared):
         super().__init__(component)
         self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
         self.stage: int = settings["zero_optimization"]["stage"]
-        self.notes: list[str] = []
         self.entered = False
         self.inside = False
         self.kernel: CpuAdam | None = None
@@ -336,8 +335,7 @@ class Engined(Prepared):
                 "clip_grad_norm_, or take the strategy ddp"
             )
 
-    def scale_gradients(self, factor: float) -> None:
-        """What the backwards since the last step have gathered, times `factor`."""
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         self.gradients.multiply(factor)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:

@@ -14,9 +14,6 @@ from nbtrain.strategies.gradsync import GradSync
 
 
 class Untrained(Prepared):
-    notes: list[str] = []
-    skipped = 0
-
     def __init__(self, component: Component) -> None:
         super().__init__(component)
         self.sync = GradSync(component.parameters())
