@@ -105,6 +105,8 @@ class Rank:
         """of the last run"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
+        self._regrouped = False
+        """since the last cell: models that nobody holds any more may hold the old group, its threads and sockets"""
 
     # -- life ----------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Rank:
             elif type(message) is Regroup:
                 self.group.dissolve()
                 self.group.form(message.store)
+                self._regrouped = True
                 self._state("ready")
             elif type(message) is Close:
                 return self._close()
@@ -321,6 +324,9 @@ class Rank:
         if touched:
             self._state("preparing")
         runtime.workshop.retire(self.twins.holds)
+        if self._regrouped:
+            self._regrouped = False
+            gc.collect()
         objects = self._objects(names, bool(touched))
         runtime.prepare(objects, self.board, run.number)
         parted = self.twins.parted(runtime.workshop.pieces())
