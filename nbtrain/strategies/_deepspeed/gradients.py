@@ -56,6 +56,7 @@ class Gradients:
         self.engine = engine = owner.engine
         self.zero = engine.optimizer
         self.stage = owner.stage
+        self.rank = dist.get_rank()  # a cell may destroy the group
         self.trained = owner.trained
         self.user = owner.user
         self.skipped = 0
@@ -263,10 +264,10 @@ class Gradients:
         written to."""
         zero, layout = self.zero, self.owner.layout
         if self.stage != 3:
-            rank = dist.get_rank()
             for flat, parts in zip(layout.flats, zero.parallel_partitioned_bit16_groups, strict=True):
-                if flat.device == parts[rank].device and flat.dtype == parts[rank].dtype:
-                    flat.data.copy_(parts[rank])
+                mine = parts[self.rank]
+                if flat.device == mine.device and flat.dtype == mine.dtype:
+                    flat.data.copy_(mine)
             return
         for p in self.trained:
             if p._version != self.versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
