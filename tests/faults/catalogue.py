@@ -8,14 +8,14 @@ of world.py; their victim is the last rank. Lines that end with `# harm` are wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tests.faults.scene import Combination
+from tests.faults.scene import PIECES, Combination
 from tests.faults.world import STEP
 
 HERE = "rank == world_size - 1"
 """True on the victim."""
-MANY = ("ddp", "none")
+MANY = ("ddp", "none", *PIECES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,20 @@ RAISED = [
           "ZeroDivisionError", held=True),
     Fault("an optimizer that raises half way", """
 for i, (x, y) in enumerate(itertools.islice(loader, 12)):
-    half.breaks = i == 5 and rank == world_size - 1  # harm
+    Half.breaks = i == 5 and rank == world_size - 1  # harm
     F.cross_entropy(model(x), y).backward(); half.step(); half.zero_grad(); mark()
 """, "ArithmeticError", extra="""
 class Half(torch.optim.SGD):
     breaks = False
     def step(self, closure=None):
         with torch.no_grad():
-            for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
-                if number == 2 and self.breaks: raise ArithmeticError("half way")
+            held = [p for group in self.param_groups for p in group["params"]]
+            for number, p in enumerate(held):
+                if number == len(held) // 2 and self.breaks: raise ArithmeticError("half way")
                 p -= 0.1 * p.grad
-half = Half(model.parameters(), 0.1); world["half"] = half
+opt = half = Half(model.parameters(), 0.1)
+sched = torch.optim.lr_scheduler.StepLR(half, 10, 0.9)
+world.update(opt=half, sched=sched)
 """),
     Fault("a closure of LBFGS that raises", """
 for i, (x, y) in enumerate(itertools.islice(loader, 6)):
@@ -157,6 +160,9 @@ DIED = [
     Fault("os._exit without a failure", at(5, "os._exit(0)"), "RankDied", dies="last"),
     Fault("the first rank dies", at(5, "os.kill(os.getpid(), signal.SIGKILL)", "rank == 0"), "RankDied",
           shows=("SIGKILL",), says=("rank 0",), dies="first", strategies=("ddp",), held=True),
+    Fault("a rank dies with its pieces", at(5, "os.kill(os.getpid(), signal.SIGKILL)", "rank == 0"), "RankDied",
+          shows=("SIGKILL",), says=("rank 0", "not all are left", "--save-every"), dies="first", strategies=PIECES,
+          held=False),
     Fault("SIGSTOP, and on after a second", at(5, "freeze()"), extra="""
 def freeze():
     child = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
@@ -282,4 +288,9 @@ STOPPED = [
           dies="some", extra="much = [[float(i)] for i in range(300_000)]"),
 ]  # fmt: skip
 
-FAULTS = [*RAISED, *DIED, *LOADERS, *MISUSE, *STOPPED]
+HALF_WAY = next(fault for fault in RAISED if "half way" in fault.name)
+APART = [
+    replace(HALF_WAY, name="pieces of two steps", strategies=PIECES, held=False, says=("stand at different steps",)),
+]
+
+FAULTS = [*RAISED, *DIED, *LOADERS, *MISUSE, *STOPPED, *APART]

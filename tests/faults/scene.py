@@ -6,7 +6,8 @@
 
 *All before* is exact: the bytes and the identity of every object, the names, the random streams. *All after* is
 compared with a trajectory: the same cell run unharmed on the same ranks, the world described after each of its steps.
-Under `none`, which has no synchronisation, the trajectory is rank 0's.
+Under `none`, which has no synchronisation, the trajectory is rank 0's. Where ranks hold pieces none of them can
+describe the world: the same cell is run once more, ends after the step that is asked for, and the notebook tells.
 
 A body is the text of a cell; its loops call `mark()` when a step is done (world.py). Lines that end with `# harm`
 are left out of it when the trajectory is recorded.
@@ -15,12 +16,13 @@ are left out of it when the trajectory is recorded.
 from __future__ import annotations
 
 import json
+import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,9 @@ class Entry:
 class State(Entry):
     """What the notebook has."""
 
+    def entry(self) -> Entry:
+        return Entry(self.told, self.marks, self.taken)
+
     ids: dict[str, list[int]]
     made: list[int]
     """identities of what training makes inside of optimizers"""
@@ -60,20 +65,54 @@ class State(Entry):
     """that were not there when the world was made"""
 
 
+@dataclass(slots=True)
+class Trajectory:
+    """What a cell makes of the world, step by step."""
+
+    last: Entry
+    """at its end: what a cell does after its last step belongs to that"""
+    found: dict[int, Entry] = field(default_factory=dict)
+    """after so many marked steps"""
+    play: Callable[[int], Entry] | None = None
+    """finds what is missing"""
+
+    def after(self, marks: int) -> Entry:
+        marks = min(marks, self.last.marks)
+        if marks not in self.found and self.play is not None:
+            self.found[marks] = self.play(marks)
+        return self.found[marks]
+
+
 @dataclass(frozen=True, slots=True)
 class Combination:
     strategy: str
     start: str
+    stage: int = 0
+    """of ZeRO"""
 
     @property
     def devices(self) -> int:
         return 1 if self.strategy == "single" else 2
 
+    @property
+    def in_pieces(self) -> bool:
+        """No rank has a whole model, and nothing can be brought home from one alone."""
+        return self.strategy in PIECES
+
     def __str__(self) -> str:
-        return f"{self.strategy}-{self.start}"
+        return f"{self.strategy}{self.stage or ''}-{self.start}"
 
 
-COMBINATIONS = [Combination(strategy, start) for strategy in ("single", "ddp", "none") for start in ("warm", "spawn")]
+PIECES = ("fsdp", "deepspeed")
+STARTS = ("warm", "spawn")
+COMBINATIONS = [Combination(strategy, start) for strategy in ("single", "ddp", "none", "fsdp") for start in STARTS]
+COMBINATIONS += [Combination("deepspeed", start, stage) for stage in (2, 3) for start in STARTS]
+
+
+def one_of_each(draw: random.Random) -> list[Combination]:
+    """A way to start, and a stage, for each strategy: as many kernels as a sample may cost."""
+    strategies = dict.fromkeys(one.strategy for one in COMBINATIONS)
+    return [draw.choice([one for one in COMBINATIONS if one.strategy == strategy]) for strategy in strategies]
 
 
 class Scene:
@@ -91,15 +130,18 @@ class Scene:
         self.combination = combination
         self.strategy, self.start, self.devices = combination.strategy, combination.start, combination.devices
         self._extra = ""
-        self._trajectories: dict[tuple[str, str, str], list[Entry]] = {}
+        self._trajectories: dict[tuple[str, str, str], Trajectory] = {}
+        self._next = world.NEXT_IN_PIECES if combination.in_pieces else world.NEXT
         self.notebook("get_ipython().extension_manager.load_extension('nbtrain');")
         self.notebook(world.TOOLS + world.LOOK)
         self.prepare()
         # From here on there is all that stays: ranks, the threads of libraries (pyzmq has some for long texts), what
-        # the first group of ranks leaves.
+        # the first group of ranks leaves. A library may keep one group until it hears of the next: DeepSpeed does.
         self.notebook("print('.' * 200_000)")
-        self.notebook(self.head() + world.ALONE + world.NEXT)
+        self.notebook(self.head() + world.ALONE + self._next)
         assert self.cell("1 / 0" if self.devices == 1 else "barrier()\nif rank: 1 / 0\nbarrier()").error is not None
+        self.prepare()
+        self.notebook(self.head() + world.ALONE + self._next)
         self.prepare()
         self.existed = self.census()
 
@@ -107,7 +149,9 @@ class Scene:
 
     def head(self, options: str = "") -> str:
         """The first line of a distributed cell."""
-        return f"%%distributed --strategy {self.strategy} --devices {self.devices} --start {self.start} {options}\n"
+        stage = f"--stage {self.combination.stage} " * bool(self.combination.stage)
+        start = f"--devices {self.devices} --start {self.start}"
+        return f"%%distributed --strategy {self.strategy} {stage}{start} {options}\n"
 
     def notebook(self, code: str, timeout: float = 60) -> Result:
         """A cell, as it is, that must not raise."""
@@ -152,24 +196,41 @@ class Scene:
         """The same, found without asking the notebook, which may be busy."""
         return [process for process in self.kernel.children() if role_of(process, self.kernel.pid) == "rank"]
 
-    def trajectory(self, body: str, options: str = "", extra: str | None = None) -> list[Entry]:
-        """Entry N: the world after N marked steps of this cell, unharmed. Leaves a newly prepared world."""
+    def trajectory(self, body: str, options: str = "", extra: str | None = None) -> Trajectory:
+        """The world after each of the marked steps of this cell, unharmed. Leaves a newly prepared world."""
         extra = self._extra if extra is None else extra
         body = _HARM.sub("", body)
         key = extra, body, options
         if key not in self._trajectories:
             self.prepare(extra)
-            first = self.before
-            self.notebook("recording = True")
-            result = self.cell(body, options)
-            assert result.error is None, f"the cell fails by itself:\n{result.text}"
-            shown = self.notebook("print('trace:' + json.dumps([trace, {'told': told(world)}]))").stdout
-            entries, last = json.loads(shown.rsplit("trace:", 1)[1])
-            found = [Entry(first.told, first.marks, first.taken), *(Entry(**entry) for entry in entries)]
-            # What a cell does after its last step belongs to its end.
-            self._trajectories[key] = [*found, Entry(last["told"], found[-1].marks, found[-1].taken)]
+            found = {0: self.before.entry()}
+            if self.combination.in_pieces:
+                last = self._play(body, options)
+                again = world.limited(body)
+                self._trajectories[key] = Trajectory(
+                    last, found, lambda marks: self._play(again, options, extra, marks)
+                )
+            else:
+                last = self._play(body, options, before="recording = True")
+                shown = self.notebook("print('trace:' + json.dumps(trace))").stdout
+                for entry in json.loads(shown.rsplit("trace:", 1)[1]):
+                    found[entry["marks"]] = Entry(**entry)
+                self._trajectories[key] = Trajectory(last, found)
         self.prepare(extra)
         return self._trajectories[key]
+
+    def _play(self, body: str, options: str, extra: str | None = None, limit: int = 0, before: str = "") -> Entry:
+        """What this cell makes of the world; of a new one, if `extra` is given. With a limit, that is left prepared."""
+        if extra is not None:
+            self.prepare(extra)
+        self.notebook(before or f"limit = {limit}")
+        result = self.cell(body, options)
+        assert result.error is None, f"the cell fails by itself:\n{result.text}"
+        entry = self.state().entry()
+        assert limit in (0, entry.marks), f"{entry.marks} steps instead of {limit}"
+        if extra is not None:
+            self.prepare(extra)
+        return entry
 
     # -- what must be so -----------------------------------------------------------------
 
@@ -193,8 +254,11 @@ class Scene:
         self._settle(leaves or {}, shown)
         if result.error is None or step is not None:
             assert now.ids == before.ids, f"other objects than before the cell\n{shown}"
-            entries = self._until(step, now, before) or self.trajectory(body, options, extra)
-            _check_entry(now, entries, step, shown)
+            if step == 0 and now.marks == 0:  # one that never ends has no trajectory
+                trajectory = Trajectory(before.entry(), {0: before.entry()})
+            else:
+                trajectory = self.trajectory(body, options, extra)
+            _check_entry(now, trajectory, step, shown)
         self._check_trains(shown)
         self.prepare(extra)
 
@@ -215,21 +279,17 @@ class Scene:
         assert now.streams == self.before.streams, f"random streams have moved\n{shown}"
         assert now.names == self.before.names, f"new names: {now.names}\n{shown}"
 
-    def _until(self, step: int | None, now: State, before: State) -> list[Entry]:
-        """A cell that was stopped before its first step may be one that never ends: there is no trajectory of it."""
-        return [Entry(before.told, before.marks, before.taken)] * 2 if step == 0 and now.marks == 0 else []
-
     def _check_next(self, shown: str) -> None:
         """The next cell works, whatever the notebook has now, and its ranks agree."""
-        said = self.kernel.run(self.head() + world.ALONE + world.NEXT)
+        said = self.kernel.run(self.head() + world.ALONE + self._next)
         assert said.error is None, f"the next cell fails:\n{said.text}\nafter\n{shown}"
-        if self.strategy == "ddp":
+        if self.strategy not in ("single", "none"):
             assert self.notebook("print(alike)").stdout == "1\n", f"ranks differ in the next cell, after\n{shown}"
 
     def _check_trains(self, shown: str) -> None:
         """From a new world on, ranks do exactly what they did before anything happened to them."""
-        expected = self.trajectory(world.NEXT, extra="")[-1]
-        self.notebook(self.head() + world.ALONE + world.NEXT)
+        expected = self.trajectory(self._next, extra="").last
+        self.notebook(self.head() + world.ALONE + self._next)
         now = self.state()
         values = [name for name, told in expected.told.items() if now.told[name] != told]
         assert not values, f"the next cell trains otherwise: {', '.join(values)}, after\n{shown}"
@@ -253,11 +313,11 @@ def _number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def _check_entry(now: State, trajectory: list[Entry], step: int | None, shown: str) -> None:
+def _check_entry(now: State, trajectory: Trajectory, step: int | None, shown: str) -> None:
     """The notebook is exactly at the step that was announced; without one, at the end of the cell."""
-    entry = trajectory[-1] if step is None else trajectory[min(now.marks, len(trajectory) - 2)]
+    entry = trajectory.last if step is None else trajectory.after(now.marks)
     values = [name for name, told in entry.told.items() if now.told[name] != told]
-    near = [i for i, one in enumerate(trajectory[:-1]) if one.told["model"] == now.told["model"]]
+    near = [i for i, one in sorted(trajectory.found.items()) if one.told["model"] == now.told["model"]]
     assert not values, (
         f"not as after {entry.marks} steps: {', '.join(values)} (weights are those of {near or 'no step'}; "
         f"{now.marks} marked, {now.taken} taken, announced: {step})\n{shown}"

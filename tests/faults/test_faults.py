@@ -1,6 +1,7 @@
 """After every fault of the catalogue: notebook all before or all after, the next cell works, nothing is left behind.
 
-`make test` plays a sample: each fault once, under a strategy and start method that SEED draws (default 0).
+`make test` plays a sample: each fault once, under a strategy and start method that SEED draws (default 0), of as many
+combinations as there are strategies.
 `make faults` plays all of them under all combinations (FAULTS=all).
 """
 
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from tests.faults.catalogue import FAULTS, Fault
-from tests.faults.scene import COMBINATIONS, SETTLES, Combination, Scene
+from tests.faults.scene import COMBINATIONS, SETTLES, Combination, Scene, one_of_each
 from tests.kernels import Result
 
 SEED = int(os.environ.get("SEED", "0"))
@@ -22,11 +23,13 @@ pytestmark = [pytest.mark.kernel, pytest.mark.limit(120)]
 
 def drawn() -> list[tuple[Combination, Fault]]:
     """What is played, in the order in which kernels are had: one for each combination."""
-    choose = random.Random(SEED).choice
+    draw = random.Random(SEED)
+    everything = os.environ.get("FAULTS") == "all"
+    combinations = COMBINATIONS if everything else one_of_each(draw)
     played = []
     for fault in FAULTS:
-        fitting = [one for one in COMBINATIONS if fault.fits(one)]
-        played += [(one, fault) for one in (fitting if os.environ.get("FAULTS") == "all" else [choose(fitting)])]
+        fitting = [one for one in combinations if fault.fits(one)]
+        played += [(one, fault) for one in (fitting if everything else [draw.choice(fitting)])]
     return sorted(played, key=lambda one: COMBINATIONS.index(one[0]))
 
 

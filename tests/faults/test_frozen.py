@@ -1,7 +1,7 @@
 """All processes stop for a while, as when a laptop sleeps or a job is suspended: nobody is given up, and the cell
 ends with the weights it would have had. And one rank alone is stopped: it is said which, and how it goes on.
 
-FAULTS=all freezes for half a minute, more often and with both ways to start.
+FAULTS=all freezes for half a minute, more often, with both ways to start and where ranks hold pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.limit(300)]
 ALL = os.environ.get("FAULTS") == "all"
 SLEEP = 30.0 if ALL else 3.0
 """Seconds; all time limits of nbtrain's own are shorter than the long one, and most than the short one."""
-STARTS = ("warm", "spawn") if ALL else ("warm",)
+KINDS = ["warm", "spawn", "warm --strategy fsdp", "warm --strategy deepspeed"] if ALL else ["warm"]
 often = pytest.mark.skipif(not ALL, reason="FAULTS=all plays it")
 
 BEGIN = """
@@ -54,6 +54,7 @@ class Frozen(Notebook):
     """Trains in steps of which rank 1's take a while, so that rank 0 waits for it."""
 
     start = "warm"
+    """how ranks start, and whatever else the magic is to say"""
 
     def cell(self, limit: int, pause: float = 0.0, options: str = "") -> str:
         magic = f"%%distributed --devices 2 --start {self.start} --monitor off {options}"
@@ -69,7 +70,7 @@ class Frozen(Notebook):
         return self.state()
 
 
-@pytest.fixture(params=STARTS)
+@pytest.fixture(params=KINDS)
 def notebook(request: pytest.FixtureRequest, shared_kernel: Kernel) -> Iterator[Frozen]:
     made = Frozen(shared_kernel)
     made.start = request.param

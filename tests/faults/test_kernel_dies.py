@@ -101,6 +101,12 @@ PHASES = {
         + MAGIC + "for one in big: one += 1\nmore = [[float(i)] for i in range(100_000)]\nprint('begun')",
         said("begun"), 1.0,
     ),
+    "pieces come home": Phase(
+        "wide = nn.Linear(2000, 2000)\nsgd = torch.optim.SGD(wide.parameters(), 0.1, momentum=0.9)\n---\n"
+        + MAGIC.replace("--devices", "--strategy fsdp --devices")
+        + "wide(torch.ones(1, 2000)).sum().backward(); sgd.step()\nprint('begun')",
+        said("begun"), 1.0,
+    ),
     "nothing runs": Phase("1", lambda kernel, cell: cell.done, 0.7),
     "a rank is stopped": Phase(STEPS, said("begun"), 0.5, after=stop_one),
     "workers and subprocesses run": Phase(

@@ -129,8 +129,11 @@ class Press:
 def drawn() -> list[tuple[Combination, Press]]:
     """What is played, in the order in which kernels are had."""
     draw = random.Random(SEED)
-    # A few of the kernels for the sample: each takes its time to start.
-    combinations = COMBINATIONS if PRESSES > 100 else draw.sample(COMBINATIONS, 2)
+    if PRESSES > 100:
+        combinations = COMBINATIONS
+    else:  # two kernels, since each takes its time to start: one that brings home from one rank, one from all
+        by_kind = [[one for one in COMBINATIONS if one.in_pieces is in_pieces] for in_pieces in (False, True)]
+        combinations = [draw.choice(ones) for ones in by_kind]
     played = []
     for number in range(PRESSES):
         combination = combinations[number % len(combinations)]

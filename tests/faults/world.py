@@ -1,10 +1,13 @@
 """What is in a scene's notebook before a fault, and how it is described: cells that run in the kernel.
 
-`world` names every object that counts. Loops call `mark()` when a step is done: it writes to `history` and `notes`,
-and, where a scene records a trajectory, describes the world as it then is.
+`world` names every object that counts. Loops call `mark()` when a step is done: it writes to `history` and `notes`.
+Where a scene records a trajectory it also describes the world as it then is, or, where no rank has a whole one, ends
+the cell after so many steps.
 """
 
 from __future__ import annotations
+
+from textwrap import indent
 
 TOOLS = '''
 import ctypes, hashlib, itertools, json, multiprocessing, os, random, signal, subprocess, sys, threading, time
@@ -40,9 +43,19 @@ def told(world):
     """Each object of it by a digest."""
     return {name: hashlib.blake2b(parts(one), digest_size=6).hexdigest() for name, one in world.items()}
 
+def seen():
+    """A number of the weights, the same on all equal ranks. ZeRO's third stage shows none."""
+    data = first.detach()
+    return float((data.full_tensor() if hasattr(data, "full_tensor") else data).sum())
+
+class Enough(Exception):
+    """So many steps were wanted."""
+
 def mark(taken=1):
     """A step is done; `taken`: 0 where a scaler has passed over it. What it writes is the same on all equal ranks."""
-    history.append(float(first.detach().sum())); notes["taken"] += taken
+    history.append(seen()); notes["taken"] += taken
+    if len(history) == limit:
+        raise Enough
     if recording:
         trace.append({"told": told(world), "marks": len(history), "taken": notes["taken"]})
     elif pause:
@@ -64,7 +77,7 @@ notes = {"taken": 0, "model": model, "log": history}
 same, first = history, model[0].weight
 world = {"model": model, "opt": opt, "sched": sched, "loader": loader, "history": history, "notes": notes,
          "same": same, "first": first}
-recording, trace, pause = False, [], 0.0
+recording, trace, pause, limit = False, [], 0.0, 0
 """
 """Two steps are taken here, so that the optimizer has a state that may be lost."""
 
@@ -123,3 +136,17 @@ alike = len(set(alike))
 """
 )
 """The cell after a fault: it trains, and says how many different worlds its ranks hold."""
+
+NEXT_IN_PIECES = (
+    LOOP.format(steps=5)
+    + """
+with torch.no_grad(): out = model(X[:16]).tolist()
+alike = len(set(gather(json.dumps([out, told({"history": history, "sched": sched})]))))
+"""
+)
+"""The same where ranks hold pieces: each says what it is that all of them make together."""
+
+
+def limited(body: str) -> str:
+    """This cell, which ends well when `limit` steps are done."""
+    return f"try:\n{indent(body, '    ')}\nexcept Enough: pass\n"
