@@ -184,6 +184,35 @@ def _on_rank(rank: int, case: Callable[..., Numbers], options: dict[str, Any]) -
 # --- the cases: each runs on ranks and in one process ----------------------------------------------
 
 
+def in_place(stage: Stage) -> Numbers:
+    """`x += …` on what a unit gave, which is a view: the graph is another one afterwards."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+            self.place = nn.Parameter(torch.zeros(2, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(torch.stack([x, -x], dim=1))
+            x += self.place
+            x = self.head(x)
+            x *= 2
+            return x.mean(dim=1)
+
+    torch.manual_seed(1)
+    model = Reader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for x, y in stage.batches(3):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared)
+
+
 def plain(stage: Stage) -> Numbers:
     """Two cells of a plain loop: state from before, a schedule, clipping, losses that are logged."""
     model = net()
@@ -485,6 +514,7 @@ CASES = [
     after_errors,
     restored,
     unused,
+    in_place,
 ]
 
 

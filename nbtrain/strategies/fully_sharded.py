@@ -28,6 +28,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.dress import Dress
@@ -52,6 +53,8 @@ class Tree:
         self.dress = Dress()
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         """what `copy.deepcopy` of a unit gives"""
+        self.ids: set[int] = set()
+        """of its parameters, as they are in pieces"""
         self.dress.start(root.modules())
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
@@ -64,6 +67,8 @@ class Tree:
         self.states = [unit._get_fsdp_state() for unit in self.units]  # type: ignore[operator]
         self.usage = Usage(self.states, list(self.groups()), self.states[0]._device.type)
         nested = set(map(id, self.units))
+        for state in self.states:
+            state._register_pre_backward_hook = _on_no_view(state._register_pre_backward_hook)
         for group in self.groups():
             group.unshard = _outside_inference(group.unshard)
             group.wait_for_unshard = _outside_inference(group.wait_for_unshard)
@@ -132,6 +137,18 @@ def _outside_inference(gather: Callable[..., Any]) -> Callable[..., Any]:
             return gather(*args, **kwargs)
 
     return gathering
+
+
+def _on_no_view(register: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook that gathers a unit's weights for its backward hangs on the unit's output. `x = embed(x); x += place` on
+    an output that is a view, as a Linear's is, would make another graph of it, without the hook."""
+
+    def registered(output: Any) -> Any:
+        return register(
+            tree_map_only(torch.Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, output)
+        )
+
+    return registered
 
 
 def _let_go(state: Any) -> None:
