@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,6 +79,34 @@ def test_numbers_of_replicas() -> None:
     wanted = read(Stage(False))
     for found in run_on_ranks(on_a_rank, {"sharding": "HYBRID_SHARD", "replicas": 2}, world_size=4):
         close_to(found, wanted)
+
+
+def copies(rank: int) -> list[Any]:
+    stage = Stage(True, sharding="SHARD_GRAD_OP")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.GRU(5, 7), nn.Identity())
+    prepared = stage.set_up([model])
+    prepared.enter()
+    best = None
+    for _ in range(3):
+        best = copy.deepcopy(model)
+    kept = [len(prepared.trees), len(prepared.component.modules)]  # type: ignore[attr-defined]
+    model(torch.ones(2, 3, 5))[0].sum()  # gathered, and nothing lets go of it
+    prepared.leave()
+    assert best is not None
+    del best
+    prepared.enter()
+    model(torch.ones(2, 3, 5))[0].sum().backward()
+    total = prepared.clip(model.parameters(), 1e9, 2.0)
+    prepared.leave()
+    layer: Any = model[0]
+    whole = [a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True)]
+    return [*kept, len(prepared.trees), total is not None, all(whole)]  # type: ignore[attr-defined]
+
+
+def test_copies_are_let_go_of() -> None:
+    # The one before is held while the next is made.
+    assert run_on_ranks(copies) == [[3, 3, 1, True, True]] * 2
 
 
 # --- in a kernel -----------------------------------------------------------------------------------

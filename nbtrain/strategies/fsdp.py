@@ -128,7 +128,8 @@ class Sharded(Prepared):
         if not self.options.limit_all_gathers:
             prefetch_further(part for part in root.modules() if any(part is unit for unit in units))
         self.trees.append(tree)
-        self.ids |= {id(p) for p in new.values()}
+        tree.ids = {id(p) for p in new.values()}
+        self.ids |= tree.ids
         return new
 
     def _policies(self, is_root: bool, kept: list[torch.Tensor]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ class Sharded(Prepared):
 
     def _let_copies_go(self) -> None:
         self.trees = let_copies_go(self.component.modules, self.trees)
-        self.ids = {id(p) for p in self._parameters()}
+        self.ids = {number for tree in self.trees for number in tree.ids}
 
     # --- while a cell runs -----------------------------------------------------------------------
 
