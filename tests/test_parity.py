@@ -104,8 +104,8 @@ for i, (x, y) in enumerate(loader):
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
         opt.step(); schedule.step(); opt.zero_grad()
 """
-"""Eight steps of two batches each. In every step each parameter gets a gradient: DeepSpeed says that it steps those that
-get none with zeros."""
+"""Eight steps of two batches each. In every step each parameter gets a gradient: DeepSpeed steps those that get none
+with zeros, and says so."""
 
 COUNTED = """
 for x, y in loader:
