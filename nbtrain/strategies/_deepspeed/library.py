@@ -133,8 +133,15 @@ def as_local_rank(device: torch.device) -> Iterator[None]:
 
 def destroy(engine: Any) -> None:
     """An engine's hooks, threads and what DeepSpeed's modules still know of it. Not collective."""
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    engine.destroy()
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not engine.module]
+    try:
+        engine.destroy()
+    finally:
+        stack = parameter_offload.FWD_MODULE_STACK
+        stack[:] = [module for module in stack if module is not engine.module]
+        # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
+        for function in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+            for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
