@@ -110,7 +110,11 @@ CELLS = {
 }
 STEPLESS = ("no optimizer", "evaluation")
 """They end wherever they are, since nothing says what a step is."""
-REFUSED = {("ddp", "no optimizer"), ("ddp", "closures of LBFGS")}
+REFUSED = {
+    *((strategy, "no optimizer") for strategy in ("ddp", "fsdp")),
+    *((strategy, "closures of LBFGS") for strategy in ("ddp", "fsdp", "deepspeed")),
+    ("deepspeed", "a scaler that skips"),
+}
 
 
 @dataclass(frozen=True, slots=True)
