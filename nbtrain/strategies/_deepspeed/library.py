@@ -50,7 +50,20 @@ def library(device: torch.device) -> Any:
             groups._ALL_TO_ALL_GROUP = {}
             deepspeed.init_distributed(verbose=False)
         _group = world
+    _number_alike()
     return deepspeed
+
+
+def _number_alike() -> None:
+    """Stage 3 numbers parameters and modules as long as a process lives, and compares the numbers between ranks: one
+    that has taken a dead one's place would begin at zero. Collective."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
+    counts = torch.tensor([Init.param_id, modules[0]])
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    Init.param_id, modules[0] = counts.tolist()
 
 
 def imported(device: torch.device) -> Any:
