@@ -44,7 +44,14 @@ def full(value: int, size: int = SIZE) -> np.ndarray:
     return np.full(size, value, np.uint8)
 
 
-MIXED = [(5, 0, 64), (100_000, 3, 70_000), (SIZE, 10, SIZE + 1), (STAGE, STAGE - 1, 1, STAGE + 1)]
+MIXED = [
+    (5, 0, 64),
+    (100_000, 3, 70_000),
+    (SIZE, 10, SIZE + 1),
+    (STAGE, STAGE - 1, 1, STAGE + 1),
+    (100_000, 3 * STAGE, 100, 2 * STAGE, 7, STAGE),  # a small one on each side of one that is written by itself
+    *(tuple(map(int, 2 ** np.random.default_rng(seed).uniform(0, 23, 12))) for seed in range(20)),
+]
 
 
 @pytest.mark.parametrize("sizes", MIXED)

@@ -46,7 +46,7 @@ class Segment:
             if data.nbytes >= STAGE:
                 self._write(offset, data)
                 continue
-            if len(stage) + data.nbytes > STAGE or not stage:
+            if offset + data.nbytes - start > STAGE or not stage:  # what lies between may have been written already
                 self._write(start, memoryview(stage))
                 stage, start = bytearray(), offset
             stage += bytes(offset - start - len(stage))
