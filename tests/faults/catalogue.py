@@ -239,7 +239,8 @@ def start():
     Fault("a group left behind", "group = dist.new_group()  # harm\ndist.barrier(group)  # harm\n" + TRAIN,
           strategies=MANY, leaves={f"a rank's {what}": 9 for what in ("threads", "sockets", "pipes", "anon_inode")}),
     Fault("handlers of SIGTERM and SIGCHLD", "for number in (signal.SIGTERM, signal.SIGCHLD):  # harm\n"
-          "    signal.signal(number, lambda *_: 1 / 0)  # harm\n" + TRAIN, strategies=("single", "ddp", "none", "fsdp")),
+          "    signal.signal(number, lambda *_: 1 / 0)  # harm\n" + TRAIN,
+          strategies=("single", "ddp", "none", "fsdp")),
     # While ZeRO's third stage trains a process of its own ends, and the handler of SIGCHLD raises in a backward.
     Fault("a handler of SIGTERM", "signal.signal(signal.SIGTERM, lambda *_: 1 / 0)  # harm\n" + TRAIN,
           strategies=("deepspeed",)),
