@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed import config, ops
 from nbtrain.strategies._deepspeed.attachments import Attachments
+from nbtrain.strategies._deepspeed.dicts import whole_dicts
 from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients, in_backward, unreadable
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
@@ -30,6 +32,7 @@ from nbtrain.strategies._deepspeed.state import State
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.route import call_plainly, route, unroute
 
+MANAGERS = "_backward_hook_managers"
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -70,6 +73,8 @@ class Engined(Prepared):
         self.stage: int = settings["zero_optimization"]["stage"]
         self.entered = False
         self.inside = False
+        self.outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """of models, on which DeepSpeed has put something that is not the notebook's"""
         self.kernel: CpuAdam | None = None
         self.folder: Folder | None = None
         self.user = self._one_optimizer()
@@ -110,7 +115,7 @@ class Engined(Prepared):
         if not self.trained:
             raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
         first = dist.get_rank() == 0
-        deepspeed = library(self.device)
+        deepspeed = self.deepspeed = library(self.device)
         wanted = {config.offload(settings, "offload_param"), config.offload(settings, "offload_optimizer")}
         if "nvme" in wanted:
             ops.load(deepspeed, "AsyncIOBuilder", first)
@@ -230,6 +235,9 @@ class Engined(Prepared):
         self.gradients.enter()
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
+        if self.stage == 3:
+            for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters):
+                self.surroundings.callback(handle.remove)
         for module in self.component.modules.values():
             route(module, self._through, self._apart)
         self.entered = True
@@ -241,6 +249,9 @@ class Engined(Prepared):
         self.surroundings.close()
         for module in self.component.modules.values():
             unroute(module)
+        for out in self.outputs.values():
+            vars(out).pop(MANAGERS, None)
+        self.outputs.clear()
         self.gradients.follow_edits()
         self.gradients.leave()
         if self.stage == 3:
@@ -285,10 +296,16 @@ class Engined(Prepared):
         self.inside = True
         self.core.target = module
         try:
-            return self.engine(name, args, kwargs)
+            out = self.engine(name, args, kwargs)
+            tree_map(self._note_output, out)
+            return out
         finally:
             self.inside = False
             self.core.target = None
+
+    def _note_output(self, out: Any) -> None:
+        if hasattr(out, MANAGERS):
+            self.outputs[id(out)] = out
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -328,6 +328,8 @@ class Gradients:
             )
         if float(norm_type) != 2.0:
             raise NotSupported(f"clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm; or take ddp")
+        if not self.held or all(p.grad is None for p in self.trained):  # there is nothing that could be clipped
+            return torch.zeros(())
         self.max_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
         self.norm = torch.full((), math.nan)
         return self.norm
