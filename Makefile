@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test gpu bench fuzz faults soak
+.PHONY: help lab demo test gpu bench fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks'
 	@echo 'make fuzz   random notebooks against one process; EXAMPLES=2000 SEED=0'
+	@echo 'make parity every line that people write under every strategy and option, against one process; SEED=0'
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
 	@echo 'make soak   hours of a notebook: does anything grow or slow down; MINUTES=60 SEED=0'
 
@@ -37,6 +38,9 @@ bench: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_fuzz.py
+
+parity: $(INSTALLED)
+	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_parity.py tests/test_sharded_memory.py
 
 faults: $(INSTALLED)
 	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults

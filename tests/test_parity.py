@@ -235,8 +235,7 @@ class Ranks:
 @contextlib.contextmanager
 def kernel_of(start: str) -> Iterator[Ranks]:
     """With a directory of its own for what a pool keeps there: it outlives a test, and is no leak of that test's."""
-    ops = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "nbtrain" / "ops-of-tests")
-    here = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": ops}
+    here = {"DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder, **here) as kernel:
         found = Ranks(kernel, start)
         yield found
