@@ -473,3 +473,16 @@ def test_what_was_kept_and_is_dropped_is_said(book: Notebook) -> None:
     book(f"{TWO} --keep model,opt{LOOP}")
     book(f"{TWO}\n_ = model, opt")
     assert "--keep" not in book("%distributed stop").stdout
+
+
+def test_a_model_that_a_cell_divides_by_itself_stays_and_goes_on(book: Notebook) -> None:
+    book("from torch import nn\nplain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))")
+    said = book.kernel.run(
+        "%%distributed -s none --devices 2\nimport copy\nfrom torch.distributed.fsdp import fully_shard\n"
+        "own = copy.deepcopy(plain)\nfor part in own:\n    fully_shard(part)\nfully_shard(own)\n"
+        "adam = torch.optim.Adam(own.parameters())\nown(torch.ones(1, 4)).sum().backward(); adam.step()"
+    )
+    assert said.error is None, said.text
+    assert "own stays on the ranks" in said.stdout
+    assert "bound to the ranks' process group" in said.stdout
+    book("%%distributed -s none --devices 2\nown(torch.ones(1, 4)).sum().backward(); adam.step()")

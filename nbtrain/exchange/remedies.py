@@ -39,8 +39,15 @@ TABLE = (
         "make it inside the cell",
     ),
     Remedy(
+        ("torch.distributed.fsdp.FSDPModule", "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule",
+         "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+         "deepspeed.runtime.engine.DeepSpeedEngine"),
+        "its weights are in pieces, bound to the ranks' process group",
+        "leave it there and save its state; or write --strategy fsdp or deepspeed, and train the plain model",
+    ),
+    Remedy(
         ("torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"),
-        "it is a tensor in pieces, and the ranks do not hold the same number of pieces of the same shapes",
+        "it is one rank's piece of a tensor",
         "take .full_tensor() of it, on all ranks",
     ),
     Remedy(("_thread._local",), "each thread has its own", IN_THE_CELL),

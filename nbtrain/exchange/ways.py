@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Union
 
 from nbtrain.exchange.kinds import frozen
@@ -57,7 +58,8 @@ class Ways:
             elif where in self.table.nodes:
                 node = self.table.nodes[where]
                 seen, node.seen = node.seen, None
-                (node.kind.shell if fixed else node.kind.look)(node, walk)
+                with suppress(Exception):  # what it is may forbid it: a tensor whose memory was given back
+                    (node.kind.shell if fixed else node.kind.look)(node, walk)
                 node.seen = seen
             known = self._members[where, fixed] = walk.found
         return known
