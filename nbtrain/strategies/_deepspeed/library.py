@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -49,6 +49,11 @@ def library(device: torch.device) -> Any:
                 setattr(groups, name, None)
             groups._ALL_TO_ALL_GROUP = {}
             deepspeed.init_distributed(verbose=False)
+            # Not a clone of the group, and torch's functions as they are when they are called: who watches over what
+            # ranks enter, so that nobody waits for one that has gone another way, is to see these, too.
+            groups._WORLD_GROUP = world
+            comm.cdb.all_gather_function = _late("all_gather_into_tensor")
+            comm.cdb.reduce_scatter_function = _late("reduce_scatter_tensor")
         _group = world
     _number_alike()
     return deepspeed
@@ -108,6 +113,13 @@ def _put_right() -> None:
 
     free_param.nbtrain = True  # type: ignore[attr-defined]
     parts.free_param = free_param
+
+
+def _late(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(dist, name)(*args, **kwargs)
+
+    return call
 
 
 def _as_it_is(model: Any = None, **_: Any) -> Any:
