@@ -9,6 +9,7 @@ Functions of torch replaced by `install`, and why:
     randperm, for random_split           so are splits
     _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
     all_reduce, broadcast, …             nobody waits for ranks that will not come
+    GradScaler.scale                     refused where the strategy scales losses
     GradScaler.step                      a step that is passed over has ended, too
     torch.save                           one file, written once
     Optimizer.__init__, add_param_group  models that the cell makes are set up
@@ -107,7 +108,7 @@ class Runtime:
         self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
-        self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward)
+        self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward or self._in_step)
         self.saving = Saving(self.meeting)
         self.recompute = Recompute()
         self.made = Made(lambda: self._looks_after, self._set_up_made)
@@ -118,6 +119,8 @@ class Runtime:
         self._agreement = Agreement()
         self._patches = Patches()
         self._in_backward = False
+        self._in_step = False
+        """a strategy may reduce gradients there, and not in the backward"""
         self._prepared: Mapping[str, object] | None = None
         """what `begin` is about to be called for"""
 
@@ -138,6 +141,7 @@ class Runtime:
         for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
             for module in (torch.nn.utils.clip_grad, torch.nn.utils):
                 patches.wrap(module, name, make)
+        patches.wrap(torch.amp.GradScaler, "scale", self._scaler_scale)
         patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self.loaders.patch(patches)
         self.meeting.patch(patches)
@@ -206,7 +210,7 @@ class Runtime:
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = self._looks_after = False
-        self._in_backward = False
+        self._in_backward = self._in_step = False
         here.enter(None)
         self.checkpoints.end()
         if self.forwards is not None:
@@ -286,7 +290,7 @@ class Runtime:
     # --- what torch calls ------------------------------------------------------------------------
 
     def _set_up_made(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
-        if not self.workshop.is_ready(optimizer):
+        if not self.workshop.is_ready(optimizer) or self.workshop.divides(optimizer):
             self.workshop.sweep()
             self.setup(*models, optimizer)
             copies = self.made.alike(models, lambda p: id(p) in self.workshop.ready)
@@ -312,7 +316,7 @@ class Runtime:
                 return old(tensors, grad_tensors, *args, **kwargs)
             self.randomness.apart()
             self.steps.backward()
-            self._in_backward = True
+            self._in_backward, self._in_step = True, False  # a step before may have failed
             run = old if self.scaling is None else self.scaling.backward(old)
             try:
                 with ExitStack() as around:
@@ -370,15 +374,23 @@ class Runtime:
         found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
         if several and (common := _with_common_loss(*(found or (args, kwargs)))) is not None:
             found = common
+        self._in_step = several
         return found
+
+    def _scaler_scale(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.running and self.strategy.own_precision and scaler.is_enabled():
+                raise NotSupported(
+                    f"a GradScaler of your own cannot see the gradients under {type(self.strategy).__name__}, which "
+                    "scales losses by itself: leave the scaler out and write --precision 16-mixed, or take "
+                    "--strategy ddp"
+                )
+            return old(scaler, *args, **kwargs)
+
+        return scale
 
     def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self.running and self.strategy.own_precision and scaler.is_enabled():
-                raise NotSupported(
-                    "a GradScaler of your own cannot see the gradients under this strategy, which scales losses by "
-                    "itself: leave the scaler out, and write --precision 16-mixed"
-                )
             before = self.steps.calls
             result = old(scaler, optimizer, *args, **kwargs)
             if self.running and self.steps.calls == before:
@@ -390,6 +402,7 @@ class Runtime:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.running:
             return
+        self._in_step = False
         if self.scaling is not None and self.scaling.after_step(optimizer):
             self.steps.passed_over(optimizer)
         else:
