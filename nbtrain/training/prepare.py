@@ -151,6 +151,12 @@ class Workshop:
         """Whether all that it trains is set up."""
         return all(id(p) in self.ready for group in optimizer.param_groups for p in group["params"])
 
+    def divides(self, optimizer: Optimizer) -> bool:
+        """Whether it has come to parameters that are in pieces: its state will be, and the strategy is to know it."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        known = any(one is optimizer for prepared in self.prepared for one in prepared.component.optimizers.values())
+        return any(map(_is_divided, held)) and not known
+
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
         groups = [group["params"] for group in optimizer.param_groups]
