@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.alongside import together
 from nbtrain.strategies.dress import Dress
 from nbtrain.strategies.recurrent import FlatWeights
 from nbtrain.strategies.shards import cut
@@ -40,6 +41,8 @@ from nbtrain.strategies.usage import Usage
 outside_graphs: Any = getattr(_fsdp_common, "_dynamo_disable", lambda function: function)
 """torch.compile leaves such functions as they are"""
 
+NOT_THROUGH = frozenset({"forward", "extra_repr"})
+"""methods that need nothing gathered: torch does it for the first, and the second says shapes"""
 FORWARD, IDLE = _fsdp_common.TrainingState.FORWARD, _fsdp_common.TrainingState.IDLE
 
 
@@ -55,6 +58,8 @@ class Tree:
         """what `copy.deepcopy` of a unit gives"""
         self.ids: set[int] = set()
         """of its parameters, as they are in pieces"""
+        self.parts = set(map(id, root.modules()))
+        """ids of its modules; the dress keeps them alive"""
         self.dress.start(root.modules())
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
@@ -70,7 +75,7 @@ class Tree:
         for state in self.states:
             state._register_pre_backward_hook = _on_no_view(state._register_pre_backward_hook)
         for group in self.groups():
-            group.unshard = _outside_inference(group.unshard)
+            group.unshard = together(_outside_inference(group.unshard))
             group.wait_for_unshard = _outside_inference(group.wait_for_unshard)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
@@ -276,14 +281,14 @@ def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:
 
 
 def _methods_with_parameters(unit: nn.Module, units: set[int]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Only those: what gathers has to be called by every rank, and `describe()` below `if rank == 0` is not."""
+    """Only those: what gathers has to be called by every rank, and `print(model)` below `if rank == 0` is not."""
     names = set(_own_names(unit))
     seen: set[str] = set()
     for kind in type(unit).__mro__ if names else ():
         if kind in (*nn.Module.__mro__, FSDPModule):
             continue
         for name, value in vars(kind).items():
-            if name in seen or name == "forward" or name.startswith("__") or not inspect.isfunction(value):
+            if name in seen or name in NOT_THROUGH or name.startswith("__") or not inspect.isfunction(value):
                 continue
             seen.add(name)
             if not inspect.isgeneratorfunction(value) and names & _names_in(value.__code__):

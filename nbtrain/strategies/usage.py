@@ -10,12 +10,14 @@ train on a mixture of layers without noticing, so the order in which they ran is
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.alongside import together
 
 WORDS = 2**24
 """so many numbers a float32 holds exactly"""
@@ -40,7 +42,7 @@ class Usage:
             self._watch(group, id(members[id(group)]))
         for state in states:
             old = state._root_post_backward_final_callback
-            state._root_post_backward_final_callback = lambda old=old: self._end(old)
+            state._root_post_backward_final_callback = together(functools.partial(self._end, old))
 
         self.told: torch.Tensor | None = None
         """by all ranks, in the backward before"""
@@ -69,7 +71,7 @@ class Usage:
                 self._fill(group)
             old(*unused)
 
-        group.post_backward = post_backward
+        group.post_backward = together(post_backward)
 
     def _fill(self, group: Any) -> None:
         for param in group.fsdp_params:

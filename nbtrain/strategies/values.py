@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.shards import whole
 
 ALONE = (
@@ -115,7 +116,7 @@ def _met(old: Callable[..., Any]) -> Callable[..., Any]:
         moves = any(a != b and not isinstance(a, Replicate) for a, b in pairs)
         if moves and type(tensor) is torch.Tensor and now.mesh in _meshes:
             try:
-                dist.all_reduce(torch.zeros(1, device=now.mesh.device_type))
+                dist.all_reduce(torch.zeros(ODD, device=now.mesh.device_type))
             except NotSupported as error:
                 raise NotSupported(f"{error}. {ALONE}") from None
         return old(tensor, now, then, *args, **kwargs)

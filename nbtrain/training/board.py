@@ -37,7 +37,9 @@ PART = MARKS + PLACES * WIDTH + 2 * FILES
 WATCHED = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
+    "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
+"""Not every torch has all of them: the last two are what newer ones call `..._tensor`, and what `fully_shard` uses."""
 BACKWARD = 1
 """in a place: the collective is one of a backward"""
 

@@ -5,7 +5,8 @@ or calls `reduce` below `if rank == 0` breaks that: its peers would wait for eve
 together. So each rank writes on a board which collective it enters, and that its cell has ended; and looks there what
 the others have entered in the same place (`board.py`): some microseconds per collective.
 
-Only collectives of the default group are watched; on a GPU a rank is stopped before it enters one, not while it waits.
+Watched are collectives of the default group, and of the groups into which a strategy divides all ranks, where each rank
+meets its own when the others meet theirs. On a GPU a rank is stopped before it enters one, not while it waits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.alongside import ALONE, MESH, ODD
 from nbtrain.training.board import (
     BACKWARD,
     CELL,
@@ -42,6 +44,8 @@ from nbtrain.training.steps import Steps
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])
 """The first argument has as many elements on every rank."""
+GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
+"""What a model in pieces does in its forward."""
 SLICE = datetime.timedelta(seconds=0.2)
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
@@ -96,7 +100,7 @@ class Meeting:
 
     def patch(self, patches: Patches) -> None:
         if self.world_size > 1 and dist.is_available():
-            for name in WATCHED:
+            for name in [name for name in WATCHED if hasattr(c10d, name)]:
                 for module in (dist, c10d):  # object collectives find theirs in the second
                     patches.wrap(module, name, self._watched(name))
 
@@ -109,7 +113,7 @@ class Meeting:
 
             def collective(*args: Any, **kwargs: Any) -> Any:
                 group = args[at_group] if len(args) > at_group else kwargs.get("group")
-                if self.board is None or not (group is None or group is dist.group.WORLD):
+                if self.board is None or not (group is None or group is dist.group.WORLD or _of_a_mesh(group)):
                     return old(*args, **kwargs)
                 first = args[0] if args else next((v for k, v in kwargs.items() if k in names[:2]), None)
                 tensor = first if isinstance(first, torch.Tensor) else None
@@ -160,6 +164,11 @@ class Meeting:
                     f"would wait for ever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
                     "reduce and gather on every rank, not below `if rank == 0:`"
                 )
+
+
+def _of_a_mesh(group: Any) -> bool:
+    """One of those that `strategies.alongside` names: all ranks are in one of them."""
+    return str(getattr(group, "group_desc", "")).startswith(MESH)
 
 
 class Patient:
@@ -229,4 +238,12 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below "
             "`if rank == 0:`"
         )
+    whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if place[3] != BACKWARD}
+    if ("all_reduce", ODD) in whats:
+        hint = (
+            "What is in pieces is saved, and read as a number, by all ranks together under fsdp: write it above "
+            "`if rank == 0:`. Under --strategy ddp one rank can do it alone"
+        )
+    elif any(what in GATHERS for what, _ in whats):
+        hint += f". {ALONE}"
     return f"the ranks have gone different ways: {ways}. {ALL}. {hint}"

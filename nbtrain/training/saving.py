@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
 from nbtrain.patience import Patience
+from nbtrain.strategies.alongside import ODD
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.patches import Patches
 
@@ -75,7 +76,8 @@ class Saving:
         if not holds_shards(obj):
             return obj
         try:
-            dist.barrier()
+            # Not a barrier, which others may be waiting in: `if rank == 0: torch.save(...)`, and then `barrier()`.
+            dist.all_reduce(torch.zeros(ODD, device="cpu" if dist.get_backend() == "gloo" else "cuda"))
         except NotSupported as error:
             raise NotSupported(f"{PIECES}. {error}") from None
         return gathered(obj)

@@ -14,7 +14,8 @@ from nbtrain.training.patches import Patches
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "all_gather_single",
+    "reduce_scatter_single",
 )  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def only(ranks: Sequence[int], world_size: int) -> Iterator[None]:
         return
     patches = Patches()
     try:
-        for name in COLLECTIVES:
+        for name in [name for name in COLLECTIVES if hasattr(dist, name)]:
             patches.wrap(dist, name, _refusing(name, ranks))
         yield
     finally:
@@ -36,7 +37,7 @@ def only(ranks: Sequence[int], world_size: int) -> Iterator[None]:
 def _refusing(name: str, ranks: Sequence[int]) -> Callable[[Any], Any]:
     def make(old: Any) -> Any:
         def collective(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-            if group is not None:
+            if group is not None and group is not dist.group.WORLD:
                 return old(*args, group=group, **kwargs)
             where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
             raise NotSupported(
