@@ -152,8 +152,13 @@ REFUSES: Mapping[str, frozenset[str]] = {
     "fsdp": frozenset(
         {
             "LBFGS with a closure that returns its own rank's loss",
+            "averages of models that are made one after another",
+            "detect_anomaly and a hook on a tensor and a parameter",
             "gradient penalty",
+            "lazy layers, which get their shape in the cell",
             "parameters updated from autograd.grad by hand, without an optimizer",
+            "torch.save on rank 0",
+            "validation on rank 0 only, as that error says",
         }
     ),
     "deepspeed": frozenset(

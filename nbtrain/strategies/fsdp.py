@@ -44,7 +44,7 @@ from nbtrain.strategies.divided import clip_norm, cut_loaded, cut_state, state_t
 from nbtrain.strategies.fully_sharded import Tree, prefetch_further
 from nbtrain.strategies.gradsync import GradSync
 from nbtrain.strategies.kept import check, kept_whole
-from nbtrain.strategies.refusals import Refusals
+from nbtrain.strategies.refusals import Refusals, refuse_hooks
 from nbtrain.strategies.shards import (
     Rows,
     as_parameter,
@@ -60,6 +60,8 @@ from nbtrain.strategies.units import check_rule, find_roots, find_units
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
+RANKS = "nbtrain_replicas", "nbtrain_ranks"
+"""dimensions of the mesh; see `alongside.MESH`"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -224,6 +226,14 @@ class Sharded(Prepared):
                 tree.usage.stepped()
 
     @contextmanager
+    def backward(self) -> Iterator[float]:
+        for tree in self.trees:
+            params = [param for group in tree.groups() for param in group.fsdp_params]
+            refuse_hooks((param.sharded_param for param in params), "fsdp")
+            refuse_hooks((getattr(param, "_unsharded_param", None) for param in params), "fsdp")
+        yield 1.0
+
+    @contextmanager
     def _unsynced(self) -> Iterator[None]:
         roots: list[Any] = [tree.root for tree in self.trees]
         with ExitStack() as stack:
@@ -285,6 +295,8 @@ class Sharded(Prepared):
     def grow(self, component: Component) -> bool:
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
             return False
+        if any(tree.parts != set(map(id, tree.root.modules())) for tree in self.trees):
+            return False  # a layer stands in another's place, with its parameters perhaps
         known = self.ids | {id(p) for p in self.whole}
         held = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
         if any(id(p) not in known for p in (*held, *component.loose.values())):
@@ -370,9 +382,7 @@ class FSDP(Strategy):
             replicas = {"HYBRID_SHARD": self.options.replicas, "NO_SHARD": count}.get(self.options.sharding, 1)
             if count % replicas:
                 raise UsageError(f"--replicas {replicas}: {count} ranks cannot be divided into {replicas} equal parts")
-            shape, names = (
-                ((count,), ("ranks",)) if replicas == 1 else ((replicas, count // replicas), ("replicas", "ranks"))
-            )
+            shape, names = ((count,), RANKS[1:]) if replicas == 1 else ((replicas, count // replicas), RANKS)
             mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
             self._meshes[kind] = (dist.group.WORLD, mesh)
         return mesh

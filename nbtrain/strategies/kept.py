@@ -7,6 +7,7 @@ from torch import nn
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, is_lazy
+from nbtrain.strategies.refusals import refuse_hooks
 
 
 def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
@@ -29,7 +30,15 @@ def check(component: Component, kept: list[torch.Tensor]) -> None:
                 "the notebook, or use --strategy ddp"
             )
     known = set(map(id, kept))
-    dtypes = {p.dtype for p in component.parameters() if id(p) not in known and p.requires_grad}
+    divided = [p for p in component.parameters() if id(p) not in known]
+    refuse_hooks(divided, "fsdp")
+    if any(p._post_accumulate_grad_hooks for p in divided):
+        raise NotSupported(
+            "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "
+            "the hook in the cell, or use --strategy ddp and work on the gradients between loss.backward() and "
+            "optimizer.step()"
+        )
+    dtypes = {p.dtype for p in divided if p.requires_grad}
     if len(dtypes) > 1:
         raise NotSupported(
             f"fsdp divides models of one dtype, and this one has {', '.join(sorted(map(str, dtypes)))}. "

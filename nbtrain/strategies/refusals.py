@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,6 +35,16 @@ class Refusals:
             name, old, new = _before.pop()
             if getattr(torch.autograd, name) is new:  # else somebody has put another around it, which calls ours
                 setattr(torch.autograd, name, old)
+
+
+def refuse_hooks(parameters: Iterable[torch.Tensor | None], strategy: str) -> None:
+    """Autograd accumulates into the gathered weights: it calls no hook of a parameter in pieces."""
+    if any(p is not None and p._backward_hooks for p in parameters):
+        raise NotSupported(
+            f"a parameter has a hook on its gradient (register_hook), which under {strategy} would see nothing of it, "
+            "or this rank's share: work on the gradients between loss.backward() and optimizer.step(), or use "
+            "--strategy ddp"
+        )
 
 
 _open: list[Refusals] = []
