@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import nbtrain.words as words
+from nbtrain.errors import UsageError
 from nbtrain.events import Finished
 from nbtrain.session.kept import kept
 from nbtrain.session.traffic import Traffic
@@ -55,6 +56,19 @@ def drop_ahead(traffic: Traffic | None) -> None:
         names = listed(sorted(traffic.ahead))
         print(f"{names}: what --keep had left on the ranks is dropped; the notebook's is as it was")
         traffic.ahead.clear()
+
+
+def check_ahead(traffic: Traffic, parted_as: tuple[Any, ...]) -> None:
+    """Nobody's work goes because of an option."""
+    if traffic.ahead:
+        strategy, options, precision = parted_as
+        given = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
+        given += f" --precision {precision}" if precision != "32" else ""
+        names = listed(sorted(traffic.ahead))
+        raise UsageError(
+            f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "
+            f"a cell under the same options that reads {names}, or let it go with %distributed stop"
+        )
 
 
 def slow(name: str, value: Any, seconds: float) -> str:

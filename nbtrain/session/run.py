@@ -24,7 +24,7 @@ from nbtrain.session.memory import ran_out, readings
 from nbtrain.session.outcome import Outcome
 from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay, figures_can_be_shown
-from nbtrain.session.report import drop_ahead, report, slow
+from nbtrain.session.report import check_ahead, drop_ahead, report, slow
 from nbtrain.session.traffic import MISSING, Outgoing, Traffic
 from nbtrain.shield import Presses, presses, shielded
 from nbtrain.specs import PRECISIONS, RunSpec
@@ -121,6 +121,7 @@ class CellRun:
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
         if held.parted_as not in (None, self._runs_as):  # pieces for one strategy are of no use to another
+            check_ahead(traffic, held.parted_as)
             held.forget()
             traffic = held.traffic
             assert traffic is not None

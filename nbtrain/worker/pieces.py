@@ -85,7 +85,6 @@ class Pieces:
     def put_together(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
         process group may be another than the one in which they were divided."""
-
         pairs: list[tuple[Any, Any]] = []
         for held in self._held:
             whole = self._everywhere(held).view(held.shape).to(held.tensor.device)
@@ -113,7 +112,6 @@ class Pieces:
 
     def compare(self) -> None:
         """After a cell: which of them the notebook has differently. Collective."""
-
         if not self._held:
             return
         flags = torch.zeros(len(self._held), dtype=torch.uint8)
@@ -143,7 +141,6 @@ class Pieces:
 
     def announce(self, laters: list[Later]) -> None:
         """To the others: these will be fetched, in this order."""
-
         self._announced = True
         if self.world_size > 1:
             where = {id(held): i for i, held in enumerate(self._held)}
@@ -151,7 +148,6 @@ class Pieces:
 
     def serve(self, lead: int) -> None:
         """In the others: give it what it wants."""
-
         wanted: list[Any] = [None]
         dist.broadcast_object_list(wanted, lead)
         for index in wanted[0]:
@@ -161,7 +157,6 @@ class Pieces:
 
     def _fetch(self, apart: Apart) -> memoryview:
         """All of it, on the rank that packs."""
-
         assert isinstance(apart, Held)
         whole = torch.empty(apart.tensor.numel(), dtype=apart.dtype)
         for (start, stop), flat in self._parts(apart):
@@ -185,7 +180,6 @@ class Pieces:
 
     def _parts(self, held: Held) -> Iterator[tuple[tuple[int, int], Any]]:
         """Bytes, because gloo does not know every type."""
-
         for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
             if stop > start:
                 data = flat.detach().to("cpu", held.dtype).contiguous()

@@ -43,6 +43,7 @@ class Twins:
         """Put what the notebook sent in place; returns what is new or changed, and the names that were bound."""
         numeric.learn_atoms()
         self._homeward = None  # what the last cell let go of goes before anything new is made
+        self.pieces.settled()
         self.table.drop(drop)
         for name in unbind:
             self.namespace.pop(name, None)
