@@ -47,5 +47,5 @@ def _reason(module: nn.Module | None) -> str:
     return (
         f"{name} was called from outside of the part of the model that fsdp gathers as one and that it is inside of, "
         f"so that its weights are in pieces. Write --wrap {name}, or nbtrain.wrap({name}(...)) where the model is "
-        "made: then it is gathered by itself"
+        "made: then it is gathered by itself. Or use --strategy ddp, where nothing is in pieces"
     )

@@ -157,6 +157,9 @@ class Workshop:
         known = any(one is optimizer for prepared in self.prepared for one in prepared.component.optimizers.values())
         return any(map(_is_divided, held)) and not known
 
+    def in_pieces(self, model: nn.Module) -> bool:
+        return any(map(_is_divided, model.parameters()))
+
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
         groups = [group["params"] for group in optimizer.param_groups]

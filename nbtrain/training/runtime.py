@@ -294,7 +294,12 @@ class Runtime:
             self.workshop.sweep()
             self.setup(*models, optimizer)
             copies = self.made.alike(models, lambda p: id(p) in self.workshop.ready)
-            if len(set(collectives.gather(len(copies)))) == 1:  # an average may be kept on rank 0 alone
+            counts = collectives.gather(len(copies))
+            if any(counts) and any(map(self.workshop.in_pieces, models)):  # they are to meet in sums: in pieces as well
+                if len(set(counts)) > 1:
+                    raise NotSupported(UNLIKE.format(name=type(models[0]).__name__))
+                self.setup(*copies)
+            elif len(set(counts)) == 1:  # an average may be kept on rank 0 alone
                 collectives.equalise([t for copy in copies for t in (*copy.parameters(), *copy.buffers())], checksum)
         elif self.accumulation is not None:
             self.accumulation.gate(optimizer)
@@ -407,6 +412,12 @@ class Runtime:
             self.steps.passed_over(optimizer)
         else:
             self.steps.stepped(optimizer)
+
+
+UNLIKE = (
+    "some ranks have made a copy of {name} that others have not: under fsdp models and their copies are divided among "
+    "all ranks, together. Copy it on every rank, or use --strategy ddp"
+)
 
 
 def _with_common_loss(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
