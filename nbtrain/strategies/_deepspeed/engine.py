@@ -59,7 +59,8 @@ class Core(nn.Module):
         with context:
             out = call_plainly(self.target, name, args, kwargs)
         low = self.mixed
-        return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype == low else t, out)
+        out = tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype == low else t, out)
+        return (out,)  # stage 3 looks for tensors in it, and cannot take a number
 
 
 class Engined(Prepared):
@@ -290,13 +291,13 @@ class Engined(Prepared):
             if any(module is model for model in self.models):
                 raise NotSupported(
                     f"{type(module).__name__} as a whole is recomputed in the backward, and DeepSpeed's engine has to "
-                    "see its forward: checkpoint its blocks instead of all of it"
+                    "see its forward: checkpoint its blocks instead of all of it, or take the strategy ddp"
                 )
             return call_plainly(module, name, args, kwargs)
         self.inside = True
         self.core.target = module
         try:
-            out = self.engine(name, args, kwargs)
+            (out,) = self.engine(name, args, kwargs)
             tree_map(self._note_output, out)
             return out
         finally:

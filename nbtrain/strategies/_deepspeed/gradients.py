@@ -1,8 +1,8 @@
 """Between `loss.backward()` and `optimizer.step()`: the plain loop's calls become the engine's.
 
-The engine holds the gradients. Until they are stepped each parameter's `grad` is a stand-in that reads as NaN and
-cannot be written to, so that code which looks at gradients or changes them by hand is noticed, and so that setting them
-to None, however that is done, is what it means: the engine's are thrown away, too.
+The engine holds the gradients. Each parameter's `grad` is a stand-in (see held.py), so that code which looks at
+gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what it means:
+the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbtrain.errors import NbtrainError, NotSupported
+from nbtrain.strategies._deepspeed.held import Held
+from nbtrain.strategies._deepspeed.norms import norm_of_pieces, norm_of_sum
 
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.engine import Engined
@@ -34,6 +36,19 @@ SPENT = (
     "under deepspeed stage 3 a forward can be used by one backward only: weights are gathered for its layers once. "
     "retain_graph, gradient penalties (create_graph) and models whose outputs hide their tensors in objects work under "
     "stages 1 and 2, and under the strategy ddp"
+)
+
+
+NOT_ZEROED = (
+    "the last step's gradients were not set to None or zero: in one process they would be stepped once more, or new "
+    "ones added to them, and under deepspeed the engine has forgotten them: call optimizer.zero_grad() in each step, "
+    "or take the strategy ddp"
+)
+
+
+CLIPPED = (
+    "a backward between clip_grad_norm_ and the step: under deepspeed stage 1 clipped gradients are reduced already. "
+    "Clip once, right before the step, or take --stage 2, or the strategy ddp"
 )
 
 
@@ -68,10 +83,17 @@ class Gradients:
         self.local: dict[int, torch.Tensor] = {}
         """stage 1 keeps this rank's own gradients, where the stand-ins are now"""
         self.arrived: set[int] = set()
-        self.norm: torch.Tensor | None = None
+        self.stepped = False
+        """the stand-ins are those of gradients that a step has used up"""
+        self.stale = False
+        """others were added to such"""
+        self.reduced = False
+        """stage 1: they are, before the step"""
+        self.norm = 0.0
         self.max_norm = 0.0
+        """of a clip, until the step"""
         self.clipping = float(self.zero.clip_grad)
-        self.stand_ins = [unreadable(p, _dtype(owner, p)) for p in self.trained]
+        self.stand_ins = [Held.of(p, _dtype(owner, p)) for p in self.trained]
         self.scaled = owner.precision.startswith("16")
         self._warned = False
         self.versions: dict[int, int] = {}
@@ -109,7 +131,7 @@ class Gradients:
 
         def noted(p: torch.Tensor, *args: Any) -> Any:
             if not self.opened:  # by a way on which no output of a new forward lay
-                if self.stage == 3:
+                if self.stage == 3 and not self.owner.inside:  # inside: by a method that trains
                     raise NotSupported(SPENT)
                 prologue()
             arrived.add(id(p))
@@ -129,9 +151,10 @@ class Gradients:
 
     def _stand_in(self) -> None:
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
-            if p.grad is not None:
+            if p.grad is not None and p.grad is not stand_in:
                 self.local[id(p)] = p.grad
             p.grad = stand_in
+            stand_in.zeroed = False
         self.taken = False
 
     def take_back(self) -> None:
@@ -141,7 +164,10 @@ class Gradients:
         self.taken = True
         kept = emptied = 0
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
-            if p.grad is stand_in:
+            if p.grad is stand_in and stand_in.zeroed:
+                emptied += 1
+                p.grad = None
+            elif p.grad is stand_in:
                 kept += 1
                 p.grad = self.local.pop(id(p), None)
             elif p.grad is None:
@@ -156,6 +182,8 @@ class Gradients:
             )
         if emptied:
             self.discard()
+        elif self.stepped:
+            self.stale = True
 
     # -- what the loop calls -------------------------------------------------------------
 
@@ -200,12 +228,12 @@ class Gradients:
         owner, engine, zero = self.owner, self.engine, self.zero
         self._check_frozen()
         self.take_back()
+        if self.stale:
+            self.discard()
+            raise NotSupported(NOT_ZEROED)
         if not self.held:
             if any(p.grad is not None for p in self.trained):
                 raise NotSupported(BY_HAND)
-            if self.norm is not None:
-                self.norm.fill_(0.0)
-                self.norm = None
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
         self.follow_edits()
@@ -214,15 +242,12 @@ class Gradients:
         if self.scaled:
             zero.override_loss_scale(owner.loss_scale.value)
         zero.clip_grad = self.max_norm or self.clipping
+        reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
         try:
             engine.step()
         finally:
             zero.clip_grad = self.clipping
-            self.max_norm = 0.0
-        if self.norm is not None:
-            norm = engine.get_global_grad_norm()
-            self.norm.fill_(float(norm) if norm is not None else math.nan)
-            self.norm = None
+            engine.enable_backward_allreduce = reduces
         overflow = bool(zero.overflow)
         self.skipped += overflow
         if overflow and not self.scaled:
@@ -232,6 +257,8 @@ class Gradients:
         if engine.lr_scheduler is not None:
             self._show_rates()
         self._done()
+        self.stepped = True
+        self._stand_in()
 
     def _show_rates(self) -> None:
         """A scheduler of the config's has moved them: the user's groups say so, and bring it home."""
@@ -240,7 +267,8 @@ class Gradients:
             shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
     def _done(self) -> None:
-        self.held = self.opened = self.ended = False
+        self.held = self.opened = self.ended = self.stepped = self.stale = self.reduced = False
+        self.max_norm = 0.0
         self.arrived.clear()
         self.local.clear()
         self.owner.loss_scale.holding.discard(id(self))
@@ -316,7 +344,7 @@ class Gradients:
     # -- clipping, accumulating ----------------------------------------------------------
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """Handed over to the step, which knows the norm: what is returned is filled there, and NaN until then."""
+        """The norm is that of now; the clipping is the step's. Collective."""
         asked = {id(p) for p in parameters if p.requires_grad}
         mine = {id(p) for p in self.trained}
         if not asked & mine:
@@ -330,9 +358,48 @@ class Gradients:
             raise NotSupported(f"clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm; or take ddp")
         if not self.held or all(p.grad is None for p in self.trained):  # there is nothing that could be clipped
             return torch.zeros(())
-        self.max_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
-        self.norm = torch.full((), math.nan)
-        return self.norm
+        finite = math.isfinite(max_norm)
+        norm = self._norm(finite) / float(self.zero.loss_scale)
+        if self.max_norm:  # clipped before
+            norm = norm.clamp(max=self.max_norm)
+        if finite:
+            self.norm = float(norm) if not self.max_norm else self.norm
+            self.max_norm = min(float(max_norm), self.max_norm or math.inf)
+        return norm
+
+    @torch.no_grad()
+    def _norm(self, to_step: bool) -> torch.Tensor:
+        """`to_step`: it is the end of gathering gradients."""
+        zero, engine = self.zero, self.engine
+        if self.stage != 1:
+            return norm_of_pieces(zero, self.owner.layout, self.owner.device)
+        self.take_back()
+        if not to_step and not self.reduced:
+            mine = (self.local_of(p) for p in self.trained)
+            norm = norm_of_sum((torch.zeros_like(p) if g is None else g for p, g in mine), int(zero.reduce_bucket_size))
+        else:
+            if not self.reduced:  # as the step would
+                engine._running_engine_step = True
+                try:
+                    engine.allreduce_gradients()
+                finally:
+                    engine._running_engine_step = False
+                self.reduced = True
+            norm = zero.scaled_global_norm()
+        self._stand_in()
+        return norm
+
+    @staticmethod
+    def local_of(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return p, p.grad if p.grad is not None else getattr(p, "grad_accum", None)
+
+    def _clip_now(self) -> None:
+        """More is to be added to what was clipped."""
+        if self.reduced:
+            raise NotSupported(CLIPPED)
+        if self.held and self.max_norm:
+            self.multiply(min(1.0, self.max_norm / (self.norm + 1e-6)))
+            self.max_norm = 0.0
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
@@ -340,15 +407,11 @@ class Gradients:
         if self.stage == 3:
             zero.grad_partitions_flat_buffer.mul_(factor)
             return
-        for p in self.trained:
-            for grad in (self.local.get(id(p)), getattr(p, "grad_accum", None)):
-                if grad is not None:
-                    grad.mul_(factor)
+        found = [getattr(p, "grad_accum", None) for p in self.trained]
+        found += [*self.local.values(), *getattr(zero, "accumulated_grads_in_cpu", {}).values()]
         for table in (zero.all_grad_tensors, zero.averaged_gradients):
-            for grads in table.values():
-                for grad in grads or ():
-                    grad.mul_(factor)
-        for grad in getattr(zero, "accumulated_grads_in_cpu", {}).values():
+            found += [grad for grads in table.values() for grad in grads or ()]
+        for grad in {id(grad): grad for grad in found if grad is not None}.values():
             grad.mul_(factor)
 
     # -- throwing away -------------------------------------------------------------------
@@ -397,15 +460,18 @@ class Gradients:
     @contextmanager
     def backward(self) -> Iterator[float]:
         self.take_back()
+        self._clip_now()
         factor = self.owner.loss_scale.begin() if self.scaled else 1.0
         try:
             yield factor
-            if self.held and self.taken:  # it went through other models only
+            if self.taken and (self.held or self.stepped):  # it went through other models only
+                self.stale &= self.held
                 self._stand_in()
         except NbtrainError:
             raise
         except Exception as error:
-            sentence = _sentence(error, self.stage)
+            again = self.stage == 3 and "single memory location" in str(error)  # added to a stand-in
+            sentence = SPENT if again else _sentence(error, self.stage)
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error
