@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
@@ -708,7 +709,18 @@ def refused(stage: Stage) -> list[str]:
     told.append(str(error.value))
     with pytest.raises(NotSupported) as error:
         model.__reduce_ex__(2)
+    handle = model.head.weight.register_hook(lambda grad: grad / 2)
+    with pytest.raises(NotSupported) as error, prepared.backward():
+        pass
+    handle.remove()
+    told.append(str(error.value))
     prepared.leave()
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        hooked = nn.Linear(2, 2)
+        getattr(hooked.weight, hook)(lambda grad: None)
+        with pytest.raises(NotSupported) as error:
+            stage.set_up([hooked], [])
+        told.append(str(error.value))
     for other in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor):
         with pytest.raises(NotSupported) as error:
             stage.set_up([model], [other(nn.Linear(2, 2).parameters())])
@@ -786,6 +798,51 @@ def grown(stage: Stage) -> bool:
 
 def test_another_optimizer_joins() -> None:
     assert on_ranks(grown) == [True, True]
+
+
+def exchanged(stage: Stage) -> bool:
+    """A layer that takes over the parameters of another, as `convert_sync_batchnorm` makes them."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    prepared = stage.set_up([model])
+    prepared.enter()
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    prepared.leave()
+    same = prepared.grow(prepared.component)
+    prepared.close()
+    return same or any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_model_with_another_layer_is_set_up_again() -> None:
+    assert on_ranks(exchanged) == [False, False]
+
+
+def let_go(stage: Stage) -> list[bool]:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    other = net()
+    both = stage.set_up([model]), stage.set_up([other])
+    for prepared in both:
+        prepared.enter()
+    for x, y in stage.batches(1):
+        (F.cross_entropy(model(x), y) + F.cross_entropy(other(x), y)).backward()
+    alive, shape = ref(model), list(model.parameters())
+    del model
+    found = []
+    for prepared in both:
+        modules = dict(prepared.component.modules)
+        prepared.component.modules.clear()
+        hold_again = prepared.let_go()
+        del modules
+        gc.collect()
+        assert hold_again is not None
+        hold_again()
+        found.append(bool(prepared.trees))  # type: ignore[attr-defined]
+    learned = other.head.weight.grad is not None
+    both[1].leave()
+    return [alive() is None, len(shape) == 6, learned, *found]
+
+
+def test_a_model_that_nobody_holds_is_let_go_of() -> None:
+    assert on_ranks(let_go) == [[True, True, True, False, True]] * 2
 
 
 def other_layers(stage: Stage) -> str:

@@ -7,7 +7,7 @@ pool) sets components up; a `Prepared` (one per component) lives as long as the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,6 +99,11 @@ class Prepared:
     def backward(self) -> AbstractContextManager[float]:
         """Around each backward: yields what the loss is to be multiplied by."""
         return nullcontext(1.0)
+
+    def let_go(self) -> Callable[[], None] | None:
+        """Hold none of the component's modules, but by the component itself, until what is returned is called. What the
+        garbage collector has found by then was held by nobody else. None: this one holds none anyway."""
+        return None
 
     def enter(self) -> None:
         """Before each cell, the first one too: put in place what trains. Collective."""

@@ -22,10 +22,11 @@ halves are reduced in fp32. Without it, precision is seen to by autocast, and no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,7 @@ class Sharded(Prepared):
         }
         self.sync = GradSync(kept, norms=norms.values())
         self.whole = kept
-        self.refusals = Refusals("fsdp", lambda p: id(p) in self.ids)
+        self.refusals = Refusals("fsdp", self._holds)
         self.handles: list[Any] = []
         for tree in self.trees:
             tree.undress()
@@ -174,12 +175,25 @@ class Sharded(Prepared):
         self.trees = let_copies_go(self.component.modules, self.trees)
         self.ids = {number for tree in self.trees for number in tree.ids}
 
+    def let_go(self) -> Callable[[], None]:
+        # A unit that is dressed holds its tree.
+        trees = [(ref(tree), None if tree.dress.worn else tree) for tree in self.trees]
+        norms = [ref(norm) for norm in self.sync.norms]
+        self.trees, self.sync.norms = [], []
+
+        def hold_again() -> None:
+            self.trees = [tree for alive, _ in trees if (tree := alive()) is not None]
+            self.ids = {number for tree in self.trees for number in tree.ids}
+            self.sync.norms = [norm for alive in norms if (norm := alive()) is not None]
+
+        return hold_again
+
     # --- while a cell runs -----------------------------------------------------------------------
 
     def enter(self) -> None:
         for tree in self.trees:
             tree.dress.on()
-        self.refusals = Refusals("fsdp", lambda p: id(p) in self.ids)
+        self.refusals = Refusals("fsdp", self._holds)
         self.refusals.on()
         values.on(self.mesh)
         self.handles = [
@@ -209,6 +223,11 @@ class Sharded(Prepared):
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"][:1])
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
+        params = (param for tree in self.trees for group in tree.groups() for param in group.fsdp_params)
+        return id(tensor) in self.ids or any(getattr(param, "_unsharded_param", None) is tensor for param in params)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.sync.norms and self._mine(optimizer):

@@ -6,6 +6,7 @@ What is set up already is kept; a component that grew (a new layer, a new optimi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,8 +136,12 @@ class Workshop:
             component = kept.prepared.component
             groups: tuple[dict[str, Any], ...] = (component.modules, component.optimizers, component.schedulers)
             held = [(group, name, id(item), ref(item)) for group in groups for name, item in group.items()]
+            hold_again = kept.prepared.let_go()
             for group in groups:
                 group.clear()
+            if hold_again is not None:
+                gc.collect()
+                hold_again()
             for group, name, number, reference in held:
                 item = reference()
                 if item is None:
