@@ -48,9 +48,9 @@ class Pieces:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def learn(self, pieces: Iterable[tuple[Any, Any]]) -> bool:
-        """These there are now; whether they are others than before. Collective. Those that are new here and known to
-        the notebook are as it has them."""
+    def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
+        """These there are now; whether they are others than before. Collective. Before a cell, those that are new here
+        and known to the notebook are as it has them; what was cut up in a cell, it has gone on with."""
         found = [*pieces, *self.strays]
         before = {id(held.tensor): held for held in self._held}
         now = []
@@ -59,7 +59,7 @@ class Pieces:
             if held is None or (held.shape, held.dtype) != (tuple(piece.shape), piece.dtype):
                 held = Held(tensor, piece.shape, piece.dtype, self._fetch)
                 held.piece = piece
-                if self.table.find(tensor) is not None:
+                if before_cell and self.table.find(tensor) is not None:
                     held.number = _number(held)
                 part(self.table, held)
             held.piece = piece

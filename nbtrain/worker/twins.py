@@ -141,7 +141,7 @@ class Twins:
             ]
             values = {name: now[name] for name in {*names, *bound} if name in now}
             self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
-            self.pieces.learn(pieces)
+            self.pieces.learn(pieces, before_cell=False)
             self.pieces.compare()
 
     def start(self, touched: Iterable[Node], lead: bool) -> None:
