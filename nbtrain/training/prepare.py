@@ -130,13 +130,14 @@ class Workshop:
             if not (component.modules or component.optimizers):
                 self._close(kept, False)
 
-    def sweep(self) -> None:
-        """Let go of the models that nobody else holds: a cell may make them in a loop, one after another."""
+    def sweep(self, models: bool = True) -> None:
+        """Let go of what nobody else holds: a cell may make models and optimizers in a loop, one after another.
+        Without `models`: only of what goes by itself; for models that are in pieces the garbage collector is asked."""
         for kept in self.kept[:]:
             component = kept.prepared.component
             groups: tuple[dict[str, Any], ...] = (component.modules, component.optimizers, component.schedulers)
             held = [(group, name, id(item), ref(item)) for group in groups for name, item in group.items()]
-            hold_again = kept.prepared.let_go()
+            hold_again = kept.prepared.let_go() if models else None
             for group in groups:
                 group.clear()
             if hold_again is not None:

@@ -290,8 +290,9 @@ class Runtime:
     # --- what torch calls ------------------------------------------------------------------------
 
     def _set_up_made(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
-        if not self.workshop.is_ready(optimizer) or self.workshop.divides(optimizer):
-            self.workshop.sweep()
+        ready = self.workshop.is_ready(optimizer)
+        if not ready or self.workshop.divides(optimizer):
+            self.workshop.sweep(models=not ready)
             self.setup(*models, optimizer)
             copies = self.made.alike(models, lambda p: id(p) in self.workshop.ready)
             counts = collectives.gather(len(copies))
