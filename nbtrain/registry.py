@@ -65,7 +65,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="ZeRO: ranks share out the optimizer's state, gradients (stage 2) and parameters (stage 3)",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
-        needs=Needs(packages=("deepspeed",)),
+        needs=Needs(min_ranks=2, packages=("deepspeed",)),
     ),
 )
 

@@ -1,8 +1,9 @@
-"""Numbers for people."""
+"""Numbers and options for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def size(count: float) -> str:
@@ -17,3 +18,18 @@ def size(count: float) -> str:
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 2`, `ranks 0, 1, 3`."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def flags(options: Mapping[str, Any]) -> str:
+    """As they are typed: `--stage 3 --cpu-offload`."""
+    return " ".join(_flag("--" + name.replace("_", "-"), value) for name, value in options.items())
+
+
+def _flag(flag: str, value: Any) -> str:
+    if value is True:
+        return flag
+    if value is False:
+        return f"--no-{flag[2:]}"
+    several = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    shown = ",".join(str(getattr(one, "__name__", one)) for one in several)
+    return f"{flag} {shown}" if len(shown) < 40 else f"{flag} …"

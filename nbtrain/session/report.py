@@ -62,8 +62,7 @@ def check_ahead(traffic: Traffic, parted_as: tuple[Any, ...]) -> None:
     """Nobody's work goes because of an option."""
     if traffic.ahead:
         strategy, options, precision = parted_as
-        given = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
-        given += f" --precision {precision}" if precision != "32" else ""
+        given = f" {words.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
         names = listed(sorted(traffic.ahead))
         raise UsageError(
             f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "

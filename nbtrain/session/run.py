@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import nbtrain.words as words
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
 from nbtrain.exchange.kinds import ATOMS
@@ -233,7 +234,8 @@ class CellRun:
         ranks = self.outcome.ranks
         only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
         precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
-        print(" · ".join(part for part in (self.spec.strategy, count, devices, precision, only, *notes) if part))
+        strategy = f"{self.spec.strategy} {words.flags(self.spec.options)}".rstrip()
+        print(" · ".join(part for part in (strategy, count, devices, precision, only, *notes) if part))
 
     def _say_slow(self) -> None:
         """What takes so long, once, before the cell has begun."""

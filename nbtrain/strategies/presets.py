@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain import registry
+from nbtrain import registry, words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +28,8 @@ class Preset:
     @property
     def line(self) -> str:
         """The same, spelled out: `-s deepspeed --stage 2`; with what it asks for."""
-        words = [f"-s {self.strategy}"]
-        for name, value in self.options.items():
-            flag = "--" + name.replace("_", "-")
-            words.append(flag if value is True else f"{flag} {value}")
-        if self.start is not None:
-            words.append(f"--start {self.start}")
-        return " ".join(filter(None, [*words, self.asks]))
+        start = "" if self.start is None else f"--start {self.start}"
+        return " ".join(filter(None, [f"-s {self.strategy}", words.flags(self.options), start, self.asks]))
 
 
 def _deepspeed(asks: str = "", **options: Any) -> Preset:
