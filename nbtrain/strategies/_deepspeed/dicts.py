@@ -1,6 +1,8 @@
-"""`model.state_dict()` in a cell under stage 3: whole weights, as in one process. Every rank has to call it.
+"""`state_dict()` in a cell: whole, as in one process, a model's under stage 3 and an optimizer's under each. Every rank
+has to call it.
 
-`load_state_dict` is refused there: torch would write into what only stands for a parameter.
+A model's `load_state_dict` is refused under stage 3: torch would write into what only stands for a parameter. An
+optimizer's is taken in.
 """
 
 from __future__ import annotations
@@ -8,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed.library import COLLAPSED
+from nbtrain.strategies._deepspeed.state import State
 
 
 def whole_dicts(models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any]) -> list[Any]:
@@ -34,3 +39,33 @@ def whole_dicts(models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any
     parts = list({id(part): part for model in models for part in model.modules() if part._parameters}.values())
     hooks = [part.register_state_dict_post_hook(fill) for part in parts]
     return [*hooks, *(part.register_load_state_dict_pre_hook(refuse) for part in parts)]
+
+
+def whole_state(state: State, device: torch.device) -> list[Any]:
+    """The same for the user's optimizer: one tensor after the other is put together, and then in main memory."""
+    optimizer = state.user
+
+    def fill(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        numbers = {
+            id(p): number
+            for group, packed in zip(optimizer.param_groups, found["param_groups"], strict=True)
+            for p, number in zip(group["params"], packed["params"], strict=True)
+        }
+        entries = dict(found["state"])
+        for p, key, value in state.parts():
+            number = numbers[id(p)]
+            entry = entries[number] = dict(entries.get(number, {}))
+            if isinstance(value, tuple):
+                (start, stop), flat = value
+                whole = torch.zeros(p.numel(), dtype=flat.dtype, device=device)
+                whole[start:stop].copy_(flat)
+                dist.all_reduce(whole)
+                entry[key] = whole.view(p.shape).cpu()
+            else:
+                entry[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return {**found, "state": dict(sorted(entries.items()))}
+
+    return [
+        optimizer.register_state_dict_post_hook(fill),
+        optimizer.register_load_state_dict_post_hook(lambda _: state.take()),
+    ]

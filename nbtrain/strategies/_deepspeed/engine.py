@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed import config, ops
 from nbtrain.strategies._deepspeed.attachments import Attachments
-from nbtrain.strategies._deepspeed.dicts import whole_dicts
+from nbtrain.strategies._deepspeed.dicts import whole_dicts, whole_state
 from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients, in_backward, unreadable
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
@@ -238,6 +238,9 @@ class Engined(Prepared):
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
             for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters):
+                self.surroundings.callback(handle.remove)
+        if isinstance(self.inner, Inner):
+            for handle in whole_state(self.state, self.device):
                 self.surroundings.callback(handle.remove)
         for module in self.component.modules.values():
             route(module, self._through, self._apart)

@@ -134,6 +134,22 @@ class State:
 
         return Part(p.shape, dtype, (share.start, share.stop), read, fill)
 
+    @torch.no_grad()
+    def parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
+        """(parameter, key, value) of now, in the same order on all ranks; of what is in pieces the stretch
+        and its content."""
+        for number in range(len(self.layout.flats)):
+            with self._at_hand(number, write=False):
+                state = self.inner.state.get(self.layout.flats[number]) or {}
+                for p in self.layout.members(number) if state else ():
+                    share = self.layout.shares[id(p)]
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == self._size(number):
+                            piece = value.narrow(0, share.at, share.stop - share.start)
+                            yield p, key, ((share.start, share.stop), piece)
+                        else:
+                            yield p, key, value
+
     # -- whole again ---------------------------------------------------------------------
 
     def whole(self, p: torch.Tensor, key: str, whole: torch.Tensor) -> None:
