@@ -1,44 +1,62 @@
 """`state_dict()` in a cell: whole, as in one process, a model's under stage 3 and an optimizer's under each. Every rank
 has to call it.
 
-A model's `load_state_dict` is refused under stage 3: torch would write into what only stands for a parameter. An
-optimizer's is taken in.
+What is loaded goes into the pieces: torch would write into what only stands for a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed.library import COLLAPSED
 from nbtrain.strategies._deepspeed.state import State
 
 
-def whole_dicts(models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any]) -> list[Any]:
+def whole_dicts(
+    models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any], fill_piece: Callable[[Any, torch.Tensor], None]
+) -> list[Any]:
     """Hooks that gather one parameter at a time, into main memory; returns their handles. `gathered`: DeepSpeed's
-    context in which parameters are whole."""
+    context in which parameters are whole. `fill_piece`: takes this rank's part of a whole."""
+    loaded: set[str] = set()
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, p in module._parameters.items():
             if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
-                with gathered([p]):
+                there = (
+                    vars(p)["ds_status"].name == "AVAILABLE"
+                )  # small ones always are, and what gathers them takes them away
+                with nullcontext() if there else gathered([p]):
                     state[prefix + name] = p.detach().to("cpu", copy=True)
 
-    def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if any(hasattr(p, COLLAPSED) and prefix + name in state for name, p in module._parameters.items()):
-            raise NotSupported(
-                "load_state_dict in a cell, under stage 3, where parameters are in pieces: load it in the notebook "
-                "before the cell, call load(path) of a checkpoint, or take --strategy fsdp, under which it works"
-            )
+    def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        *_, errors = others
+        for name, p in module._parameters.items():
+            key = prefix + name
+            if p is None or not hasattr(p, COLLAPSED) or key not in state:
+                continue
+            whole = state.pop(key)
+            loaded.add(key)
+            if whole.shape == p.shape:
+                fill_piece(p, whole.detach())
+            else:
+                errors.append(f"size mismatch for {key}: {tuple(whole.shape)} is loaded into {tuple(p.shape)}")
+
+    def settle(module: nn.Module, found: Any) -> None:
+        found.missing_keys[:] = [key for key in found.missing_keys if key not in loaded]
+        loaded.clear()
 
     parts = list({id(part): part for model in models for part in model.modules() if part._parameters}.values())
-    hooks = [part.register_state_dict_post_hook(fill) for part in parts]
-    return [*hooks, *(part.register_load_state_dict_pre_hook(refuse) for part in parts)]
+    return [
+        *(part.register_state_dict_post_hook(fill) for part in parts),
+        *(part.register_load_state_dict_pre_hook(take) for part in parts),
+        *(model.register_load_state_dict_post_hook(settle) for model in models),
+    ]
 
 
 def whole_state(state: State, device: torch.device) -> list[Any]:

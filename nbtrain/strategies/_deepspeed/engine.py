@@ -237,7 +237,7 @@ class Engined(Prepared):
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
-            for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters):
+            for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters, self._load):
                 self.surroundings.callback(handle.remove)
         if isinstance(self.inner, Inner):
             for handle in whole_state(self.state, self.device):
@@ -433,6 +433,15 @@ class Engined(Prepared):
             if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
                 return
         data.copy_(whole.view(data.shape))
+
+    @torch.no_grad()
+    def _load(self, p: Any, whole: torch.Tensor) -> None:
+        """In a cell, under stage 3."""
+        piece = self._piece(p)
+        assert piece is not None
+        piece.fill(whole)
+        if p.ds_status.name == "AVAILABLE":
+            p.data.copy_(whole)
 
     @staticmethod
     def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:
