@@ -44,6 +44,8 @@ from nbtrain.training.steps import Steps
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])
 """The first argument has as many elements on every rank."""
+TO_ONE = frozenset({"reduce", "gather", "scatter", "broadcast"})
+"""With one rank at its root: of several groups that have the same, a strategy has one do it."""
 GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
 """What a model in pieces does in its forward."""
 SLICE = datetime.timedelta(seconds=0.2)
@@ -105,7 +107,7 @@ class Meeting:
                     patches.wrap(module, name, self._watched(name))
 
     def _watched(self, name: str) -> Callable[[Any], Any]:
-        code, sized = WATCHED.index(name), name in OF_ONE_SIZE
+        code, sized, parallel = WATCHED.index(name), name in OF_ONE_SIZE, name not in TO_ONE
 
         def make(old: Any) -> Any:
             names = list(inspect.signature(old).parameters)
@@ -113,7 +115,7 @@ class Meeting:
 
             def collective(*args: Any, **kwargs: Any) -> Any:
                 group = args[at_group] if len(args) > at_group else kwargs.get("group")
-                if self.board is None or not (group is None or group is dist.group.WORLD or _of_a_mesh(group)):
+                if self.board is None or not _is_watched(group, parallel):
                     return old(*args, **kwargs)
                 first = args[0] if args else next((v for k, v in kwargs.items() if k in names[:2]), None)
                 tensor = first if isinstance(first, torch.Tensor) else None
@@ -166,9 +168,10 @@ class Meeting:
                 )
 
 
-def _of_a_mesh(group: Any) -> bool:
-    """One of those that `strategies.alongside` names: all ranks are in one of them."""
-    return str(getattr(group, "group_desc", "")).startswith(MESH)
+def _is_watched(group: Any, parallel: bool) -> bool:
+    """The default group, or one of those that `strategies.alongside` names: all ranks are in one of them."""
+    everybody = group is None or group is dist.group.WORLD
+    return everybody or (parallel and str(getattr(group, "group_desc", "")).startswith(MESH))
 
 
 class Patient:
