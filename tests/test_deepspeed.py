@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import threading
 import warnings
@@ -665,6 +666,41 @@ def test_what_it_cannot_do_is_a_sentence() -> None:
         }
     assert found.keys() == words.keys()
     assert [name for name in words if words[name] not in found[name]] == []
+
+
+def dicts(rank: int, stage: int) -> dict[str, Any]:
+    """A cell that keeps what it has, goes on, and goes back to it."""
+    model, optimizer, scheduler = make()
+    component = Component({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(component)
+    prepared.enter()
+    mine = [(x[rank::2], y[rank::2]) for x, y in batches(14)]
+    clip = functools.partial(prepared.clip, max_norm=0.05, norm_type=2.0)
+    plain_loop(model, optimizer, scheduler, mine[:7], clip)
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    plain_loop(model, optimizer, scheduler, mine[7:], clip)
+    model.out.load_state_dict({name[4:]: w for name, w in kept["model"].items() if name.startswith("out.")})
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    with pytest.raises(RuntimeError, match="size mismatch for shift"):
+        model.load_state_dict({**kept["model"], "shift": torch.zeros(3)})
+    prepared.leave()
+    prepared.close()
+    return {**kept, "weights": weights_of(model), "state": state_of(model, optimizer)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_dicts_in_a_cell_are_whole(stage: int) -> None:
+    model, optimizer, scheduler = make()
+    plain_loop(model, optimizer, scheduler, batches(7), by_torch)
+    wanted, state = model.state_dict(), optimizer.state_dict()["state"]
+    for found in run_on_ranks(dicts, stage):
+        assert distance(found["model"], wanted) < 1e-5
+        kept = found["optimizer"]["state"]
+        assert {n: set(entry) for n, entry in kept.items()} == {n: set(entry) for n, entry in state.items()}
+        assert max(distance(kept[number], state[number]) for number in state) < 1e-5
+        assert distance(found["weights"], weights_of(model)) < 1e-5
+        assert distance(found["state"], state_of(model, optimizer)) < 1e-5
 
 
 class Branching(nn.Module):

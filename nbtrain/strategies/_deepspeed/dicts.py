@@ -28,9 +28,8 @@ def whole_dicts(
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, p in module._parameters.items():
             if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
-                there = (
-                    vars(p)["ds_status"].name == "AVAILABLE"
-                )  # small ones always are, and what gathers them takes them away
+                # Small ones always are: what gathers them takes them away on this rank, if others do not call.
+                there = vars(p)["ds_status"].name == "AVAILABLE"
                 with nullcontext() if there else gathered([p]):
                     state[prefix + name] = p.detach().to("cpu", copy=True)
 
@@ -55,7 +54,7 @@ def whole_dicts(
     return [
         *(part.register_state_dict_post_hook(fill) for part in parts),
         *(part.register_load_state_dict_pre_hook(take) for part in parts),
-        *(model.register_load_state_dict_post_hook(settle) for model in models),
+        *(part.register_load_state_dict_post_hook(settle) for part in parts),
     ]
 
 
