@@ -703,6 +703,69 @@ def test_state_dicts_in_a_cell_are_whole(stage: int) -> None:
         assert distance(found["state"], state_of(model, optimizer)) < 1e-5
 
 
+def clipped_twice(model: Net, optimizer: Any, data: Batches, clip: Clip, around: Callable[[], Any]) -> list[float]:
+    """Each backward's gradients, and then those of both."""
+    norms = []
+    for (x, y), (u, v) in zip(data[::2], data[1::2], strict=True):
+        for one, other in ((x, y), (u, v)):
+            with around():
+                mse(model(one), other).backward()
+            norms.append(float(clip(list(model.parameters()))))
+        norms.append(float(clip(list(model.parameters()))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def clips(rank: int, stage: int) -> dict[str, Any]:
+    model, optimizer, _ = make()
+    component = Component({"model": model}, {"optimizer": optimizer})
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(component)
+    prepared.enter()
+    mine = [(x[rank::2], y[rank::2]) for x, y in batches(4)]
+    clip = functools.partial(prepared.clip, max_norm=0.05, norm_type=2.0)
+    if stage == 1:
+        with pytest.raises(NotSupported, match=r"a backward between clip_grad_norm_ and the step.*--stage 2"):
+            clipped_twice(model, optimizer, mine, clip, prepared.backward)
+        prepared.reset()
+        prepared.leave()
+        prepared.drop()
+        return {}
+    norms = clipped_twice(model, optimizer, mine, clip, prepared.backward)
+    for again in (False, True):
+        with prepared.backward():
+            mse(model(mine[0][0]), mine[0][1]).backward()
+        if again:
+            with pytest.raises(NotSupported, match="were not set to None or zero"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            before = weights_of(model) if stage == 2 else {}
+            optimizer.zero_grad()
+            optimizer.step()  # on nothing
+            assert not before or distance(weights_of(model), before) == 0
+            with prepared.backward():
+                mse(model(mine[0][0]), mine[0][1]).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+            with prepared.backward():
+                mse(model(mine[0][0]), mine[0][1]).backward()
+            optimizer.step()
+    prepared.leave()
+    prepared.close()
+    return {"norms": norms}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_is_of_what_there_is_then(stage: int) -> None:
+    model, optimizer, _ = make()
+    norms = clipped_twice(model, optimizer, batches(4), by_torch, contextlib.nullcontext)
+    for found in run_on_ranks(clips, stage):
+        if stage > 1:
+            assert found["norms"] == pytest.approx(norms, rel=1e-5)
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
