@@ -56,13 +56,13 @@ class Saving:
             path = os.path.realpath(os.fspath(f))
             if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
                 return old(obj, f, *args, **kwargs)
-            obj = self._whole(obj)
+            told, obj = obj, self._whole(obj)
             key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
             self.calls[key] += 1
             if self.meeting.rank == 0:
                 _whole(old, obj, path, *args, **kwargs)
                 self.meeting.wrote(key, self.calls[key])
-            elif not self._written(key):
+            elif not self._written(key) and told is obj:  # what was in pieces is nowhere but on rank 0
                 _whole(old, obj, path, *args, **kwargs)
 
         return save
