@@ -158,10 +158,13 @@ class Workshop:
         return all(id(p) in self.ready for group in optimizer.param_groups for p in group["params"])
 
     def divides(self, optimizer: Optimizer) -> bool:
-        """Whether it has come to parameters that are in pieces: its state will be, and the strategy is to know it."""
+        """Whether it has come to parameters that are in pieces: its state will be, and the strategy is to know it. The
+        same of one that has been given another model's parameters."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        known = any(one is optimizer for prepared in self.prepared for one in prepared.component.optimizers.values())
-        return any(map(_is_divided, held)) and not known
+        for kept in self.kept:
+            if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
+                return not {id(p) for p in held} <= kept.ids()
+        return any(map(_is_divided, held))
 
     def in_pieces(self, model: nn.Module) -> bool:
         return any(map(_is_divided, model.parameters()))
