@@ -8,6 +8,7 @@ the engine's are thrown away, too. It stays there after the step, as in one proc
 from __future__ import annotations
 
 import math
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -509,7 +510,9 @@ def _sentence(error: BaseException, stage: int) -> str | None:
     while trace is not None:
         frames.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
-    if not any("/deepspeed/runtime/" in name.replace("\\", "/") for name in frames):
+    frames = [name.replace("\\", "/") for name in frames]
+    # What a hook of the user's raises, or a handler of a signal, passes through DeepSpeed, too.
+    if not any("/deepspeed/runtime/" in name for name in frames) or not re.search("/(deepspeed|torch)/", frames[-1]):
         return None
     first = str(error).partition("\n")[0]
     return (
