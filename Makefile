@@ -68,9 +68,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    $$found -m venv --clear .venv; \
 	fi
 	@echo 'installing what nbtrain and its tests need (the first time: minutes)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' wheel setuptools hatchling
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' wheel setuptools
 	@# DeepSpeed's setup looks at the torch that is installed, which an isolated build would not have.
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints.txt --no-build-isolation -e '.[deepspeed]' \
+	    -c constraints.txt --no-build-isolation deepspeed ninja \
 	    || { echo 'DeepSpeed could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
 	@touch $@
