@@ -952,17 +952,28 @@ def test_offloaded_to_the_host(stage: int, options: dict[str, Any], compiled: No
         assert distance(answer["closed"], {**weights_of(model), "scale": torch.full((8,), 0.5)}) < 1e-5
 
 
+def without_libaio(rank: int) -> str:
+    """Why there is none. Elsewhere than in this process: to compile something leaves its traces."""
+    from nbtrain.strategies._deepspeed import library, ops
+
+    try:
+        ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder", True)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def on_a_disk(rank: int, place: str, count: int) -> tuple[dict[str, torch.Tensor], int, list[str]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
     options = DeepSpeed.Options(stage=3, offload_optimizer="nvme", nvme_path=place)
     prepared: Any = DeepSpeed(options).set_up(Component({"m": model}, {"o": optimizer}))
     written = 0
     for _ in range(2):
         prepared.enter()
         for i in range(2):
-            x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(i))[rank::count]
+            x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(i))[rank::count]
             mse(model(x), x).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -974,17 +985,13 @@ def on_a_disk(rank: int, place: str, count: int) -> tuple[dict[str, torch.Tensor
 
 @pytest.mark.limit(600)
 def test_offloaded_to_a_disk(tmp_path: Path) -> None:
-    from nbtrain.strategies._deepspeed import library, ops
-
-    try:
-        ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder", True)
-    except UsageError as error:
-        absent(f"libaio is not here ({error})", "apt install libaio-dev")
+    if why := run_on_ranks(without_libaio, world_size=1, timeout=500)[0]:
+        absent(f"libaio is not here ({why})", "apt install libaio-dev")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
     for i in (0, 1, 0, 1):
-        x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(i))
         mse(model(x), x).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -993,3 +1000,53 @@ def test_offloaded_to_a_disk(tmp_path: Path) -> None:
         assert written > 2**20
         assert any("1 MiB" in note for note in notes)
     assert [f for _, _, files in os.walk(tmp_path) for f in files] == []
+
+
+class Tempered(nn.Module):
+    """A layer and one number that it is divided by: `shape` of it is () or (1,)."""
+
+    def __init__(self, *shape: int, trained: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.temperature = nn.Parameter(torch.zeros(shape), requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * torch.exp(-self.temperature)  # type: ignore[no-any-return]
+
+
+def tempered(rank: int, stage: int, one: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    refused = []
+    options = DeepSpeed.Options(stage=stage, config=SHARDED)
+    for trained in () if one else (True, False):
+        model = Tempered(trained=trained)
+        component = Component({"model": model}, {"o": torch.optim.AdamW(model.parameters())})
+        with pytest.raises(NotSupported) as raised:
+            DeepSpeed(options).set_up(component)
+        refused.append(str(raised.value))
+    torch.manual_seed(0)
+    model = Tempered(1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    prepared = None if one else DeepSpeed(options).set_up(Component({"model": model}, {"o": optimizer}))
+    if prepared is not None:
+        prepared.enter()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))[rank :: 1 if one else 2]
+    for _ in range(3):
+        optimizer.zero_grad()
+        mse(model(x), x).backward()
+        optimizer.step()
+    if prepared is not None:
+        prepared.leave()
+        prepared.close()
+    return refused, weights_of(model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_without_dimensions(stage: int) -> None:
+    """Refused before anything is set up; what the sentence says to write instead trains."""
+    _, alone = tempered(0, stage, True)
+    for refused, weights in run_on_ranks(tempered, stage, False):
+        assert len(refused) == 2
+        for sentence in refused:
+            assert sentence.startswith("model.temperature: a parameter without dimensions")
+            assert "nn.Parameter(torch.zeros(1)) instead of nn.Parameter(torch.zeros(()))" in sentence
+        assert distance(weights, alone) < 1e-6

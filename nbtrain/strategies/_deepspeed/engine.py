@@ -1,66 +1,37 @@
 """One component behind one of DeepSpeed's engines: set up, entered and left, and whole again at the end.
 
-The engine is given a `Core` that holds the component's models and runs whichever call is made of them; the models'
-calls take a road through it (see route.py). The optimizer it steps is an `Inner` one (see inner.py). What happens
-between `loss.backward()` and `optimizer.step()` is in gradients.py.
+What the engine takes for the model is a `Core` (core.py), and calls of the models go through it (calls.py). The
+optimizer it steps is an `Inner` one (inner.py). What happens between `loss.backward()` and `optimizer.step()` is in
+gradients.py; where parameters and the optimizer's state are in pieces, and what the notebook sees of them, in weights.py
+and state.py.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils._pytree import tree_map
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed import config, ops
 from nbtrain.strategies._deepspeed.attachments import Attachments
+from nbtrain.strategies._deepspeed.calls import Calls
+from nbtrain.strategies._deepspeed.checks import one_optimizer, with_dimensions
+from nbtrain.strategies._deepspeed.core import LOW, Core, outermost
 from nbtrain.strategies._deepspeed.dicts import whole_dicts, whole_state
 from nbtrain.strategies._deepspeed.disk import Folder
-from nbtrain.strategies._deepspeed.gradients import Gradients, in_backward, unreadable
+from nbtrain.strategies._deepspeed.gradients import Gradients
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
 from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, library, quiet
 from nbtrain.strategies._deepspeed.scaling import LossScale
-from nbtrain.strategies._deepspeed.shares import Layout, Part, stretch
+from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.state import State
+from nbtrain.strategies._deepspeed.weights import Weights, unreadable
 from nbtrain.strategies.base import Component, Prepared
-from nbtrain.strategies.route import call_plainly, route, unroute
-
-MANAGERS = "_backward_hook_managers"
-LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-class Core(nn.Module):
-    """What the engine takes for the model."""
-
-    def __init__(self, models: list[nn.Module], precision: str, device: torch.device, whole: bool) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-        self.target: nn.Module | None = None
-        self.low = LOW.get(precision)
-        self.mixed = MIXED.get(precision, self.low)  # what has kept its 32 bits (buffers) meets what has not
-        self.device_type = device.type
-        self.cache = whole  # a cast that autocast keeps would outlive the gathered parameter it was made of
-
-    def forward(self, name: str, args: Any, kwargs: Any) -> Any:
-        assert self.target is not None
-        if self.low is not None:
-            args, kwargs = tree_map(lambda t: _cast(t, self.low), (args, kwargs))
-        context: AbstractContextManager[Any] = nullcontext()
-        if self.mixed is not None:
-            context = torch.autocast(self.device_type, dtype=self.mixed, cache_enabled=self.cache)
-        with context:
-            out = call_plainly(self.target, name, args, kwargs)
-        low = self.mixed
-        out = tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype == low else t, out)
-        return (out,)  # stage 3 looks for tensors in it, and cannot take a number
 
 
 class Engined(Prepared):
@@ -73,39 +44,18 @@ class Engined(Prepared):
         self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
         self.stage: int = settings["zero_optimization"]["stage"]
         self.entered = False
-        self.inside = False
-        self.outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """of models, on which DeepSpeed has put something that is not the notebook's"""
+        self.calls = Calls(self)
         self.kernel: CpuAdam | None = None
         self.folder: Folder | None = None
-        self.user = self._one_optimizer()
-        self.models = _outermost(component.modules.values())
+        self.user = one_optimizer(component, settings)
+        if not settings.get("optimizer") and (note := check(self.user)):
+            self.notes.append(note)
+        with_dimensions(component)
+        self.models = outermost(component.modules.values())
         self.shapes = {id(p): (p.shape, p.dtype) for p in component.parameters()}
         self._build()
 
     # -- set-up --------------------------------------------------------------------------
-
-    def _one_optimizer(self) -> torch.optim.Optimizer:
-        component = self.component
-        if len(component.optimizers) > 1:
-            raise NotSupported(
-                f"{' and '.join(component.optimizers)} train parameters of the same model, and DeepSpeed's engine has "
-                "one optimizer: join them into one with several groups, or take the strategy ddp"
-            )
-        if component.loose:
-            raise NotSupported(
-                f"{', '.join(component.loose)}: the optimizer holds parameters that no module owns, and DeepSpeed's "
-                "engine knows those of a model only: make them nn.Parameters of the model, or take the strategy ddp"
-            )
-        (user,) = component.optimizers.values()
-        if self.settings.get("scheduler") and component.schedulers:
-            raise NotSupported(
-                f"the config has a scheduler, and so has the notebook ({', '.join(component.schedulers)}): "
-                "leave one out"
-            )
-        if not self.settings.get("optimizer") and (note := check(user)):
-            self.notes.append(note)
-        return user
 
     def _build(self) -> None:
         component, settings = self.component, self.settings
@@ -142,10 +92,10 @@ class Engined(Prepared):
             p.grad = None
             if self.stage == 3:
                 setattr(p, COLLAPSED, unreadable(p, LOW.get(self.precision)))
-        self.frozen: dict[int, torch.Tensor] = {}
+        frozen: dict[int, torch.Tensor] = {}
         if self.precision in LOW:
-            frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
-            self.frozen = {id(p): p.data.clone() for p in frozen}
+            kept = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
+            frozen = {id(p): p.data.clone() for p in kept}
         self.core = Core(self.models, self.precision, self.device, self.stage != 3)
         mine = set(map(id, self.trained))
         self.inner = Inner.make(self.user, lambda p: id(p) in mine)
@@ -168,15 +118,12 @@ class Engined(Prepared):
             self.state.take()
             if self.state.uneven:
                 self.notes.append("parameters that have taken different numbers of steps count the same from now on")
-        if self.stage == 3:
-            for p in parameters:
-                self._cut_frozen(p)
+        self.weights = Weights(self.layout, self.state, self.attachments, self.shapes, frozen, parameters)
         self.gradients = Gradients(self)
         for module in modules:
             if not any(module is model for model in component.modules.values()):
-                module.register_forward_pre_hook(self._check_call)
+                module.register_forward_pre_hook(self.calls.check_part)
         self.attachments.find()
-        self.data: dict[int, torch.Tensor] = {}
         self._hide()
 
     def _initialize(self, deepspeed: Any, own: bool) -> Any:
@@ -216,12 +163,6 @@ class Engined(Prepared):
                 num_checkpoints=section.get("number_checkpoints"),
             )
 
-    def _cut_frozen(self, p: Any) -> None:
-        whole = self.frozen.get(id(p))
-        if whole is not None:
-            start, stop = stretch(p)
-            self.frozen[id(p)] = whole.reshape(-1)[start:stop].clone()
-
     # -- a cell --------------------------------------------------------------------------
 
     def enter(self) -> None:
@@ -237,26 +178,21 @@ class Engined(Prepared):
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
-            for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters, self._load):
+            for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters, self.weights.load):
                 self.surroundings.callback(handle.remove)
         if isinstance(self.inner, Inner):
             for handle in whole_state(self.state, self.device):
                 self.surroundings.callback(handle.remove)
-        for module in self.component.modules.values():
-            route(module, self._through, self._apart)
+        self.calls.enter()
         self.entered = True
 
     def leave(self) -> None:
         if not self.entered:
             return
-        self.entered = self.inside = False
+        self.entered = False
         self.surroundings.close()
-        for module in self.component.modules.values():
-            unroute(module)
-        for out in self.outputs.values():
-            vars(out).pop(MANAGERS, None)
-        self.outputs.clear()
-        self.gradients.follow_edits()
+        self.calls.leave()
+        self.weights.follow_edits(self.trained)
         self.gradients.leave()
         if self.stage == 3:
             with suppress(Exception):  # a cell that was cut short has left some in flight: the component goes then
@@ -266,76 +202,13 @@ class Engined(Prepared):
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""
         self.attachments.take_off()
-        for p in self.component.parameters():
-            shape, dtype = self.shapes[id(p)]
-            keep = self.stage != 3 and p.dtype == dtype
-            if keep:
-                continue
-            self.data[id(p)] = p.data
-            if self.stage != 3 and id(p) in self.frozen:
-                p.data = self.frozen[id(p)]
-            else:
-                p.data = torch.zeros((), dtype=dtype, device=p.device).expand(shape)
+        self.weights.show(self.component.parameters())
         if isinstance(self.inner, Inner):
             self.state.show()
 
     def _put_on(self) -> None:
         self.attachments.put_back()
-        for p in self.component.parameters():
-            if (data := self.data.pop(id(p), None)) is not None:
-                if self.stage != 3 and id(p) in self.frozen:
-                    data.copy_(p.data)  # the notebook may have written to it
-                p.data = data
-
-    def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-        if self.inside or not self.entered:
-            return call_plainly(module, name, args, kwargs)
-        if in_backward():
-            if any(module is model for model in self.models):
-                raise NotSupported(
-                    f"{type(module).__name__} as a whole is recomputed in the backward, and DeepSpeed's engine has to "
-                    "see its forward: checkpoint its blocks instead of all of it, or take the strategy ddp"
-                )
-            return call_plainly(module, name, args, kwargs)
-        self.inside = True
-        self.core.target = module
-        try:
-            (out,) = self.engine(name, args, kwargs)
-            tree_map(self._note_output, out)
-            return out
-        finally:
-            self.inside = False
-            self.core.target = None
-
-    def _note_output(self, out: Any) -> None:
-        if hasattr(out, MANAGERS):
-            self.outputs[id(out)] = out
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """While a model is copied (an average of its weights is kept so): the copy is to be a plain one."""
-        if self.stage == 3:
-            raise NotSupported(
-                "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Copy "
-                "it in a cell that is not distributed, or take stage 2"
-            )
-        grads = [p.grad for p in self.trained]
-        self.attachments.take_off()
-        try:
-            yield
-        finally:
-            self.attachments.put_back()
-            for p, grad in zip(self.trained, grads, strict=True):
-                p.grad = grad
-
-    def _check_call(self, module: nn.Module, args: Any) -> None:
-        if self.inside or not self.entered or not torch.is_grad_enabled() or in_backward():
-            return
-        raise NotSupported(
-            f"{type(module).__name__} is a part of a model and was called directly, past DeepSpeed's engine, which "
-            "would not see its gradients: put the call into a method of the model and call that, or take the strategy "
-            "ddp"
-        )
+        self.weights.put_back(self.component.parameters())
 
     # -- the loop ------------------------------------------------------------------------
 
@@ -368,11 +241,7 @@ class Engined(Prepared):
     # -- pieces --------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Part]]:
-        parameters = self.component.parameters()
-        for p in parameters:
-            piece = self._piece(p)
-            if piece is not None:
-                yield p, piece
+        yield from self.weights.pieces(self.component.parameters())
         if isinstance(self.inner, Inner):
             yield from self.state.pieces(self.trained)
 
@@ -382,72 +251,6 @@ class Engined(Prepared):
         for where, module in self.component.modules.items():
             for name, p in module.named_parameters():
                 yield f"{where}.{name}", p
-
-    def _piece(self, p: Any) -> Part | None:
-        shape, dtype = self.shapes[id(p)]
-        share = self.layout.shares.get(id(p))
-        if share is None:
-            return self._frozen_piece(p) if self.stage == 3 else None
-        size = share.stop - share.start
-        number = share.flat
-
-        def master() -> torch.Tensor:
-            return self.layout.flats[number].data.narrow(0, share.at, size)
-
-        def read() -> torch.Tensor:
-            with self.state._at_hand(number, write=False):
-                return master().clone() if self.layout.swapped(number) else master()
-
-        def fill(whole: torch.Tensor) -> None:
-            with self.state._at_hand(number):
-                master().copy_(whole[share.start : share.stop])
-            self._fill_model(p, whole)
-
-        return Part(shape, dtype, (share.start, share.stop), read, fill)
-
-    def _frozen_piece(self, p: Any) -> Part:
-        """Stage 3 cuts these up, too."""
-        shape, dtype = self.shapes[id(p)]
-        attributes = self.attachments.of(p)
-        piece, start, stop = attributes["ds_tensor"], *self._stretch(attributes)
-
-        def read() -> torch.Tensor:
-            kept = self.frozen.get(id(p))
-            return kept if kept is not None else piece.data[: stop - start]
-
-        def fill(whole: torch.Tensor) -> None:
-            if id(p) in self.frozen:
-                self.frozen[id(p)].copy_(whole[start:stop])
-            self._fill_model(p, whole)
-
-        return Part(shape, dtype, (start, stop), read, fill)
-
-    def _fill_model(self, p: Any, whole: torch.Tensor) -> None:
-        """What the model computes with."""
-        data = self.data.get(id(p), p.data)
-        if self.stage == 3:
-            attributes = self.attachments.of(p)
-            start, stop = self._stretch(attributes)
-            if attributes["ds_tensor"].numel():
-                attributes["ds_tensor"].data[: stop - start].copy_(whole[start:stop])
-            if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
-                return
-        data.copy_(whole.view(data.shape))
-
-    @torch.no_grad()
-    def _load(self, p: Any, whole: torch.Tensor) -> None:
-        """In a cell, under stage 3."""
-        piece = self._piece(p)
-        assert piece is not None
-        piece.fill(whole)
-        if p.ds_status.name == "AVAILABLE":
-            p.data.copy_(whole)
-
-    @staticmethod
-    def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:
-        size, numel = attributes["ds_tensor"].ds_numel, attributes["ds_numel"]
-        start = min(size * attributes["ds_zero_partition_rank"], numel)
-        return start, min(start + size, numel)
 
     # -- the end -------------------------------------------------------------------------
 
@@ -477,9 +280,7 @@ class Engined(Prepared):
     @torch.no_grad()
     def drop(self) -> None:
         self.leave()
-        for p in self.component.parameters():
-            if id(p) not in self.data:  # a view of the engine's buffer
-                p.data = p.data.clone()
+        self.weights.own(self.component.parameters())
         self._part()
 
     def _part(self) -> None:
@@ -494,9 +295,8 @@ class Engined(Prepared):
         if self.folder is not None:
             self.folder.close()
             self.folder = None
-        self.data.clear()
         self.state.shown.clear()
-        del self.engine, self.core, self.layout
+        del self.engine, self.core, self.layout, self.weights
 
 
 def _quiet_steps(optimizer: Any) -> Any:
@@ -504,13 +304,3 @@ def _quiet_steps(optimizer: Any) -> Any:
     plain = unhooked(type(optimizer))
     optimizer.step = lambda *args, **kwargs: plain(optimizer, *args, **kwargs)
     return optimizer
-
-
-def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    found = list(modules)
-    inner = {id(part) for module in found for part in module.modules() if part is not module}
-    return [module for module in found if id(module) not in inner]
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

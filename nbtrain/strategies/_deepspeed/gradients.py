@@ -3,13 +3,13 @@
 The engine holds the gradients. Each parameter's `grad` is a stand-in (see held.py), so that code which looks at
 gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what it means:
 the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
+
+The user's optimizer is in handle.py, what DeepSpeed keeps of gradients in buffers.py, what users read in sentences.py.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,51 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from nbtrain.errors import NbtrainError, NotSupported
+from nbtrain.strategies._deepspeed import buffers, sentences
+from nbtrain.strategies._deepspeed.handle import Handle
 from nbtrain.strategies._deepspeed.held import Held
 from nbtrain.strategies._deepspeed.norms import norm_of_pieces, norm_of_sum
 
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.engine import Engined
-
-
-BY_HAND = (
-    "a gradient was assigned by hand, and under deepspeed the engine holds the gradients: take the strategy ddp for "
-    "loops that make their own (torch.autograd.grad, edited gradients)"
-)
-
-
-SPENT = (
-    "under deepspeed stage 3 a forward can be used by one backward only: weights are gathered for its layers once. "
-    "retain_graph, gradient penalties (create_graph) and models whose outputs hide their tensors in objects work under "
-    "stages 1 and 2, and under the strategy ddp"
-)
-
-
-NOT_ZEROED = (
-    "the last step's gradients were not set to None or zero: in one process they would be stepped once more, or new "
-    "ones added to them, and under deepspeed the engine has forgotten them: call optimizer.zero_grad() in each step, "
-    "or take the strategy ddp"
-)
-
-
-CLIPPED = (
-    "a backward between clip_grad_norm_ and the step: under deepspeed stage 1 clipped gradients are reduced already. "
-    "Clip once, right before the step, or take --stage 2, or the strategy ddp"
-)
-
-
-def in_backward() -> bool:
-    """This thread is inside of one: what runs now is recomputed, or a hook."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """In the parameter's shape, one number in memory."""
-    kind = dtype if dtype is not None and p.is_floating_point() else p.dtype
-    return torch.full((), math.nan, dtype=kind, device=p.device).expand(p.shape)
 
 
 class Gradients:
@@ -71,10 +35,11 @@ class Gradients:
         self.owner = owner
         self.engine = engine = owner.engine
         self.zero = engine.optimizer
+        self.layout, self.weights = owner.layout, owner.weights
         self.stage = owner.stage
-        self.rank = dist.get_rank()  # a cell may destroy the group
         self.trained = owner.trained
         self.user = owner.user
+        self.handle = Handle(owner.user, self.step, lambda: owner.entered)
         self.skipped = 0
         self.held = False
         """some backward has left gradients with the engine"""
@@ -97,9 +62,6 @@ class Gradients:
         self.stand_ins = [Held.of(p, _dtype(owner, p)) for p in self.trained]
         self.scaled = owner.precision.startswith("16")
         self._warned = False
-        self.versions: dict[int, int] = {}
-        """of weights, to see what the loop has changed by hand (stage 3)"""
-        self._before: dict[str, Any] = {}
         self._listen()
 
     # -- the engine's own hooks ----------------------------------------------------------
@@ -132,8 +94,8 @@ class Gradients:
 
         def noted(p: torch.Tensor, *args: Any) -> Any:
             if not self.opened:  # by a way on which no output of a new forward lay
-                if self.stage == 3 and not self.owner.inside:  # inside: by a method that trains
-                    raise NotSupported(SPENT)
+                if self.stage == 3 and not self.owner.calls.inside:  # inside: by a method that trains
+                    raise NotSupported(sentences.SPENT)
                 prologue()
             arrived.add(id(p))
             return plain(p, *args)
@@ -175,12 +137,9 @@ class Gradients:
                 emptied += 1
             else:
                 p.grad = None
-                raise NotSupported(BY_HAND)
+                raise NotSupported(sentences.BY_HAND)
         if emptied and kept:
-            raise NotSupported(
-                "the gradients of some parameters were set to None, and DeepSpeed's engine holds all of them together: "
-                "freeze parameters with requires_grad_(False) in a cell before, or take the strategy ddp"
-            )
+            raise NotSupported(sentences.SOME_SET_TO_NONE)
         if emptied:
             self.discard()
         elif self.stepped:
@@ -189,41 +148,16 @@ class Gradients:
     # -- what the loop calls -------------------------------------------------------------
 
     def enter(self) -> None:
-        self._remember()
-        own = vars(self.user)
-        self._before = {name: own.get(name) for name in ("step", "zero_grad")}
-        step: Any = types.MethodType(_hooked(self._user_step), self.user)
-        vars(step.__func__)["_wrapped_by_lr_sched"] = True  # schedulers look for it, to warn of steps they cannot see
-        own["step"] = step
-        own["zero_grad"] = types.MethodType(_zero_grad, self.user)
+        self.weights.remember(self.trained)
+        self.handle.put_on()
 
     def leave(self) -> None:
-        own = vars(self.user)
-        for name, before in self._before.items():
-            mine = own.get(name)
-            function = getattr(mine, "__func__", None)
-            if function is None or not (function is _zero_grad or getattr(function, "nbtrain_of", None) is self):
-                continue  # a scheduler that the cell made has put its wrapper around it
-            if before is None:
-                del own[name]
-            else:
-                own[name] = before
+        self.handle.take_off()
         for p in self.trained:
             p.grad = None
         self.taken = True
         self.local.clear()
         self.discard()
-
-    def _user_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
-        if not self.owner.entered:  # a wrapper of a cell that is over still leads here
-            return type(optimizer).step(optimizer, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.step()
-        return loss
 
     def step(self) -> None:
         owner, engine, zero = self.owner, self.engine, self.zero
@@ -231,13 +165,13 @@ class Gradients:
         self.take_back()
         if self.stale:
             self.discard()
-            raise NotSupported(NOT_ZEROED)
+            raise NotSupported(sentences.NOT_ZEROED)
         if not self.held:
             if any(p.grad is not None for p in self.trained):
-                raise NotSupported(BY_HAND)
+                raise NotSupported(sentences.BY_HAND)
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
-        self.follow_edits()
+        self.weights.follow_edits(self.trained)
         if hasattr(owner.inner, "take_options"):
             owner.inner.take_options()
         if self.scaled:
@@ -273,49 +207,13 @@ class Gradients:
         self.arrived.clear()
         self.local.clear()
         self.owner.loss_scale.holding.discard(id(self))
-        self._wipe()
-        self._remember()
-
-    def _wipe(self) -> None:
-        """Buffers that would step a parameter without a gradient by its last one."""
-        zero = self.zero
-        if self.stage == 3:
-            zero.grad_partitions_flat_buffer.zero_()
-        offloaded = zero.offload_optimizer if self.stage == 3 else zero.cpu_offload
-        if offloaded:
-            for flat in self.owner.layout.flats:
-                if flat.grad is not None and flat.grad.numel():
-                    flat.grad.zero_()
-
-    @torch.no_grad()
-    def follow_edits(self) -> None:
-        """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
-        written to."""
-        zero, layout = self.zero, self.owner.layout
-        if self.stage != 3:
-            for flat, parts in zip(layout.flats, zero.parallel_partitioned_bit16_groups, strict=True):
-                mine = parts[self.rank]
-                if flat.device == mine.device and flat.dtype == mine.dtype:
-                    flat.data.copy_(mine)
-            return
-        for p in self.trained:
-            if p._version != self.versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
-                share = layout.shares[id(p)]
-                part = p.data.reshape(-1)[share.start : share.stop]
-                p.ds_tensor.data[: len(part)].copy_(part)  # type: ignore[attr-defined]
-                layout.flats[share.flat].data.narrow(0, share.at, len(part)).copy_(part)
-
-    def _remember(self) -> None:
-        if self.stage == 3:
-            self.versions = {id(p): p._version for p in self.trained}
+        buffers.wipe(self.layout)
+        self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
         owner = self.owner
         if [p.requires_grad for p in owner.component.parameters()] != owner.requires:
-            raise NotSupported(
-                "requires_grad was changed inside of the cell, and DeepSpeed's engine was set up for what it was "
-                "before: freeze or thaw layers in a cell of their own, or take the strategy ddp"
-            )
+            raise NotSupported(sentences.THAWED)
 
     def _warn_of_missing(self) -> None:
         if self._warned or len(self.arrived) >= len(self.trained):
@@ -324,23 +222,12 @@ class Gradients:
         missing = [p for p in self.trained if id(p) not in self.arrived]
         names = [n for m in self.owner.models for n, p in m.named_parameters() if any(p is one for one in missing)]
         if dist.get_rank() == 0:
-            warnings.warn(
-                f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} got no gradient in this step, and DeepSpeed "
-                "steps such parameters with zeros: weight decay and earlier momentum move them, which in one process "
-                "they would not",
-                stacklevel=5,
-            )
+            warnings.warn(sentences.without_gradient(names), stacklevel=5)
 
     def _warn_of_skipping(self) -> None:
         if self.skipped > 1 or dist.get_rank():
             return
-        more = (
-            "; under stage 3 weights have no content outside of the model's forward: is a penalty on them computed "
-            "there?"
-            if self.stage == 3
-            else ""
-        )
-        warnings.warn(f"gradients were not finite, and DeepSpeed leaves such a step out{more}", stacklevel=5)
+        warnings.warn(sentences.not_finite(self.stage), stacklevel=5)
 
     # -- clipping, accumulating ----------------------------------------------------------
 
@@ -351,12 +238,9 @@ class Gradients:
         if not asked & mine:
             return None
         if not mine <= asked or asked - mine - {id(p) for p in self.owner.component.parameters()}:
-            raise NotSupported(
-                "clip_grad_norm_ of some of an optimizer's parameters: DeepSpeed clips all that one optimizer trains "
-                "by their common norm; clip model.parameters(), or take the strategy ddp"
-            )
+            raise NotSupported(sentences.SOME_CLIPPED)
         if float(norm_type) != 2.0:
-            raise NotSupported(f"clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm; or take ddp")
+            raise NotSupported(sentences.OTHER_NORM.format(norm_type=norm_type))
         if not self.held or all(p.grad is None for p in self.trained):  # there is nothing that could be clipped
             return torch.zeros(())
         finite = math.isfinite(max_norm)
@@ -373,7 +257,7 @@ class Gradients:
         """`to_step`: it is the end of gathering gradients."""
         zero, engine = self.zero, self.engine
         if self.stage != 1:
-            return norm_of_pieces(zero, self.owner.layout, self.owner.device)
+            return norm_of_pieces(zero, self.layout, self.owner.device)
         self.take_back()
         if not to_step and not self.reduced:
             mine = (self.local_of(p) for p in self.trained)
@@ -397,65 +281,29 @@ class Gradients:
     def _clip_now(self) -> None:
         """More is to be added to what was clipped."""
         if self.reduced:
-            raise NotSupported(CLIPPED)
+            raise NotSupported(sentences.CLIPPED)
         if self.held and self.max_norm:
             self.multiply(min(1.0, self.max_norm / (self.norm + 1e-6)))
             self.max_norm = 0.0
 
-    @torch.no_grad()
     def multiply(self, factor: float) -> None:
-        zero = self.zero
-        if self.stage == 3:
-            zero.grad_partitions_flat_buffer.mul_(factor)
-            return
-        found = [getattr(p, "grad_accum", None) for p in self.trained]
-        found += [*self.local.values(), *getattr(zero, "accumulated_grads_in_cpu", {}).values()]
-        for table in (zero.all_grad_tensors, zero.averaged_gradients):
-            found += [grad for grads in table.values() for grad in grads or ()]
-        for grad in {id(grad): grad for grad in found if grad is not None}.values():
-            grad.mul_(factor)
+        buffers.multiply(self.layout, self.trained, self.local.values(), factor)
 
     # -- throwing away -------------------------------------------------------------------
 
     def discard(self) -> None:
         """What the engine holds of gradients is thrown away."""
-        zero = self.zero
-        zero.zero_grad()
-        for name in ("averaged_gradients", "all_grad_tensors"):
-            table = getattr(zero, name, None)
-            if isinstance(table, dict):
-                table.clear()
-        for p in self.trained:
-            if hasattr(p, "grad_accum"):
-                p.grad_accum = None
-        if self.stage != 3:
-            zero.micro_step_id = -1
-        for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
-            if hasattr(zero, name):
-                setattr(zero, name, set())
-        if hasattr(zero, "norm_for_param_grads"):
-            zero.norm_for_param_grads = {}
+        buffers.discard(self.layout, self.trained)
         self._done()
 
     def reset(self) -> None:
         """A backward was cut short."""
-        zero = self.zero
-        hooks = zero._backward_hook_state
-        hooks.reset_for_new_step()
-        hooks.remaining_grad_acc_hooks = hooks.backward_active_depth = 0
-        for bucket in zero.ipg_buckets.values():
-            if self.stage == 3:
-                bucket.clear_params()
-            else:
-                bucket.clear()
-        already = zero.params_already_reduced
-        for key in already if isinstance(already, dict) else range(len(already)):
-            already[key] = False
+        buffers.put_right(self.layout)
         for p in self.trained:
             p.grad = None
         self.taken = True
         self.opened = self.ended = False
-        self.owner.inside = False
+        self.owner.calls.inside = False
         self.discard()
 
     @contextmanager
@@ -471,8 +319,7 @@ class Gradients:
         except NbtrainError:
             raise
         except Exception as error:
-            again = self.stage == 3 and "single memory location" in str(error)  # added to a stand-in
-            sentence = SPENT if again else _sentence(error, self.stage)
+            sentence = sentences.of_backward(error, self.stage)
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error
@@ -485,37 +332,3 @@ class Gradients:
 def _dtype(owner: Engined, p: torch.Tensor) -> torch.dtype:
     """What the model computes with."""
     return p.dtype if p.dtype.is_floating_point else owner.shapes[id(p)][1]
-
-
-def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """With torch's hooks around it, which see one step of the user's optimizer."""
-
-    def user_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(optimizer, *args, **kwargs)
-
-    wrapped: Any = Optimizer.profile_hook_step(user_step)
-    wrapped.nbtrain_of = step.__self__  # type: ignore[attr-defined]
-    return wrapped  # type: ignore[no-any-return]
-
-
-def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """Stand-ins cannot be zeroed; None means the same to the engine. Looked up now: `--accumulate` keeps it quiet."""
-    type(optimizer).zero_grad(optimizer, True)
-
-
-def _sentence(error: BaseException, stage: int) -> str | None:
-    """In the user's words; None: it is not DeepSpeed's."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame.f_code.co_filename)
-        trace = trace.tb_next
-    frames = [name.replace("\\", "/") for name in frames]
-    # What a hook of the user's raises, or a handler of a signal, passes through DeepSpeed, too.
-    if not any("/deepspeed/runtime/" in name for name in frames) or not re.search("/(deepspeed|torch)/", frames[-1]):
-        return None
-    first = str(error).partition("\n")[0]
-    return (
-        f"DeepSpeed cannot follow this backward under stage {stage} ({type(error).__name__}: {first}). The plain loop, "
-        "accumulation and several models work; other ways through the graph work under the strategy ddp"
-    )

@@ -1,0 +1,83 @@
+"""What a user reads about gradients under DeepSpeed: what the loop may not do with them, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+
+BY_HAND = (
+    "a gradient was assigned by hand, and under deepspeed the engine holds the gradients: take the strategy ddp for "
+    "loops that make their own (torch.autograd.grad, edited gradients)"
+)
+
+SPENT = (
+    "under deepspeed stage 3 a forward can be used by one backward only: weights are gathered for its layers once. "
+    "retain_graph, gradient penalties (create_graph) and models whose outputs hide their tensors in objects work under "
+    "stages 1 and 2, and under the strategy ddp"
+)
+
+NOT_ZEROED = (
+    "the last step's gradients were not set to None or zero: in one process they would be stepped once more, or new "
+    "ones added to them, and under deepspeed the engine has forgotten them: call optimizer.zero_grad() in each step, "
+    "or take the strategy ddp"
+)
+
+SOME_SET_TO_NONE = (
+    "the gradients of some parameters were set to None, and DeepSpeed's engine holds all of them together: "
+    "freeze parameters with requires_grad_(False) in a cell before, or take the strategy ddp"
+)
+
+THAWED = (
+    "requires_grad was changed inside of the cell, and DeepSpeed's engine was set up for what it was "
+    "before: freeze or thaw layers in a cell of their own, or take the strategy ddp"
+)
+
+CLIPPED = (
+    "a backward between clip_grad_norm_ and the step: under deepspeed stage 1 clipped gradients are reduced already. "
+    "Clip once, right before the step, or take --stage 2, or the strategy ddp"
+)
+
+SOME_CLIPPED = (
+    "clip_grad_norm_ of some of an optimizer's parameters: DeepSpeed clips all that one optimizer trains "
+    "by their common norm; clip model.parameters(), or take the strategy ddp"
+)
+
+OTHER_NORM = "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm; or take ddp"
+
+
+def without_gradient(names: list[str]) -> str:
+    """A warning: these parameters were not reached in this step."""
+    return (
+        f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} got no gradient in this step, and DeepSpeed "
+        "steps such parameters with zeros: weight decay and earlier momentum move them, which in one process "
+        "they would not"
+    )
+
+
+def not_finite(stage: int) -> str:
+    """A warning: this step was left out."""
+    more = (
+        "; under stage 3 weights have no content outside of the model's forward: is a penalty on them computed there?"
+        if stage == 3
+        else ""
+    )
+    return f"gradients were not finite, and DeepSpeed leaves such a step out{more}"
+
+
+def of_backward(error: BaseException, stage: int) -> str | None:
+    """What a backward failed with, in the user's words; None: it is not DeepSpeed's."""
+    if stage == 3 and "single memory location" in str(error):  # added to a stand-in
+        return SPENT
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    frames = [name.replace("\\", "/") for name in frames]
+    # What a hook of the user's raises, or a handler of a signal, passes through DeepSpeed, too.
+    if not any("/deepspeed/runtime/" in name for name in frames) or not re.search("/(deepspeed|torch)/", frames[-1]):
+        return None
+    first = str(error).partition("\n")[0]
+    return (
+        f"DeepSpeed cannot follow this backward under stage {stage} ({type(error).__name__}: {first}). The plain loop, "
+        "accumulation and several models work; other ways through the graph work under the strategy ddp"
+    )

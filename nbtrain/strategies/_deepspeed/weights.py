@@ -1,0 +1,179 @@
+"""The parameters: cut into the engine's pieces, and shown as the notebook knows them (the optimizer's state: state.py).
+
+Between cells a parameter that is in pieces, or in another precision, has the notebook's shape and dtype and one number
+behind it. In a cell it is what the model computes with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.strategies._deepspeed.attachments import Attachments
+from nbtrain.strategies._deepspeed.shares import Layout, Part, stretch
+from nbtrain.strategies._deepspeed.state import State
+
+Shapes = dict[int, tuple[torch.Size, torch.dtype]]
+"""of each parameter in the notebook, by its id"""
+
+
+def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """In the parameter's shape, one number in memory."""
+    kind = dtype if dtype is not None and p.is_floating_point() else p.dtype
+    return torch.full((), math.nan, dtype=kind, device=p.device).expand(p.shape)
+
+
+class Weights:
+    """Made when the engine is. `frozen`: in full precision, what it has rounded and does not train."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        state: State,
+        attachments: Attachments,
+        shapes: Shapes,
+        frozen: dict[int, torch.Tensor],
+        parameters: Iterable[torch.Tensor],
+    ) -> None:
+        self.layout, self.state, self.attachments, self.shapes, self.frozen = layout, state, attachments, shapes, frozen
+        self.stage = layout.stage
+        self.rank = dist.get_rank()  # a cell may destroy the group
+        self._data: dict[int, torch.Tensor] = {}
+        """what the model computes with, of those that something else stands for now"""
+        self._versions: dict[int, int] = {}
+        """to see what the loop has changed by hand (stage 3)"""
+        for p in parameters:
+            whole = frozen.get(id(p)) if self.stage == 3 else None
+            if whole is not None:
+                start, stop = stretch(p)
+                frozen[id(p)] = whole.reshape(-1)[start:stop].clone()
+
+    # -- showing -------------------------------------------------------------------------
+
+    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As the notebook knows them."""
+        for p in parameters:
+            shape, dtype = self.shapes[id(p)]
+            if self.stage != 3 and p.dtype == dtype:
+                continue
+            self._data[id(p)] = p.data
+            if self.stage != 3 and id(p) in self.frozen:
+                p.data = self.frozen[id(p)]
+            else:
+                p.data = torch.zeros((), dtype=dtype, device=p.device).expand(shape)
+
+    def put_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As the model computes with them."""
+        for p in parameters:
+            if (data := self._data.pop(id(p), None)) is not None:
+                if self.stage != 3 and id(p) in self.frozen:
+                    data.copy_(p.data)  # the notebook may have written to it
+                p.data = data
+
+    def own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The engine goes without having put them together: none is a view of its buffers."""
+        for p in parameters:
+            if id(p) not in self._data:
+                p.data = p.data.clone()
+
+    # -- changed by hand -----------------------------------------------------------------
+
+    def remember(self, trained: Iterable[torch.Tensor]) -> None:
+        if self.stage == 3:
+            self._versions = {id(p): p._version for p in trained}
+
+    @torch.no_grad()
+    def follow_edits(self, trained: Iterable[torch.Tensor]) -> None:
+        """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
+        written to."""
+        layout = self.layout
+        if self.stage != 3:
+            for flat, parts in zip(layout.flats, layout.zero.parallel_partitioned_bit16_groups, strict=True):
+                mine = parts[self.rank]
+                if flat.device == mine.device and flat.dtype == mine.dtype:
+                    flat.data.copy_(mine)
+            return
+        for p in trained:
+            if p._version != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+                share = layout.shares[id(p)]
+                part = p.data.reshape(-1)[share.start : share.stop]
+                p.ds_tensor.data[: len(part)].copy_(part)  # type: ignore[attr-defined]
+                layout.flats[share.flat].data.narrow(0, share.at, len(part)).copy_(part)
+
+    # -- pieces --------------------------------------------------------------------------
+
+    def pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Part]]:
+        for p in parameters:
+            piece = self._piece(p)
+            if piece is not None:
+                yield p, piece
+
+    @torch.no_grad()
+    def load(self, p: Any, whole: torch.Tensor) -> None:
+        """In a cell, under stage 3."""
+        piece = self._piece(p)
+        assert piece is not None
+        piece.fill(whole)
+        if p.ds_status.name == "AVAILABLE":
+            p.data.copy_(whole)
+
+    def _piece(self, p: Any) -> Part | None:
+        shape, dtype = self.shapes[id(p)]
+        share = self.layout.shares.get(id(p))
+        if share is None:
+            return self._frozen_piece(p) if self.stage == 3 else None
+        size = share.stop - share.start
+        number = share.flat
+
+        def master() -> torch.Tensor:
+            return self.layout.flats[number].data.narrow(0, share.at, size)
+
+        def read() -> torch.Tensor:
+            with self.state._at_hand(number, write=False):
+                return master().clone() if self.layout.swapped(number) else master()
+
+        def fill(whole: torch.Tensor) -> None:
+            with self.state._at_hand(number):
+                master().copy_(whole[share.start : share.stop])
+            self._fill_model(p, whole)
+
+        return Part(shape, dtype, (share.start, share.stop), read, fill)
+
+    def _frozen_piece(self, p: Any) -> Part:
+        """Stage 3 cuts these up, too."""
+        shape, dtype = self.shapes[id(p)]
+        attributes = self.attachments.of(p)
+        piece, start, stop = attributes["ds_tensor"], *_stretch(attributes)
+
+        def read() -> torch.Tensor:
+            kept = self.frozen.get(id(p))
+            return kept if kept is not None else piece.data[: stop - start]
+
+        def fill(whole: torch.Tensor) -> None:
+            if id(p) in self.frozen:
+                self.frozen[id(p)].copy_(whole[start:stop])
+            self._fill_model(p, whole)
+
+        return Part(shape, dtype, (start, stop), read, fill)
+
+    def _fill_model(self, p: Any, whole: torch.Tensor) -> None:
+        """What the model computes with."""
+        data = self._data.get(id(p), p.data)
+        if self.stage == 3:
+            attributes = self.attachments.of(p)
+            start, stop = _stretch(attributes)
+            if attributes["ds_tensor"].numel():
+                attributes["ds_tensor"].data[: stop - start].copy_(whole[start:stop])
+            if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
+                return
+        data.copy_(whole.view(data.shape))
+
+
+def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:
+    size, numel = attributes["ds_tensor"].ds_numel, attributes["ds_numel"]
+    start = min(size * attributes["ds_zero_partition_rank"], numel)
+    return start, min(start + size, numel)
