@@ -2,8 +2,8 @@
 
 What the engine takes for the model is a `Core` (core.py), and calls of the models go through it (calls.py). The
 optimizer it steps is an `Inner` one (inner.py). What happens between `loss.backward()` and `optimizer.step()` is in
-gradients.py; where parameters and the optimizer's state are in pieces, and what the notebook sees of them, in weights.py
-and state.py.
+gradients.py; where parameters and the optimizer's state are, in pieces, and what the notebook sees of them, in
+weights.py and state.py.
 """
 
 from __future__ import annotations
