@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.fsdp import FSDP
 from nbtrain.training.fresh import Blanks
 from nbtrain.training.prepare import Workshop
+from tests.absent import absent
 from tests.kernels import Kernel
 from tests.ranks import run_on_ranks
 
@@ -244,26 +245,38 @@ def layers() -> nn.Module:
     return nbtrain.empty(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8))))
 
 
-def divided(rank: int) -> tuple[int, list[tuple[tuple[int, int], torch.Tensor]]]:
+def divided(rank: int, name: str, options: dict[str, Any]) -> tuple[int, list[tuple[Any, Any]]]:
     model = layers()
     optimizer, held = torch.optim.AdamW(model.parameters()), list(model.parameters())
-    workshop = Workshop(FSDP(FSDP.Options()), CPU, 2)
+    kind: Any = registry.find_strategy(name).load()
+    workshop = Workshop(kind(kind.Options(**options)), CPU, 2)
     with Bytes() as count:
         workshop.prepare({"model": model, "held": held, "optimizer": optimizer})
     assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
-    pieces = [(piece.ranges()[0], piece.read()[0]) for _, piece in workshop.pieces()]
+    pieces = [(list(piece.ranges()), list(piece.read())) for _, piece in workshop.pieces()]
     workshop.forget(whole=False)
     return count.most, pieces
 
 
-def test_a_rank_has_its_pieces_and_one_module_at_a_time() -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "copies"),
+    [
+        ("fsdp", {}, 1),
+        # what the model computes with, what the optimizer steps, gradients
+        ("deepspeed", {"stage": 3, "reduce_bucket_size": 2}, 3),
+    ],
+)
+def test_a_rank_has_its_pieces_and_one_module_at_a_time(name: str, options: dict[str, Any], copies: int) -> None:
+    if name == "deepspeed" and find_spec(name) is None:
+        absent("DeepSpeed is not installed", "pip install deepspeed")
     whole = [p.detach().reshape(-1) for p in filled(layers()).parameters()]
     module, everything = 4 * (64 * 64 + 64), sum(flat.nbytes for flat in whole)
-    for most, pieces in run_on_ranks(divided):
-        assert most <= everything / 2 + module + 12_000  # with two states of a random stream
-        for flat, ((start, stop), kept) in zip(whole, pieces, strict=True):
-            assert 0 < stop - start < flat.numel()
-            assert torch.equal(flat[start:stop], kept)
+    for most, pieces in run_on_ranks(divided, name, options):
+        assert most <= copies * everything / 2 + module + 18_000  # with two states of a random stream
+        for flat, (ranges, parts) in zip(whole, pieces, strict=True):
+            assert sum(stop - start for start, stop in ranges) < flat.numel()
+            for (start, stop), kept in zip(ranges, parts, strict=True):
+                assert torch.equal(flat[start:stop], kept)
 
 
 SETUP = """

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -144,10 +144,6 @@ class Strategy:
     hands_off: ClassVar[bool] = False
     """True: models, optimizers and loaders are left as they are, and nothing is guarded"""
 
-    takes_blanks: ClassVar[bool] = False
-    """True: `set_up` cuts up models that have no content yet (`nbtrain.empty()`), and each rank gets what it keeps of
-    it afterwards. Otherwise they are filled in before"""
-
     own_precision: ClassVar[bool] = False
     """True: `set_up` sees to the precision by itself. Otherwise what a model computes in is seen to around it, and to
     `set_up` it is a word"""
@@ -162,6 +158,12 @@ class Strategy:
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         """(index, count) of the batches this rank sees, for every loader."""
         return rank, world_size
+
+    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
+        """How `set_up` is to find tensors that have no content yet (`nbtrain.empty()`). Filled in; or as they are, on
+        the device meta; or hollow, with one number in memory. In the last two cases each rank gets what it keeps of
+        them afterwards, so that no rank ever has the whole."""
+        return "filled"
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`).

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import NotSupported, UsageError
+from nbtrain.errors import UsageError
 from nbtrain.strategies._deepspeed import config
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies.base import Component, Prepared, Strategy
@@ -71,6 +71,9 @@ class DeepSpeed(Strategy):
         super().__init__(options)
         self.scale = LossScale()
 
+    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
+        return "hollow" if self.options.stage == 3 else "filled"
+
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("the strategy deepspeed needs ranks: write --devices 2, or --strategy single for one")
@@ -85,11 +88,6 @@ class DeepSpeed(Strategy):
             )
         if device.type == "cpu" and (settings.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
             raise UsageError("--cpu-checkpointing moves activations from a GPU to the host; here all is on the host")
-        if any(config.sections(settings)):
-            raise NotSupported(
-                "offloading to nvme: on CPU ranks DeepSpeed 0.19.8 steps large parameters with gradients that are not "
-                "theirs, by itself too, and the numbers would be wrong without a word. Offload to cpu"
-            )
         if not component.optimizers:
             return Untrained(component)
         folder = os.path.abspath(os.path.expanduser(self.options.nvme_path)) if self.options.nvme_path else ""

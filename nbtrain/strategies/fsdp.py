@@ -25,7 +25,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -360,8 +360,6 @@ class Sharded(Prepared):
 class FSDP(Strategy):
     """Every rank holds a part of the model, and sees a share of the batches."""
 
-    takes_blanks: ClassVar[bool] = True
-
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         sharding: Sharding = "FULL_SHARD"
@@ -387,6 +385,9 @@ class FSDP(Strategy):
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self._meshes: dict[str, tuple[Any, DeviceMesh]] = {}
+
+    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
+        return "meta"
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with

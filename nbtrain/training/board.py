@@ -40,8 +40,8 @@ WATCHED = (
     "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
 """Not every torch has all of them: the last two are what newer ones call `..._tensor`, and what `fully_shard` uses."""
-BACKWARD = 1
-"""in a place: the collective is one of a backward"""
+BACKWARD, STEP = 1, 2
+"""in a place: the collective is one of a backward, or of a step under a strategy that communicates there"""
 
 
 def size(world_size: int) -> int:
@@ -96,6 +96,7 @@ class Owned(Board):
 def words(place: Sequence[int]) -> str:
     """What a rank has entered, as its part tells."""
     _, code, size, where, steps, batch, batches, _, _ = place
-    what = "in backward()" if where == BACKWARD else f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
+    calls = {BACKWARD: "in backward()", STEP: "in optimizer.step()"}
+    what = calls.get(where) or f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
     at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
     return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

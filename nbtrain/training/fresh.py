@@ -91,7 +91,7 @@ class _Step:
 
 class Blanks:
     """What a component has no content of. Found before a strategy sets it up, filled in before (`fill`) by strategies
-    that keep whole models, after it (`deal_out`) by those that keep pieces."""
+    that keep whole models, after it (`deal_out`) by those that keep pieces: of what is as it was, or `hollow`."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
@@ -135,8 +135,17 @@ class Blanks:
             del value  # or it would be there with the next module's
         return replaced
 
+    def hollow(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters of one number in memory, for libraries that know nothing of the device meta."""
+        replaced = []
+        for spot in (spot for part in self._parts for spot in part.spots):
+            old = spot.old
+            shell = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape)
+            replaced += _make_real(spot, shell if isinstance(old, nn.Parameter) else shell.clone())
+        return replaced
+
     def deal_out(self, prepared: Prepared, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The same after `set_up`: each rank keeps what it has pieces for. Not collective."""
+        """After `set_up`: each rank keeps what it has pieces for. Not collective."""
         pieces = {id(tensor): piece for tensor, piece in prepared.pieces()}
         replaced = []
         for spot, value in self.values():

@@ -25,7 +25,6 @@ import torch.distributed.distributed_c10d as c10d
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.alongside import ALONE, MESH, ODD
 from nbtrain.training.board import (
-    BACKWARD,
     CELL,
     COUNT,
     ENTERED,
@@ -55,11 +54,12 @@ NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 class Meeting:
     """The rank's part in it. `begin` and `end` around a cell."""
 
-    def __init__(self, rank: int, world_size: int, steps: Steps, in_backward: Callable[[], bool]) -> None:
+    def __init__(self, rank: int, world_size: int, steps: Steps, within: Callable[[], int]) -> None:
+        """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
         self.rank = rank
         self.world_size = world_size
         self.steps = steps
-        self.in_backward = in_backward
+        self.within = within
         self.board: Board | None = None
         self.cell = self.count = 0
         self.others = [peer for peer in range(world_size) if peer != rank]
@@ -139,7 +139,7 @@ class Meeting:
         self.count += 1
         self.board.parts[self.rank][ENTERED] = self.count
         place = (
-            (self.cell << 32) + self.count, code, size, BACKWARD if self.in_backward() else 0,
+            (self.cell << 32) + self.count, code, size, self.within(),
             self.steps.calls, *self.steps.place(),
         )  # fmt: skip
         at = Board.at(self.rank) + 8 * (MARKS + self.count % PLACES * WIDTH)
@@ -210,7 +210,7 @@ ALL = "Backward, reduce, gather, barrier and setup need every rank, and all of t
 def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     if mine[1:4] != theirs[1:4]:
         return True
-    if mine[3] != BACKWARD:
+    if not mine[3]:
         return False
     # A loader that one rank alone looks into now and then is another one: it is as good as always of another length.
     same = mine[5] > 0 < theirs[5] and mine[6] == theirs[6]
@@ -229,9 +229,9 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
     one, other = places.values()
     ways = ", ".join(f"rank {rank} is {words(place)}" for rank, place in places.items())
-    if one[:7] == other[:7] and one[3] == BACKWARD:  # at the same batch of loaders that were not iterated alike
+    if one[:7] == other[:7] and one[3]:  # at the same batch of loaders that were not iterated alike
         return f"rank {next(iter(places))}: {DRAWN}"
-    if one[3] == other[3] == BACKWARD:
+    if one[3] and other[3]:
         hint = (
             "A rank has passed over a batch or a backward that the others did: write `loss = loss * 0` and go on to "
             "backward and step in place of `continue`, or decide together: `if reduce(float(bad), 'max'): continue`"
@@ -241,7 +241,7 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below "
             "`if rank == 0:`"
         )
-    whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if place[3] != BACKWARD}
+    whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if not place[3]}
     if ("all_reduce", ODD) in whats:
         hint = (
             "What is in pieces is saved, and read as a number, by all ranks together under fsdp: write it above "

@@ -205,12 +205,15 @@ class Workshop:
             for kept in old:
                 self._close(kept)
             blanks = Blanks.of(component)
-            if blanks is not None and not self.strategy.takes_blanks:
+            wanted = self.strategy.wants_blanks()
+            if blanks is not None and wanted == "filled":
                 self._tell(blanks.fill(self.device))
+            elif blanks is not None and wanted == "hollow":
+                self._tell(blanks.hollow(self.device))
             equalise([*component.parameters(), *component.buffers()], checksum)
             prepared = self.strategy.set_up(component, self.precision)
             self._tell(prepared.replaced)
-            if blanks is not None and self.strategy.takes_blanks:
+            if blanks is not None and wanted != "filled":
                 self._tell(blanks.deal_out(prepared, self.device))
             parameters = component.parameters()  # some may be others by now
             layout = [(id(p), p.dtype, p.shape) for p in parameters]

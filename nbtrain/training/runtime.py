@@ -45,7 +45,7 @@ from nbtrain.training import collectives, lines
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.become import become
-from nbtrain.training.board import Board
+from nbtrain.training.board import BACKWARD, STEP, Board
 from nbtrain.training.checkpoints import here
 from nbtrain.training.checkpoints.core import Checkpoints
 from nbtrain.training.checkpoints.every import Plan
@@ -108,7 +108,7 @@ class Runtime:
         self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
-        self.meeting = Meeting(info.rank, info.world_size, self.steps, lambda: self._in_backward or self._in_step)
+        self.meeting = Meeting(info.rank, info.world_size, self.steps, self._within)
         self.saving = Saving(self.meeting)
         self.recompute = Recompute()
         self.made = Made(lambda: self._looks_after, self._set_up_made)
@@ -206,6 +206,9 @@ class Runtime:
             self.forwards.on = True
         self.recompute.on()
         return [] if self.strategy.hands_off else [*_batch_notes(objects, deal, run.accumulate), *self._notes()]
+
+    def _within(self) -> int:
+        return BACKWARD if self._in_backward else STEP if self._in_step else 0
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""

@@ -26,7 +26,7 @@ from nbtrain.strategies._deepspeed.dicts import whole_dicts, whole_state
 from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
-from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, library, quiet
+from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, equal_already, library, quiet
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.state import State
@@ -103,7 +103,7 @@ class Engined(Prepared):
         self.sources = self.inner.sources
         if own and self.device.type == "cuda" and decoupled is not None and self.kernel is None:
             self._fuse()
-        with quiet(), as_local_rank(self.device), warnings.catch_warnings():
+        with quiet(), equal_already(deepspeed), as_local_rank(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.engine = self._initialize(deepspeed, own)
         if not own:

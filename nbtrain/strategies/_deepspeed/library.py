@@ -8,6 +8,9 @@ What is changed in it, once per process, and why:
     free_param                a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty:
                               `sum(p.numel() for p in …)` is right, and a penalty on weights outside of the model's
                               forward is seen instead of being 0
+    OptimizerSwapper          reads a gradient from the disk straight to its place among others. Where that is not a
+                              multiple of 512 bytes the system refuses, and nobody looks: steps were taken with what
+                              had been there before. What is in front of such a multiple stays in memory
 """
 
 from __future__ import annotations
@@ -113,6 +116,24 @@ def _put_right() -> None:
 
     free_param.nbtrain = True  # type: ignore[attr-defined]
     parts.free_param = free_param
+    _align_what_is_swapped()
+
+
+def _align_what_is_swapped() -> None:
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+
+    cut_ends = OptimizerSwapper._adjust_for_misaligned_lengths
+
+    def cut(self: Any, tensors: list[torch.Tensor], offsets: list[int]) -> Any:
+        pieces, places = [], []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            head = min(-offset % self.numel_alignment, tensor.numel())
+            pieces += [tensor[:head], tensor[head:]]
+            places += [offset, offset + head]
+        some = [i for i, piece in enumerate(pieces) if piece.numel()]
+        return cut_ends(self, [pieces[i] for i in some], [places[i] for i in some])
+
+    OptimizerSwapper._adjust_for_misaligned_lengths = cut
 
 
 def _late(name: str) -> Callable[..., Any]:
@@ -136,6 +157,26 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def equal_already(deepspeed: Any) -> Iterator[None]:
+    """Around `initialize`, which would send every weight from rank 0 to all, under stage 3 twice: they have been
+    compared. Those that are filled in later (`nbtrain.empty()`) have no memory that could be sent."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    engine = deepspeed.DeepSpeedEngine
+    send_all, send = engine._broadcast_model, Init._zero_init_param
+
+    def cut(self: Any, parameter: Any) -> None:
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    engine._broadcast_model, Init._zero_init_param = lambda self: None, cut
+    try:
+        yield
+    finally:
+        engine._broadcast_model, Init._zero_init_param = send_all, send
 
 
 @contextlib.contextmanager

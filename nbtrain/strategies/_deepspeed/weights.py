@@ -23,8 +23,9 @@ Shapes = dict[int, tuple[torch.Size, torch.dtype]]
 
 def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """In the parameter's shape, one number in memory."""
-    kind = dtype if dtype is not None and p.is_floating_point() else p.dtype
-    return torch.full((), math.nan, dtype=kind, device=p.device).expand(p.shape)
+    counts = not p.is_floating_point()
+    kind = p.dtype if dtype is None or counts else dtype
+    return torch.full((), 0 if counts else math.nan, dtype=kind, device=p.device).expand(p.shape)
 
 
 class Weights:
