@@ -27,20 +27,3 @@ def one_optimizer(component: Component, settings: config.Settings) -> torch.opti
             f"the config has a scheduler, and so has the notebook ({', '.join(component.schedulers)}): leave one out"
         )
     return user
-
-
-def with_dimensions(component: Component) -> None:
-    """DeepSpeed sends parameters to the ranks as bytes, frozen ones too, and torch cannot look at one number as at
-    several bytes."""
-    names = {
-        id(p): f"{where}.{name}"
-        for where, module in component.modules.items()
-        for name, p in module.named_parameters()
-        if not p.dim() and p.element_size() > 1
-    }
-    if names:
-        raise NotSupported(
-            f"{', '.join(names.values())}: a parameter without dimensions, which DeepSpeed cannot send to its ranks. "
-            "Give it one: nn.Parameter(torch.zeros(1)) instead of nn.Parameter(torch.zeros(())), or take the strategy "
-            "ddp"
-        )

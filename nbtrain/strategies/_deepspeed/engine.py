@@ -20,7 +20,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed import config, ops
 from nbtrain.strategies._deepspeed.attachments import Attachments
 from nbtrain.strategies._deepspeed.calls import Calls
-from nbtrain.strategies._deepspeed.checks import one_optimizer, with_dimensions
+from nbtrain.strategies._deepspeed.checks import one_optimizer
 from nbtrain.strategies._deepspeed.core import LOW, Core, outermost
 from nbtrain.strategies._deepspeed.dicts import whole_dicts, whole_state
 from nbtrain.strategies._deepspeed.disk import Folder
@@ -50,7 +50,6 @@ class Engined(Prepared):
         self.user = one_optimizer(component, settings)
         if not settings.get("optimizer") and (note := check(self.user)):
             self.notes.append(note)
-        with_dimensions(component)
         self.models = outermost(component.modules.values())
         self.shapes = {id(p): (p.shape, p.dtype) for p in component.parameters()}
         self._build()

@@ -88,7 +88,7 @@ class State:
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel() in (size, 0):
                         known = self.shown.get((id(p), key))
                         if known is None or own.get(key) is not known:
-                            own[key] = torch.empty_like(p.data[:0].reshape(-1)[:0], dtype=value.dtype)
+                            own[key] = torch.empty(0, dtype=value.dtype, device=p.device)
                         self._collapse(p, key, own[key])
                     else:
                         self._count(own, key, value)
