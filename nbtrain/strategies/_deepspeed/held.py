@@ -24,6 +24,8 @@ ANSWERED = frozenset(
         "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size",
         "is_contiguous", "__hash__", "__len__", "get_device", "_backward_hooks", "_base", "is_inference",
         "output_nr", "retains_grad",
+        # what a search for memory asks everything it finds
+        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared", "_is_view",
     }
 )  # fmt: skip
 
