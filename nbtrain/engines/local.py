@@ -59,7 +59,6 @@ class LocalPool:
         """rank → why it cannot start, or nothing; a rank that is not here has not spoken yet"""
         self._heard: list[Event | Death] = []
         """while ranks were replaced"""
-        self._environ = dict(os.environ)
         self._generation = _generations
         self._meetings = 0
         self._stores: list[Segment] = []
@@ -85,11 +84,12 @@ class LocalPool:
             undo.pop_all()
 
     def _launch(self, ranks: Iterable[RankInfo], store: str) -> None:
+        environ = dict(os.environ)  # of now: what a notebook has set since counts for one that is replaced
         self._processes.launch(
             RankConfig(
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
                 generation=self._generation, store=store, board=self.board.path,
-                texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=self._environ,
+                texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=environ,
             )
             for info in ranks
         )  # fmt: skip

@@ -184,6 +184,9 @@ class Ranks:
     def everybody_ready(self) -> bool:
         return self.pool is None or len(self._ready) == len(self.pool.ranks)
 
+    def is_ready(self, rank: int) -> bool:
+        return rank in self._ready
+
     def catch_up(self) -> None:
         """Hear what they have to say, those too that form a new group at this moment."""
         self.listen(0)

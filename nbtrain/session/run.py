@@ -213,7 +213,8 @@ class CellRun:
                 if event.began is not None:
                     self._take(event.began)
             elif isinstance(event, Failed):
-                self.outcome.failed[event.rank] = event
+                if self.held.is_ready(event.rank):  # else it could not start: it is about to end, which says so
+                    self.outcome.failed[event.rank] = event
             elif isinstance(event, Memory):
                 self._memory[event.rank] = event
             elif isinstance(event, RankState):

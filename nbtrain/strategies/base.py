@@ -100,9 +100,10 @@ class Prepared:
         """Around each backward: yields what the loss is to be multiplied by."""
         return nullcontext(1.0)
 
-    def let_go(self) -> Callable[[], None] | None:
+    def let_go(self) -> Callable[[], Prepared | None] | None:
         """Hold none of the component's modules, but by the component itself, until what is returned is called. What the
-        garbage collector has found by then was held by nobody else. None: this one holds none anyway."""
+        garbage collector has found by then was held by nobody else. It may be this one, too, which the modules hold in
+        the meantime: then None is returned of it, otherwise the same one. None: this one holds no modules anyway."""
         return None
 
     def enter(self) -> None:

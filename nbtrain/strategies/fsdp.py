@@ -175,16 +175,17 @@ class Sharded(Prepared):
         self.trees = let_copies_go(self.component.modules, self.trees)
         self.ids = {number for tree in self.trees for number in tree.ids}
 
-    def let_go(self) -> Callable[[], None]:
+    def let_go(self) -> Callable[[], Prepared]:
         # A unit that is dressed holds its tree.
         trees = [(ref(tree), None if tree.dress.worn else tree) for tree in self.trees]
         norms = [ref(norm) for norm in self.sync.norms]
         self.trees, self.sync.norms = [], []
 
-        def hold_again() -> None:
+        def hold_again() -> Prepared:
             self.trees = [tree for alive, _ in trees if (tree := alive()) is not None]
             self.ids = {number for tree in self.trees for number in tree.ids}
             self.sync.norms = [norm for alive in norms if (norm := alive()) is not None]
+            return self
 
         return hold_again
 

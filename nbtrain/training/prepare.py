@@ -141,8 +141,9 @@ class Workshop:
             for group in groups:
                 group.clear()
             if hold_again is not None:
+                kept.prepared = Prepared(component)  # stays if what was set up is found with its modules
                 gc.collect()
-                hold_again()
+                kept.prepared = hold_again() or kept.prepared
             for group, name, number, reference in held:
                 item = reference()
                 if item is None:

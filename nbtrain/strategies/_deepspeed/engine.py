@@ -9,7 +9,7 @@ weights.py and state.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
 from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, equal_already, library, quiet
+from nbtrain.strategies._deepspeed.letting_go import let_go
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.state import State
@@ -174,6 +175,11 @@ class Engined(Prepared):
             self.state.take()
         self._put_on()
         self.gradients.enter()
+        self._surround()
+        self.calls.enter()
+        self.entered = True
+
+    def _surround(self) -> None:
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
@@ -182,8 +188,6 @@ class Engined(Prepared):
         if isinstance(self.inner, Inner):
             for handle in whole_state(self.state, self.device):
                 self.surroundings.callback(handle.remove)
-        self.calls.enter()
-        self.entered = True
 
     def leave(self) -> None:
         if not self.entered:
@@ -208,6 +212,9 @@ class Engined(Prepared):
     def _put_on(self) -> None:
         self.attachments.put_back()
         self.weights.put_back(self.component.parameters())
+
+    def let_go(self) -> Callable[[], Prepared | None]:
+        return let_go(self)
 
     # -- the loop ------------------------------------------------------------------------
 

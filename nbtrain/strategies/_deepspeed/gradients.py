@@ -39,7 +39,7 @@ class Gradients:
         self.stage = owner.stage
         self.trained = owner.trained
         self.user = owner.user
-        self.handle = Handle(owner.user, self.step, lambda: owner.entered)
+        self.handle = Handle(owner.user, self)
         self.skipped = 0
         self.held = False
         """some backward has left gradients with the engine"""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
 
+if TYPE_CHECKING:
+    from nbtrain.strategies._deepspeed.gradients import Gradients
+
 
 class Handle:
-    """`put_on` and `take_off` with each cell. `running`: one does."""
+    """`put_on` and `take_off` with each cell. Holds the optimizer, and not those whose step it is."""
 
-    def __init__(self, user: Optimizer, step: Callable[[], None], running: Callable[[], bool]) -> None:
-        self.user, self._step, self._running = user, step, running
+    def __init__(self, user: Optimizer, gradients: Gradients) -> None:
+        self.user, self._gradients = user, ref(gradients)
         self._before: dict[str, Any] = {}
 
     def put_on(self) -> None:
@@ -48,14 +52,15 @@ class Handle:
         return wrapped  # type: ignore[no-any-return]
 
     def _user_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
-        if not self._running():  # a wrapper of a cell that is over still leads here
+        gradients = self._gradients()
+        if gradients is None or not gradients.owner.entered:  # a wrapper of a cell that is over still leads here
             return type(optimizer).step(optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._step()
+        gradients.step()
         return loss
 
 

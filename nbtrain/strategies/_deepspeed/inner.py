@@ -7,6 +7,7 @@ groups' options are copied over.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,7 @@ class CpuAdam:
         CpuAdam._count += 1
         self.number, self.op = CpuAdam._count, op
         op.create_adam(self.number, 1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled, False)
+        self.close = weakref.finalize(self, op.destroy_adam, self.number)
 
     @torch.no_grad()
     def __call__(self, inner: Inner) -> None:
@@ -116,11 +118,6 @@ class CpuAdam:
                     self.number, int(state["step"]), float(group["lr"]), beta1, beta2, group["eps"],
                     group["weight_decay"], True, p.data, p.grad.data, state["exp_avg"], state["exp_avg_sq"],
                 )  # fmt: skip
-
-    def close(self) -> None:
-        if self.op is not None:
-            self.op.destroy_adam(self.number)
-            self.op = None
 
 
 def check(user: Optimizer) -> str:

@@ -34,6 +34,10 @@ from nbtrain.errors import UsageError
 COLLAPSED = "nbtrain_collapsed"
 """The attribute of a parameter that says what it shows while it is in pieces."""
 
+_inside: list[object] = []
+_before: dict[str, str | None] = {}
+"""of `as_local_rank`"""
+
 _group: Any = None
 """the process group that DeepSpeed was told of"""
 
@@ -181,16 +185,21 @@ def equal_already(deepspeed: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_local_rank(device: torch.device) -> Iterator[None]:
-    """DeepSpeed takes the card whose index is LOCAL_RANK; this rank's may be another one."""
+    """DeepSpeed takes the card whose index is LOCAL_RANK; this rank's may be another one. Several may be inside, and
+    leave in any order: the last one puts back what was there before."""
     wanted = {"LOCAL_RANK": str(device.index or 0) if device.type == "cuda" else os.environ.get("LOCAL_RANK", "0")}
     for name, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
         wanted.setdefault(name, str(value))
-    before = {name: os.environ.get(name) for name in wanted}
+    if not _inside:
+        _before.update({name: os.environ.get(name) for name in wanted})
+    here = object()
+    _inside.append(here)
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, old in before.items():
+        _inside.remove(here)
+        for name, old in () if _inside else _before.items():
             if old is None:
                 del os.environ[name]
             else:
@@ -199,15 +208,29 @@ def as_local_rank(device: torch.device) -> Iterator[None]:
 
 def destroy(engine: Any) -> None:
     """An engine's hooks, threads and what DeepSpeed's modules still know of it. Not collective."""
-    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
-
     try:
         engine.destroy()
     finally:
-        stack = parameter_offload.FWD_MODULE_STACK
-        stack[:] = [module for module in stack if module is not engine.module]
-        # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
-        for function in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
-            for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
-                if hasattr(one, "cache_clear"):
-                    one.cache_clear()
+        leave_tables(engine)
+
+
+def leave_tables(engine: Any) -> int:
+    """DeepSpeed's modules forget it; how often it was in the table that is not filled again by itself."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    before = len(stack)
+    stack[:] = [module for module in stack if module is not engine.module]
+    # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
+    for function in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
+    return before - len(stack)
+
+
+def enter_tables(engine: Any, times: int) -> None:
+    """The opposite."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    parameter_offload.FWD_MODULE_STACK[:0] = [engine.module] * times
