@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import re
 import sys
-import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -22,32 +20,14 @@ import pytest
 import torch
 
 from nbtrain.training import collectives
-from tests.kernels import Kernel, Result, running_kernel
 from tests.lines import NEW, START, Line, files, gradients, loops, models
-from tests.notebook import Notebook
+from tests.lines.playing import Ranks, kernel_of, numbers
 from tests.ranks import run_on_ranks
 
 STRATEGIES = ["ddp"]
 LINES = [*gradients.LINES, *models.LINES, *loops.LINES, *files.LINES]
 SLOW = 20
 """Seconds after which a cell hangs."""
-
-
-def numbers(found: Any, at: str = "") -> dict[str, Any]:
-    """All tensors and numbers below an object, by where they are. Sent to the kernel as text, too."""
-    import torch
-
-    if hasattr(found, "state_dict"):
-        found = found.state_dict()
-    if isinstance(found, torch.Tensor):
-        return {at: found.detach().clone().double()}
-    if isinstance(found, (int, float)):
-        return {at: torch.tensor(float(found)).double()}
-    if isinstance(found, dict):
-        return {k: v for key in found for k, v in numbers(found[key], f"{at}.{key}").items()}
-    if isinstance(found, (list, tuple)):
-        return {k: v for i, part in enumerate(found) for k, v in numbers(part, f"{at}[{i}]").items()}
-    return {}
 
 
 COLLECT = "torch.save(numbers([model, opt, losses, result]), {path!r})"
@@ -81,35 +61,10 @@ def _alone(line: Line) -> dict[str, Any]:
     return found
 
 
-class Ranks:
-    """One kernel, and in it one pool, for all cases; after one that hangs the kernel is told to stop, twice."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.notebook = Notebook(kernel, START)
-        self.notebook(inspect.getsource(numbers).replace(": Any", "").replace(" -> dict[str, Any]", ""))
-
-    def cell(self, code: str) -> Result:
-        kernel = self.notebook.kernel
-        result = kernel.start(code)
-        try:
-            return kernel.wait(result, SLOW)
-        except TimeoutError:
-            shown = result.text
-            for _ in range(2):
-                if not result.done:
-                    kernel.interrupt()
-                    with contextlib.suppress(TimeoutError):
-                        kernel.wait(result, 10)
-            pytest.fail(f"this hangs:\n{code}\n--- shown so far\n{shown}", pytrace=False)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """With a directory of its own for what a pool keeps there: it outlives a test, and is no leak of that test's."""
-    with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder) as kernel:
-        found = Ranks(kernel)
-        yield found
-        found.notebook("%distributed stop")
+    with kernel_of(START) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +80,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_line(line: Line, strategy: str, ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
     notebook = ranks.notebook
     notebook(NEW + line.before)
-    run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {line.flags}\n{line.cell}")
+    run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {line.flags}\n{line.cell}", SLOW)
     refused = line.without.get(strategy, line.refused)
     if refused:
         assert run.error is not None, f"this should have been refused:\n{line.cell}"

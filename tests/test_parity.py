@@ -11,12 +11,9 @@ draws (default 0); what compiles something first is left out. `make parity` play
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
 import random
 import re
-import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,12 +23,12 @@ import pytest
 import torch
 
 from nbtrain import registry
-from tests.kernels import Error, Kernel, Result, running_kernel
+from tests.kernels import Error
 from tests.lines import NEW, Line
 from tests.lines import START as LINES_START
-from tests.notebook import Notebook
+from tests.lines.playing import Ranks, kernel_of
 from tests.ranks import run_on_ranks
-from tests.test_lines import LINES, numbers, one_process
+from tests.test_lines import LINES, one_process
 from tests.variants import Variant, exact
 
 pytestmark = pytest.mark.kernel
@@ -213,38 +210,6 @@ def combinations() -> list[tuple[int, str, Variant]]:
             variants = [draw([one for one in variants if one.strategy == name]) for name in names]
         found += [(ranks, way, one) for one in variants for way in WAYS]
     return found
-
-
-class Ranks:
-    """One kernel, and in it one pool; after a cell that hangs the kernel is told to stop, twice."""
-
-    def __init__(self, kernel: Kernel, start: str) -> None:
-        self.notebook = Notebook(kernel, start)
-        self.notebook(inspect.getsource(numbers).replace(": Any", "").replace(" -> dict[str, Any]", ""))
-
-    def cell(self, code: str, limit: float = SLOW) -> Result:
-        kernel = self.notebook.kernel
-        result = kernel.start(code)
-        try:
-            return kernel.wait(result, limit)
-        except TimeoutError:
-            shown = result.text
-            for _ in range(2):
-                if not result.done:
-                    kernel.interrupt()
-                    with contextlib.suppress(TimeoutError):
-                        kernel.wait(result, 10)
-            pytest.fail(f"this hangs:\n{code}\n--- shown so far\n{shown}", pytrace=False)
-
-
-@contextlib.contextmanager
-def kernel_of(start: str) -> Iterator[Ranks]:
-    """With a directory of its own for what a pool keeps there: it outlives a test, and is no leak of that test's."""
-    here = {"DS_ACCELERATOR": "cpu"}
-    with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder, **here) as kernel:
-        found = Ranks(kernel, start)
-        yield found
-        found.notebook("%distributed stop", timeout=60)
 
 
 @pytest.fixture(scope="module")
