@@ -133,6 +133,7 @@ class Workshop:
     def sweep(self, models: bool = True) -> None:
         """Let go of what nobody else holds: a cell may make models and optimizers in a loop, one after another.
         Without `models`: only of what goes by itself; for models that are in pieces the garbage collector is asked."""
+        self._last = None
         for kept in self.kept[:]:
             component = kept.prepared.component
             groups: tuple[dict[str, Any], ...] = (component.modules, component.optimizers, component.schedulers)

@@ -26,8 +26,8 @@ from nbtrain.strategies._deepspeed.dicts import whole_dicts, whole_state
 from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
-from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, equal_already, library, quiet
 from nbtrain.strategies._deepspeed.letting_go import let_go
+from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, equal_already, library, quiet
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.state import State
@@ -48,6 +48,8 @@ class Engined(Prepared):
         self.calls = Calls(self)
         self.kernel: CpuAdam | None = None
         self.folder: Folder | None = None
+        self.meanwhile: Any = None
+        """while it is let go of: see letting_go.py"""
         self.user = one_optimizer(component, settings)
         if not settings.get("optimizer") and (note := check(self.user)):
             self.notes.append(note)
