@@ -24,6 +24,7 @@ STYLE = """<style>
  border:0!important;background:none!important;color:inherit}
 .nbt-table th{font-weight:500;opacity:.65}
 .nbt-table thead tr{border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))!important}
+.nbt-table span{white-space:nowrap}
 .nbt-table code{background:none;padding:0;color:inherit}
 </style>"""
 
@@ -86,6 +87,12 @@ def _html(head: Row, rows: Sequence[Row]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = ""
     for name, *cells in rows:
-        body += f"<tr><td><code>{escape(name)}</code></td>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f"<tr><td><code>{escape(name)}</code></td>" + "".join(f"<td>{_whole(cell)}</td>" for cell in cells)
         body += "</tr>"
     return f'<table class="nbt-table"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _whole(cell: str) -> str:
+    """Options are not broken at their hyphens."""
+    parts = (f"<span>{escape(part)}</span>" if part.startswith("-") else escape(part) for part in cell.split(" "))
+    return " ".join(parts)
