@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.strategies.base import Component
+from nbtrain.strategies.base import Component, Strategy
 from nbtrain.training.fresh import Blanks
+from nbtrain.training.lowered import Lowered, LoweredStrategy
 from nbtrain.training.prepare import Workshop
 from tests.absent import absent
 from tests.kernels import Kernel
@@ -245,11 +246,16 @@ def layers() -> nn.Module:
     return nbtrain.empty(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8))))
 
 
-def divided(rank: int, name: str, options: dict[str, Any]) -> tuple[int, list[tuple[Any, Any]]]:
+def strategy(rank: int, name: str, options: dict[str, Any], precision: str) -> Strategy:
+    kind: Any = registry.find_strategy(name).load()
+    made = kind(kind.Options(**options))
+    return LoweredStrategy(made, Lowered(torch.bfloat16, rank)) if precision == "bf16-true" else made
+
+
+def divided(rank: int, name: str, options: dict[str, Any], precision: str) -> tuple[int, list[tuple[Any, Any]]]:
     model = layers()
     optimizer, held = torch.optim.AdamW(model.parameters()), list(model.parameters())
-    kind: Any = registry.find_strategy(name).load()
-    workshop = Workshop(kind(kind.Options(**options)), CPU, 2)
+    workshop = Workshop(strategy(rank, name, options, precision), CPU, 2)
     with Bytes() as count:
         workshop.prepare({"model": model, "held": held, "optimizer": optimizer})
     assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
@@ -259,24 +265,51 @@ def divided(rank: int, name: str, options: dict[str, Any]) -> tuple[int, list[tu
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "copies"),
+    ("name", "options", "precision", "copies"),
     [
-        ("fsdp", {}, 1),
+        ("fsdp", {}, "32", 1),
+        ("fsdp", {}, "bf16-true", 0.5),
         # what the model computes with, what the optimizer steps, gradients
-        ("deepspeed", {"stage": 3, "reduce_bucket_size": 2}, 3),
+        ("deepspeed", {"stage": 3, "reduce_bucket_size": 2}, "32", 3),
     ],
 )
-def test_a_rank_has_its_pieces_and_one_module_at_a_time(name: str, options: dict[str, Any], copies: int) -> None:
+def test_a_rank_has_its_pieces_and_one_module_at_a_time(
+    name: str, options: dict[str, Any], precision: str, copies: float
+) -> None:
     if name == "deepspeed" and find_spec(name) is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
     whole = [p.detach().reshape(-1) for p in filled(layers()).parameters()]
     module, everything = 4 * (64 * 64 + 64), sum(flat.nbytes for flat in whole)
-    for most, pieces in run_on_ranks(divided, name, options):
+    if precision == "bf16-true":
+        whole, module = [flat.bfloat16().float() for flat in whole], module * 1.5  # one copy is cast into the other
+    for most, pieces in run_on_ranks(divided, name, options, precision):
         assert most <= copies * everything / 2 + module + 18_000  # with two states of a random stream
         for flat, (ranges, parts) in zip(whole, pieces, strict=True):
             assert sum(stop - start for start, stop in ranges) < flat.numel()
             for (start, stop), kept in zip(ranges, parts, strict=True):
                 assert torch.equal(flat[start:stop], kept)
+
+
+def with_buffers(rank: int) -> tuple[Any, ...]:
+    model = made()
+    workshop = Workshop(strategy(rank, "fsdp", {}, "bf16-true"), CPU, 2)
+    workshop.prepare({"model": model})
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    homes = {piece.dtype for _, piece in workshop.pieces()}
+    workshop.forget()
+    return dtypes, homes, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def test_weights_and_buffers_in_16_bits_are_those_of_a_model_that_was_made_whole() -> None:
+    whole = filled(made()).state_dict()
+    for dtypes, homes, found in run_on_ranks(with_buffers):
+        assert set(dtypes.values()) == {torch.bfloat16, torch.int64}  # how many batches a norm has seen
+        assert homes == {torch.float32}
+        assert found.keys() == whole.keys()
+        for name, tensor in whole.items():
+            expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], expected), name
 
 
 SETUP = """

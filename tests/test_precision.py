@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from nbtrain.errors import NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
+from nbtrain.training.lowered import Lowered, LoweredPrepared, LoweredStrategy
 from nbtrain.training.runtime import Runtime
 from tests.kernels import Kernel
 from tests.ranks import run_on_ranks
@@ -661,6 +665,132 @@ def test_two_ranks_in_16_bits() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert first == [1] * 18  # rank 0 alone speaks for what both have
     assert second == [0] * 18
+
+
+# A strategy in 16 bits is the strategy: nothing of what it says is lost
+
+
+def loud(base: type, said: list[str]) -> Any:
+    """An object of `base` that overrides all that can be."""
+
+    def member(name: str) -> Callable[..., Any]:
+        def call(self: object, *args: object) -> object:
+            said.append(name)
+            return Prepared(Component()) if name == "set_up" else ()
+
+        return call
+
+    names = {name: value for name, value in vars(base).items() if not name.startswith("__")}
+    own = {name: member(name) if inspect.isfunction(value) else object() for name, value in names.items()}
+    return type("Loud", (base,), own)(Component() if base is Prepared else None)
+
+
+@pytest.mark.parametrize(("base", "around"), [(Prepared, LoweredPrepared), (Strategy, LoweredStrategy)])
+def test_every_member_is_the_strategys_own(base: Any, around: Any) -> None:
+    members = [name for name in vars(base) if not name.startswith("__")]
+    assert len(members) > 4
+    for name in members:
+        said: list[str] = []
+        inner = loud(base, said)
+        outer = around(inner, Lowered(torch.bfloat16, 0))
+        if not inspect.isfunction(vars(base)[name]):
+            assert getattr(outer, name) is getattr(inner, name), name
+            continue
+        takes = inspect.signature(getattr(base, name)).parameters.values()
+        given = [Component() if one.name == "component" else None for one in takes if one.name != "self"]
+        result = getattr(outer, name)(*given)
+        if inspect.isgenerator(result):
+            assert list(result) == []
+        assert said == [name]
+
+
+@pytest.mark.parametrize(("base", "around"), [(Prepared, LoweredPrepared), (Strategy, LoweredStrategy)])
+def test_every_attribute_is_the_strategys_own(base: Any, around: Any) -> None:
+    inner = loud(base, [])
+    outer = around(inner, Lowered(torch.bfloat16, 0))
+    inner.later = "what a strategy keeps for itself"
+    for name, value in vars(inner).items():
+        if name != "replaced":  # what is told of these is known of here first
+            assert getattr(outer, name) is value
+            setattr(outer, name, new := Component())
+            assert getattr(inner, name) is new
+
+
+def sums(rank: int, name: str) -> list[torch.Tensor]:
+    """Six batches of each rank in steps of four: the last step is of two."""
+    kind: Any = registry.strategies()[name].load()
+    here = runtime("bf16-true", kind(kind.Options()), rank, 2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches(12), strict=True)))
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    with cell(here, accumulate=4, model=model, optimizer=optimizer, loader=loader):
+        for x, y in loader:
+            loss_of(model, x, y).backward()
+            optimizer.step(), optimizer.zero_grad()
+    here.uninstall()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_steps_of_fewer_batches_under_fsdp_are_those_under_ddp() -> None:
+    (divided, _), (whole, _) = run_on_ranks(sums, "fsdp"), run_on_ranks(sums, "ddp")
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(divided, whole, strict=True))
+    moved = [(p - old).abs().max() for p, old in zip(divided, net().parameters(), strict=True)]
+    assert max(moved) > 2e-2
+
+
+def hooked(rank: int) -> str:
+    here = runtime("bf16-true", FSDP(FSDP.Options()), rank, 2)
+    model = net()
+    try:
+        with cell(here, model=model):
+            model[0].weight.register_hook(lambda gradient: gradient * 2)
+            with pytest.raises(NotSupported) as refused:
+                model(torch.ones(2, 8)).sum().backward()
+            return str(refused.value)
+    finally:
+        here.uninstall()
+
+
+def test_what_fsdp_refuses_is_refused() -> None:
+    assert all("hook" in said for said in run_on_ranks(hooked))
+
+
+def test_models_that_a_strategy_holds_are_let_go_of(make: Callable[..., Runtime]) -> None:
+    """Of two, one is held by the cell too."""
+
+    class Holding(Strategy):
+        def set_up(self, component: Component, precision: str = "32") -> Prepared:
+            return Holder(component)
+
+    class Holder(Prepared):
+        def __init__(self, component: Component) -> None:
+            super().__init__(component)
+            self.models = list(component.modules.values())
+
+        def let_go(self) -> Callable[[], Prepared]:
+            alive = [ref(model) for model in self.models]
+            self.models = []
+
+            def hold_again() -> Prepared:
+                self.models = [model for one in alive if (model := one()) is not None]
+                return self
+
+            return hold_again
+
+    here = make("bf16-true", Holding(Holding.Options()))
+    kept = net()
+    here.workshop.prepare({"kept": kept})
+    here.workshop.prepare({"gone": net()})
+    before = here.workshop.prepared
+    here.workshop.sweep()
+    (left,) = here.workshop.prepared
+    assert left is before[0]
+    assert left.models == [kept]  # type: ignore[attr-defined]
+    assert list(left.component.modules.values()) == [kept]
+    assert {piece.dtype for _, piece in here.workshop.pieces()} == {torch.float32}
+    here.workshop.forget()
+    assert kept[0].weight.dtype == torch.float32
 
 
 # What cannot be

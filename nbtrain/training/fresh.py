@@ -153,7 +153,7 @@ class Blanks:
             if id(now) in pieces:
                 pieces[id(now)].fill(value.detach())
             elif is_blank(now):
-                replaced += _make_real(spot, value.to(device))
+                replaced += _make_real(spot, value.to(device, now.dtype))  # `set_up` may have cast it
             else:
                 with torch.no_grad():
                     now.copy_(value)
@@ -264,8 +264,11 @@ def _takes_nothing(module: nn.Module, name: str) -> bool:
 def _filled(part: _Part) -> list[tuple[Spot, torch.Tensor]]:
     """One module's tensors, by its own rules."""
     held = vars(part.twin)
-    real = [(spot, held[spot.box][spot.name], _like(spot.old, torch.device("cpu"))) for spot in part.spots]
-    kept = [(held["_buffers"][name], buffer.to("cpu", copy=True)) for name, buffer in part.buffers]
+    # As the notebook has them: the component's own may have been cast meanwhile.
+    hollow = [(spot, held[spot.box][spot.name]) for spot in part.spots]
+    real = [(spot, blank, _like(blank, torch.device("cpu"))) for spot, blank in hollow]
+    blanks = [(held["_buffers"][name], buffer) for name, buffer in part.buffers]
+    kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
     watch = _Watch()
     streams = capture()
     try:

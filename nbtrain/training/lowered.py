@@ -10,8 +10,7 @@ uses them outside of models, where everything is in 32 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -60,7 +59,8 @@ class Lowered:
             home = homes.get(id(tensor), (tensor, piece.dtype))[1]
             yield tensor, piece if piece.dtype is home else Raised(piece, home)
         for key, (tensor, home) in homes.items():
-            if key not in described and tensor.dtype is not home:
+            blank = tensor.is_meta  # it is filled in where it is
+            if key not in described and tensor.dtype is not home and not blank:
                 yield tensor, Whole(tensor, home, self.rank == 0)
 
     def undo(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -113,29 +113,65 @@ class Lowered:
         return found
 
 
-class LoweredStrategy(Strategy):
+T = TypeVar("T", bound=type)
+
+
+def _around(base: type) -> Callable[[T], T]:
+    """Of a class around an `inner` one: what `base` has and it does not say is the inner one's. So whatever strategies
+    are given to say one day is forwarded already."""
+
+    def forwarded(name: str) -> property:
+        return property(lambda self: getattr(self.inner, name))
+
+    def complete(cls: T) -> T:
+        for name in vars(base):
+            if not name.startswith("__") and name not in vars(cls):
+                setattr(cls, name, forwarded(name))
+        return cls
+
+    return complete
+
+
+class _Around:
+    """Attributes, too: only `own` are not the inner one's."""
+
+    own: ClassVar[tuple[str, ...]] = ("inner", "lowered")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.own:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
+
+
+@_around(Strategy)
+class LoweredStrategy(_Around, Strategy):
     """Another strategy's, in 16 bits."""
 
     def __init__(self, inner: Strategy, lowered: Lowered) -> None:
-        super().__init__(inner.options)
         self.inner = inner
         self.lowered = lowered
-
-    def share(self, rank: int, world_size: int) -> tuple[int, int]:
-        return self.inner.share(rank, world_size)
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         self.lowered.before(component)
         return LoweredPrepared(self.inner.set_up(component, precision), self.lowered)
 
 
-class LoweredPrepared(Prepared):
+@_around(Prepared)
+class LoweredPrepared(_Around, Prepared):
     """What the other strategy has prepared."""
 
+    own = (*_Around.own, "replaced")
+
     def __init__(self, inner: Prepared, lowered: Lowered) -> None:
-        super().__init__(inner.component)
         self.inner = inner
         self.lowered = lowered
+        self.replaced = []
         self._follow()
 
     def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -144,17 +180,20 @@ class LoweredPrepared(Prepared):
         self.replaced += pairs
         return pairs
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        return self.inner.clip(parameters, max_norm, norm_type)
+    def let_go(self) -> Callable[[], Prepared | None] | None:
+        hold_again = self.inner.let_go()
+        if hold_again is None:
+            return None
+        self.inner = Prepared(self.component)  # perhaps only the modules hold the other one now
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.inner.no_sync()
+        def again() -> Prepared | None:
+            inner = hold_again()
+            if inner is None:
+                return None
+            self.inner = inner
+            return self
 
-    def enter(self) -> None:
-        self.inner.enter()
-
-    def leave(self) -> None:
-        self.inner.leave()
+        return again
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         return self.lowered.pieces(self.component, self.inner.pieces())
@@ -167,20 +206,11 @@ class LoweredPrepared(Prepared):
             self._follow()
         return done
 
-    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.inner.replicas()
-
-    def reset(self) -> None:
-        self.inner.reset()
-
     def close(self) -> None:
         self.lowered.settle(self.component)
         self.inner.close()
         news = [new for _, new in self._follow()]
         self.lowered.undo([*self.lowered.held(self.component), *news])
-
-    def drop(self) -> None:
-        self.inner.drop()
 
 
 class Whole(Piece):
@@ -226,7 +256,11 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     gradient = tensor.grad if tensor.is_leaf else None
     if gradient is not None:
         tensor.grad = None
-    tensor.data = tensor.data.to(dtype)
+    data = tensor.data
+    if tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded: `Strategy.wants_blanks`
+        tensor.data = data[(0,) * data.dim()].to(dtype).expand(data.shape)
+    else:
+        tensor.data = data.to(dtype)
     if gradient is not None:
         gradient.data = gradient.data.to(dtype)
         tensor.grad = gradient
