@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import time
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from nbtrain.training.board import RAISED, Board
+from nbtrain.training.checkpoints import unbroken
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")
 
@@ -18,7 +19,8 @@ class Interrupts:
     """An interrupt is for the cell that had been sent when it came, however far the rank was with that cell: one that
     comes before its first line ends it at its first line, and one that comes after its last line ends nothing.
 
-    None is raised inside an optimizer, a schedule or a scaler, which would be left half way; the kernel repeats it.
+    None is raised inside an optimizer, a schedule or a scaler, which would be left half way, nor where a checkpoint is
+    made or brought back; the kernel repeats it.
     And only one in a cell, however often it is repeated: what the user's code does at its end is not interrupted.
     """
 
@@ -34,7 +36,7 @@ class Interrupts:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._listening:
             self._came = time.monotonic()
-        elif not in_a_step(frame):
+        elif not held_off(frame):
             self._raise()
 
     def listen(self, run: int, since: float) -> None:
@@ -57,11 +59,12 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._hear)  # a cell may have put a handler of its own here
 
 
-def in_a_step(frame: FrameType | None) -> bool:
-    """Whether something that moves weights, or what belongs to them, is under way in this frame or its callers."""
+def held_off(frame: FrameType | None) -> bool:
+    """Whether something that moves weights, or what belongs to them, is under way in this frame or its callers; or
+    something that all ranks do, or none."""
     moving = _moving()
     while frame is not None:
-        if frame.f_code.co_filename in moving:
+        if _moves(frame.f_code, moving) or frame.f_code is unbroken.together.__code__:
             return True
         frame = frame.f_back
     return False
@@ -71,10 +74,14 @@ def cut_a_step_short(trace: TracebackType | None) -> bool:
     """Whether an exception came out of it."""
     moving = _moving()
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename in moving:
+        if _moves(trace.tb_frame.f_code, moving):
             return True
         trace = trace.tb_next
     return False
+
+
+def _moves(code: CodeType, moving: frozenset[str]) -> bool:
+    return code.co_filename in moving or code is unbroken.changing.__code__
 
 
 def _moving() -> frozenset[str]:

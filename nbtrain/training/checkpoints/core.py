@@ -25,7 +25,7 @@ from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives
-from nbtrain.training.checkpoints import folder, full, opening, sources, streams
+from nbtrain.training.checkpoints import folder, full, opening, owning, sources, streams, unbroken
 from nbtrain.training.checkpoints.comparing import Match, compare
 from nbtrain.training.checkpoints.content import Content, Names, Objects
 from nbtrain.training.checkpoints.every import Interval, Plan, place_of
@@ -33,8 +33,8 @@ from nbtrain.training.checkpoints.opening import agree
 from nbtrain.training.checkpoints.parts import Described, Holdings, Part, owners, snapshot
 from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.checkpoints.restoring import Restoring, same_state
-from nbtrain.training.checkpoints.sources import ABOUT, FORMAT
-from nbtrain.training.checkpoints.writing import Job, Writing
+from nbtrain.training.checkpoints.sources import ABOUT, FORMAT, Source
+from nbtrain.training.checkpoints.writing import Job, Writing, give_up, owe
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
 from nbtrain.training.steps import Steps
@@ -42,6 +42,8 @@ from nbtrain.training.streams import restore
 
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
+_writing = Writing()
+"""A process writes one at a time, whatever strategy its cells have."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on: it does so once."""
 
@@ -63,7 +65,7 @@ class Checkpoints:
         self.workshop = workshop
         self.randomness = randomness
         self.steps = steps
-        self.writing = Writing()
+        self.writing = _writing
         self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls)
         self.positions.say = self.say
         self._given: dict[str, Any] = {}
@@ -91,8 +93,7 @@ class Checkpoints:
         ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`resume`: where loops go on, and by which load; once for each."""
-        if (late := self.late()) is not None:  # of a cell that has failed with something else
-            self.say(str(late))
+        self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
         self._plan, self._saved = plan, -1
         self._interval = Interval(plan.steps, plan.seconds) if plan is not None else Interval()
@@ -107,6 +108,8 @@ class Checkpoints:
             self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
         if plan is not None and self.refused:
             self.say(f"no checkpoints are made in this cell: {self.refused}")
+        elif plan is not None and (chosen := Objects.of(objects)):
+            self._check_folder(plan.to, chosen)
         self.positions.begin()
         if resume is not None and resume[0] not in _resumed:
             self._resuming = resume[0]
@@ -154,8 +157,13 @@ class Checkpoints:
             self._resuming = None
 
     def late(self) -> NbtrainError | None:
-        """At the end of a cell: wait until what was saved is written; what went wrong."""
-        return self.writing.finish(self.say)
+        """Wait until what was saved is written; what went wrong. What an earlier cell has left is only told of."""
+        behind = self.writing.left_behind
+        error = self.writing.finish(self.say)
+        if error is not None and behind:
+            self.say(str(error))
+            return None
+        return error
 
     def finish(self) -> None:
         """The same, raised."""
@@ -192,22 +200,7 @@ class Checkpoints:
             )
         agree(self.finish)
         source = opening.together(place_of(path), self.say)
-        names = Names(chosen.modules, self._modules())
-        found: list[Match] = []
-        with self._outside():
-            pieces = self._pieces()
-            agree(lambda: found.append(compare(source, chosen, names, bool(objects))))
-            match = found[0]
-            fits = same_state(source, chosen, names, match, pieces)
-            if self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits]):
-                self._take_apart(chosen)
-                names, pieces = Names(chosen.modules, self._modules()), self._pieces()
-                Restoring(source, opening.reading(source, self.say), pieces, names, match).restore(chosen)
-                self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
-            else:
-                Restoring(source, opening.reading(source, self.say), pieces, names, match).restore(chosen)
-        if match.optimizers or not chosen.modules:
-            self._go_on(source.about, chosen)
+        unbroken.together(lambda: self._load(source, chosen, bool(objects)))
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -216,13 +209,16 @@ class Checkpoints:
     ) -> None:
         late = self.late()
         mine: dict[str, Any] = {}
-        try:
-            job = self._job(place, chosen, full_format, in_a_step, keep, late, mine)
-        except BaseException:
-            if made := mine.get("told", {}).get("made"):
-                folder.remove(Path(made))
-            raise
-        self.writing.start(job)
+
+        def make() -> None:
+            try:
+                self.writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, mine))
+            except BaseException as error:  # from here on the others count on what this rank writes
+                if (made := mine.get("made")) is not None:
+                    give_up(made, self.rank, error)
+                raise
+
+        unbroken.together(make)
 
     def _job(
         self,
@@ -237,8 +233,9 @@ class Checkpoints:
         """What this rank is to write: settled by all ranks together. `mine`: what it has found."""
         number = self._step(chosen.optimizers.values())
         with self._outside():
-            self._collect(place, chosen, late, mine)
+            self._collect(place, chosen, late, mine, keep is not None)
             told = self._tell(mine["told"])
+            mine["made"] = Path(told[0]["made"])
             content: Content = mine["content"]
             holdings: Holdings = mine["holdings"]
             described = holdings.described()
@@ -261,7 +258,7 @@ class Checkpoints:
         processes = [one["process"] for one in told]
         return Job(
             place=place,
-            made=Path(told[0]["made"]),
+            made=mine["made"],
             rank=self.rank,
             parts=parts,
             described=described,
@@ -275,6 +272,7 @@ class Checkpoints:
                 "strategy": None if self.strategy is None else type(self.strategy).__name__,
                 "ranks": self.world_size,
                 "holds": [name for _, table in chosen.kinds() for name in table],
+                "trains": owning.trained(content, described),
             },
             laid=full.layout(content.tree, described) if full_format else None,
             peers={
@@ -285,7 +283,28 @@ class Checkpoints:
             keep=keep,
         )
 
-    def _collect(self, place: Path, chosen: Objects, late: NbtrainError | None, mine: dict[str, Any]) -> None:
+    def _check_folder(self, to: Path, chosen: Objects) -> None:
+        """Before the first step, not after many: that it is not another training's."""
+        there = self.rank == 0 and bool(folder.at_intervals(to))
+        if not any(collectives.gather(there) if self._several else [there]):
+            return
+        with self._outside():
+            pieces = self.workshop.pieces() if self.workshop is not None else ()
+
+            def check() -> None:
+                if self.rank:
+                    return
+                try:
+                    content = Content.of(chosen, Names(chosen.modules, self._modules()))
+                except UsageError:  # a lazy layer has no shape yet; the first save looks again
+                    return
+                owning.check(to, owning.trained(content, Holdings.of(content.tensors, pieces).described()))
+
+            agree(check)
+
+    def _collect(
+        self, place: Path, chosen: Objects, late: NbtrainError | None, mine: dict[str, Any], at_an_interval: bool
+    ) -> None:
         """What this rank has; what it tells the others, an error among it."""
         told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
         mine["told"] = told
@@ -303,8 +322,11 @@ class Checkpoints:
                 folder.tidy(place.parent)
                 if place.exists() and folder.marker(place) is None and (place.is_file() or any(place.iterdir())):
                     raise UsageError(f"{place} is there already, and is no whole checkpoint: it is not overwritten")
-                made = folder.beside(place)
+                if at_an_interval:
+                    owning.check(place.parent, owning.trained(content, holdings.described()))
+                made = mine["made"] = folder.beside(place)
                 made.mkdir()
+                owe(made, range(1, self.world_size))
                 told["made"] = str(made)
         except (NbtrainError, OSError) as error:
             told["error"] = error
@@ -325,6 +347,28 @@ class Checkpoints:
         return every
 
     # --- loading ---------------------------------------------------------------------------------
+
+    def _load(self, source: Source, chosen: Objects, asked: bool) -> None:
+        names = Names(chosen.modules, self._modules())
+        found: list[Match] = []
+        with self._outside():
+            pieces = self._pieces()
+            agree(lambda: found.append(compare(source, chosen, names, asked)))
+            match = found[0]
+            fits = same_state(source, chosen, names, match, pieces)
+            fit = all(collectives.gather(fits) if self._several else [fits])
+            unbroken.changing(lambda: self._restore(source, chosen, match, fit or self.workshop is None))
+        if match.optimizers or not chosen.modules:
+            self._go_on(source.about, chosen)
+
+    def _restore(self, source: Source, chosen: Objects, match: Match, as_they_are: bool) -> None:
+        if not as_they_are:
+            self._take_apart(chosen)
+        names, pieces = Names(chosen.modules, self._modules()), self._pieces()
+        Restoring(source, opening.reading(source, self.say), pieces, names, match).restore(chosen)
+        if not as_they_are:
+            assert self.workshop is not None
+            self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
 
     def _take_apart(self, chosen: Objects) -> None:
         """What these belong to is whole again on every rank, until it is set up anew."""

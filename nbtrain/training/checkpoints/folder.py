@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def mark(folder: Path, said: Mapping[str, Any]) -> None:
 def move(made: Path, place: Path) -> None:
     """`made` becomes `place`."""
     aside = None
-    if place.exists():
+    if os.path.lexists(place):  # of a link the link is replaced, and what it leads to is as it was
         aside = made.with_suffix(".old")
         os.rename(place, aside)
     try:
@@ -69,6 +69,9 @@ def move(made: Path, place: Path) -> None:
 
 def remove(folder: Path) -> None:
     """The marker goes first: what is half removed is not taken for whole."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
     with contextlib.suppress(OSError):
         (folder / MARKER).unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -103,9 +106,14 @@ def inside(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return sorted(found, key=lambda pair: (pair[1].get("saved", 0), pair[0].name))
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Of the checkpoints made at intervals, keep the newest ones."""
-    steps = [path for path, _ in inside(folder) if re.fullmatch(r"step-\d+", path.name)]
+def at_intervals(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Of these, the ones that were made by themselves."""
+    return [(path, said) for path, said in inside(folder) if re.fullmatch(r"step-\d+", path.name)]
+
+
+def prune(folder: Path, keep: int, ours: Callable[[dict[str, Any]], bool]) -> None:
+    """Of the checkpoints made at intervals that are `ours`, keep the newest ones."""
+    steps = [path for path, said in at_intervals(folder) if ours(said)]
     for path in steps[: max(0, len(steps) - keep)]:
         remove(path)
 

@@ -26,8 +26,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nbtrain.training.checkpoints.parts import Described, Part
 
-METADATA = ".metadata"
-
 
 class _Planner(DefaultSavePlanner):
     """Hands over the parts; there is nothing to plan."""

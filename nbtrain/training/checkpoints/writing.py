@@ -3,6 +3,10 @@
 The ranks do not talk while they write: each puts a note into the folder when it has finished, or failed, and rank 0
 waits for the notes, puts the folder together and moves it to its place. So a checkpoint needs no collective of its own
 in the middle of the training's.
+
+What a rank owes is a file that was there before it could fail: one that gives up takes it away, for which a full disk
+has room, too. Rank 0 waits for nobody who owes nothing any more, whose process is gone, who has left the cell without
+having begun, or of whom, on another machine, nothing is seen for long.
 """
 
 from __future__ import annotations
@@ -12,16 +16,22 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import NbtrainError
-from nbtrain.training.checkpoints import folder, full, sharded
+from nbtrain.training.checkpoints import folder, full, owning, sharded
 from nbtrain.training.checkpoints.parts import Described, Part
 
 PAUSE = 0.01
+LOOK = 0.1
+"""Seconds between looks at what ranks of other machines do: their folder is far away."""
+GRACE = 10.0
+"""Seconds after the cell's end in which it shows on every machine that a rank has begun to write."""
+SILENCE = 900.0
+"""Seconds without any change to the folder, after which a rank of another machine is not waited for."""
 
 
 @dataclass(slots=True)
@@ -42,6 +52,8 @@ class Job:
     """rank → process, where it is one of this machine's"""
     keep: int | None = None
     """of the folder's checkpoints, when it was made at an interval"""
+    cell_over: threading.Event = field(default_factory=threading.Event)
+    """no rank is on its way to writing any more"""
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +69,14 @@ class Writing:
         self._error: BaseException | None = None
 
     @property
-    def busy(self) -> bool:
-        return self._thread is not None
+    def left_behind(self) -> bool:
+        """What is under way is a checkpoint of an earlier cell."""
+        return self._job is not None and self._job.cell_over.is_set()
+
+    def leave_behind(self) -> None:
+        """Another cell begins, and all ranks have left the one before."""
+        if self._job is not None:
+            self._job.cell_over.set()
 
     def start(self, job: Job) -> None:
         assert self._thread is None
@@ -100,6 +118,8 @@ class Writing:
 
 def _write(job: Job) -> None:
     try:
+        if job.rank:
+            os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
         if job.laid is None:
             results = sharded.write(job.made, job.rank, job.parts, job.described)
         else:
@@ -113,36 +133,77 @@ def _write(job: Job) -> None:
             sharded.conclude(job.made, every, job.described)
         for rank in job.peers:
             _path(job.made, f"written-{rank}").unlink()
+            _path(job.made, f"owed-{rank}").unlink()
         folder.mark(job.made, job.said)
         folder.move(job.made, job.place)
     except BaseException as error:
-        if job.rank:
-            if not job.made.exists():  # rank 0 has given it up, and says why
-                return
-            with contextlib.suppress(OSError):
-                _note(job.made, f"failed-{job.rank}", f"{type(error).__name__}: {error}")
-        else:
-            folder.remove(job.made)
+        if job.rank and not job.made.exists():  # rank 0 has given it up, and says why
+            return
+        give_up(job.made, job.rank, error)
         raise
     if job.keep is not None:
-        folder.prune(job.place.parent, job.keep)
+        folder.prune(job.place.parent, job.keep, lambda said: owning.same(job.said["trains"], said))
+
+
+def owe(made: Path, ranks: Iterable[int]) -> None:
+    """These are to write into it."""
+    for rank in ranks:
+        _path(made, f"owed-{rank}").touch()
+
+
+def give_up(made: Path, rank: int, error: BaseException) -> None:
+    """This rank writes nothing, and the others are not to wait for it."""
+    if rank == 0:
+        folder.remove(made)
+        return
+    with contextlib.suppress(OSError):
+        _note(made, f"failed-{rank}", f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):
+        _path(made, f"owed-{rank}").unlink()
 
 
 def _wait_for(job: Job, rank: int) -> Any:
     """What this rank says that it has written."""
-    written, failed = _path(job.made, f"written-{rank}"), _path(job.made, f"failed-{rank}")
+    written, failed, owed = (_path(job.made, f"{what}-{rank}") for what in ("written", "failed", "owed"))
     process = job.peers[rank]
+    began = moved = time.monotonic()
+    seen: Any = None
     while True:
+        now = time.monotonic()
+        if not job.cell_over.is_set() or _has_begun(owed):
+            began = now
+        if process is not None or (found := _seen(job.made)) != seen:
+            moved, seen = now, None if process is not None else found
         gone = process is not None and not folder.alive(process)  # asked first: it may write in between
+        given_up = not owed.exists()
         if written.exists():
             return pickle.loads(written.read_bytes())
         if failed.exists():
             raise NbtrainError(
                 f"the checkpoint {job.place} could not be written: rank {rank}: {pickle.loads(failed.read_bytes())}"
             )
-        if gone:
+        if gone or given_up or now - began > GRACE:
             raise NbtrainError(f"the checkpoint {job.place} was given up: rank {rank} ended before it had written")
-        time.sleep(PAUSE)
+        if now - moved > SILENCE:
+            raise NbtrainError(
+                f"the checkpoint {job.place} was given up: rank {rank} has written nothing for {SILENCE:.0f} s"
+            )
+        time.sleep(PAUSE if process is not None else LOOK)
+
+
+def _has_begun(owed: Path) -> bool:
+    try:
+        return owed.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _seen(made: Path) -> Any:
+    """Changes with whatever is written there."""
+    try:
+        return {(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(made)}
+    except OSError:  # one is renamed
+        return None
 
 
 def _note(made: Path, name: str, content: Any) -> None:
