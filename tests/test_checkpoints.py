@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,7 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training import streams
-from nbtrain.training.checkpoints import folder, here
+from nbtrain.training.checkpoints import folder, here, owning, writing
 from nbtrain.training.checkpoints.parts import Described, owners
 from nbtrain.training.runtime import Runtime
 from tests.flat import FlatPieces
@@ -505,6 +506,64 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_the_next_save_on_all_ranks(t
     assert {int(held["step"]) for held in optimizer.state.values()} == {1}
 
 
+def _keeps_waiting(rank: int, path: str, short_of: str) -> tuple[list[str], float]:
+    """Rank 1 has no memory for its share, or its disk has no room even for a note; the next cell comes."""
+    said: list[str] = []
+    model = nn.ParameterList(torch.zeros(10_000_000) for _ in range(2))
+    with cell(rank, 2, DDP(DDP.Options()), model=model) as runtime:
+        if rank == 1 and short_of == "memory":
+            room = psutil.Process().memory_info().vms + 2**24
+            resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+        elif rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        try:
+            here.save(path)
+        except RuntimeError as error:
+            said.append(str(error))
+        if rank == 1:
+            for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE) if short_of == "memory" else ():
+                resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        runtime.end(False)
+        began = time.monotonic()
+        runtime.begin(SPEC, {"model": model})
+        waited = time.monotonic() - began
+        while here.current().writing.left_behind:
+            here.current().finish()
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        here.save(path)
+    return said, waited
+
+
+@pytest.mark.parametrize("short_of", ["memory", "room"])
+def test_a_rank_that_cannot_save_keeps_nobody_waiting(
+    short_of: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 writes by then; what became of it is told, the next cell does not wait for it, and its save is whole."""
+    (_, first), (said, second) = run_on_ranks(_keeps_waiting, str(tmp_path / "a"), short_of)
+    assert max(first, second) < 5
+    if short_of == "memory":
+        assert "allocate" in said[0]
+        assert "could not be written: rank 1: RuntimeError" in capfd.readouterr().err
+    else:
+        assert "was given up: rank 1 ended before it had written" in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["a"]
+    assert folder.marker(tmp_path / "a") is not None
+
+
+def test_who_left_the_cell_without_a_word_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "GRACE", 0.2)
+    made = folder.beside(tmp_path / "a")
+    made.mkdir()
+    writing.owe(made, [1])
+    one = writing.Writing()
+    one.start(writing.Job(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
+    one.leave_behind()
+    assert "rank 1 ended before it had written" in str(one.finish())
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_goes_wrong_at_the_end_is_raised_there(tmp_path: Path) -> None:
     model, *_ = plain()
     (tmp_path / "file").write_text("mine")
@@ -627,6 +686,11 @@ def test_in_a_notebook(shared_kernel: Kernel) -> None:
     run("other = nn.Linear(2, 2)")
     shown = run("%%distributed --devices 2\nload('best', other)")
     assert "is of another model: other.weight (2, 2) is not there" in shown.text
+    shown = run("%%distributed --devices 2 --save-every 3\nprint('trains'); other(torch.ones(1, 2))")
+    assert "has checkpoints of another training" in shown.text
+    assert "trains" not in shown.stdout
+    shown = run("%%distributed --devices 2 --save-every 3 --save-to others\nother(torch.ones(1, 2))")
+    assert shown.error is None, shown.text
     shown = run("%%rank 0 --devices 2\nsave('best', model)")
     assert "needs all ranks" in shown.text
     shown = run("%%distributed --devices 2 --save-every 10x\nepoch()")
@@ -655,3 +719,106 @@ def test_stop_leaves_whole_checkpoints(shared_kernel: Kernel) -> None:
     assert shown.error is None, shown.text
     assert not [name for name in os.listdir(Path(shared_kernel.home) / "stopped") if name.startswith(".")]
     run("%distributed stop")
+
+
+RESTORES = """
+%load_ext nbtrain
+import os, time, torch, nbtrain
+from torch import nn
+class Slow(nn.Linear):
+    def get_extra_state(self):
+        return 1
+    def set_extra_state(self, state):
+        open('inside', 'w').close()
+        time.sleep(1.5)
+first, second = Slow(300, 300), nn.Linear(300, 300)
+def fill(number):
+    for p in [*first.parameters(), *second.parameters()]:
+        p.data.fill_(number)
+def held():
+    return sorted({number for m in (first, second) for p in m.parameters() for number in p.flatten().tolist()})
+fill(2); nbtrain.save('two', first=first, second=second); fill(1)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stop_does_not_cut_a_load_in_two(shared_kernel: Kernel, strategy: str) -> None:
+    """It comes when one model was brought back and the other was not."""
+    run = shared_kernel.run
+    run(RESTORES)
+    inside = Path(shared_kernel.home) / "inside"
+    inside.unlink(missing_ok=True)
+    result = shared_kernel.start(
+        f"%%distributed --devices 2 --strategy {strategy}\nload('two', first, second)\nwhile True: time.sleep(0.05)"
+    )
+    shared_kernel.wait_for(inside.exists)
+    shared_kernel.interrupt()
+    shared_kernel.wait(result)
+    assert run("print(held())").stdout in ("[1.0]\n", "[2.0]\n"), result.text
+    run("%distributed stop")
+
+
+def _of(model: nn.Module, parent: Path, steps: int, name: str = "model", **objects: Any) -> None:
+    """A training of `steps` steps that saves each second one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spec = RunSpec(pool=PoolSpec(), save_steps=2, save_to=str(parent), keep_last=2)
+    with cell(0, 1, Single(Single.Options()), spec, **{name: model}, optimizer=optimizer, **objects):
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_the_folder_of_another_training_is_left_alone(tmp_path: Path) -> None:
+    to = tmp_path / "checkpoints"
+    _of(nn.Linear(3, 3), to, 4)
+    before = {path.name: path.stat().st_ino for path in to.iterdir()}
+    assert sorted(before) == ["step-000002", "step-000004"]
+    for other, name in ((nn.Linear(3, 4), "model"), (nn.Linear(3, 3), "second")):
+        with pytest.raises(UsageError, match=r"checkpoints of another training.*--save-to checkpoints-2"):
+            _of(other, to, 6, name)
+    assert {path.name: path.stat().st_ino for path in to.iterdir()} == before
+    lazy = nn.LazyLinear(4)
+    with pytest.raises(UsageError, match="checkpoints of another training"):  # by the first save
+        _of(lazy, to, 6)
+    assert {path.name: path.stat().st_ino for path in to.iterdir()} == before
+    # The same one, in another process, with a model beside it that the cell before did not use.
+    _of(nn.Linear(3, 3), to, 6, teacher=nn.Linear(7, 7))
+    assert sorted(path.name for path in to.iterdir()) == ["step-000004", "step-000006"]
+    folder.prune(to, 0, lambda said: owning.same({"another": ["x"]}, said))
+    assert len(list(to.iterdir())) == 2
+
+
+def _every_second_step(rank: int, to: str, world: int, name: str) -> None:
+    model, optimizer, scheduler = make()
+    spec = RunSpec(pool=PoolSpec(), save_steps=2, save_to=to)
+    strategy = registry.make_strategy(name, {}, {})
+    with cell(rank, world, strategy, spec, model=model, optimizer=optimizer, scheduler=scheduler):
+        train(model, optimizer, scheduler, range(5), rank, world)
+
+
+def test_another_strategy_is_the_same_training(tmp_path: Path) -> None:
+    run_on_ranks(alone, _every_second_step, str(tmp_path), 1, "single", world_size=1)
+    for world, name in ((2, "fsdp"), (3, "ddp")):
+        run_on_ranks(_every_second_step, str(tmp_path), world, name, world_size=world)
+    assert {said["ranks"] for _, said in folder.inside(tmp_path)} == {3}
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
+    model, *_ = plain()
+    wanted = state(model)
+    here.save(tmp_path / "step", model=model)
+    (tmp_path / "best").symlink_to("step")
+    (tmp_path / "nowhere").symlink_to("gone")
+    with torch.no_grad():
+        model.scale.fill_(7)
+    for name in ("best", "nowhere"):
+        here.save(tmp_path / name, model=model)
+        other = Net()
+        here.load(tmp_path / name, model=other)
+        agrees(state(other), state(model), name)
+    assert sorted(os.listdir(tmp_path)) == ["best", "nowhere", "step"]
+    other = Net()
+    here.load(tmp_path / "step", model=other)
+    agrees(state(other), wanted, "what it led to")
