@@ -112,6 +112,7 @@ def test_precision_from_either_side() -> None:
         ({"allgather_bucket_size": 7}, UsageError, "an even number of elements"),
         ({"config": {"zero_optimization": {"stage": 0}}}, UsageError, "stage 0 shards nothing"),
         ({"stage": 3, "config": {"zero_optimization": {"stage": 1}}}, UsageError, "--stage 3, but the config says"),
+        ({"stage": 1, "overlap_comm": True}, UsageError, "--overlap-comm needs --stage 2 or 3"),
         ({"offload_parameters": "cpu"}, UsageError, "--offload-parameters cpu needs --stage 3"),
         ({"offload_optimizer": "nvme", "nvme_path": "x"}, UsageError, "--offload-optimizer nvme needs --stage 3"),
         ({"stage": 3, "offload_optimizer": "nvme"}, UsageError, "--nvme-path DIR"),

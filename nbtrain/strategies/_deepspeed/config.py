@@ -113,7 +113,7 @@ def build(options: Any, precision: str | None = None) -> tuple[Settings, str]:
         _put(settings, ("bf16" if precision == "bf16-true" else "fp16", "enabled"), True)
     if precision == "16-true":
         settings["fp16"]["loss_scale"] = 1.0  # the scale is ours, as in 16-mixed
-    _check_offload(settings, options.nvme_path, precision if known else "bf16-true")
+    _check_stage(settings, options.nvme_path, precision if known else "bf16-true")
     return settings, precision
 
 
@@ -159,8 +159,8 @@ def _check(settings: Settings, source: str) -> None:
     kind = str(settings.get("optimizer", {}).get("type", ""))
     if kind.lower().replace("_", "").startswith(("onebit", "zeroone")):
         raise NotSupported(
-            f"{source}: {kind}: 1-bit optimizers do not go together with ZeRO, and stages 1 to 3 are ZeRO; take "
-            "Adam, or the strategy ddp"
+            f"{source}: {kind}: 1-bit optimizers do not go together with ZeRO, and stages 1 to 3 are ZeRO; newer "
+            "DeepSpeeds have none of them any more. Take Adam, or the strategy ddp"
         )
     for name in OURS:
         settings.pop(name, None)
@@ -185,10 +185,15 @@ def _precision(said: Settings, precision: str) -> str:
     return precision
 
 
-def _check_offload(settings: Settings, nvme_path: str, precision: str) -> None:
+def _check_stage(settings: Settings, nvme_path: str, precision: str) -> None:
     stage = settings["zero_optimization"]["stage"]
     if stage not in (1, 2, 3):
         raise UsageError(f"stage {stage!r}: stages are 1, 2 and 3")
+    if stage == 1 and settings["zero_optimization"].get("overlap_comm"):
+        raise UsageError(
+            "--overlap-comm needs --stage 2 or 3: stage 1 sends gradients when the step is taken, and no backward goes "
+            "on then"
+        )
     parameters, optimizer = offload(settings, "offload_param"), offload(settings, "offload_optimizer")
     if parameters != "none" and stage != 3:
         raise UsageError(
