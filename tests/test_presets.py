@@ -137,7 +137,7 @@ def test_the_table_in_a_notebook() -> None:
     page = table.html()
     assert page.count("<table") == page.count("</table>") == 2
     assert page.count("<tr>") == 2 + len(registry.strategies()) + len(presets.names())
-    assert "<code>ddp_spawn</code></td><td>-s ddp --start spawn</td>" in page
+    assert "<code>ddp_spawn</code></td><td><span>-s</span> ddp <span>--start</span> spawn</td>" in page
 
 
 def test_what_is_not_installed_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
