@@ -112,7 +112,13 @@ class Prepared:
     def leave(self) -> None:
         """After each cell, however it ended: modules and optimizers are as the notebook knows them (their classes,
         hooks, groups and states), but for the content of what is kept in pieces. Not collective; forgives what a cell
-        that was cut short has left behind. `enter` may follow: a checkpoint is taken in between."""
+        that was cut short has left behind."""
+
+    def pause(self) -> None:
+        """In the middle of a cell, `enter` follows: as `leave`, but what is under way goes on afterwards as if nothing
+        had been: gradients that are held, sums of them, norms they are to be clipped to. Raises what cannot be held; so
+        does `close`, before `enter`. Not collective."""
+        self.leave()
 
     def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
         """After `leave`: every tensor whose content the notebook is to have otherwise than it is here. In the same

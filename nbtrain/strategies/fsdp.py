@@ -65,6 +65,15 @@ RANKS = "nbtrain_replicas", "nbtrain_ranks"
 """dimensions of the mesh; see `alongside.MESH`"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+MIDST = (
+    "save(), load() or setup() in the middle of a model's forward or backward: under fsdp its weights are gathered for "
+    "just then. Write it between loss.backward() and the next forward, or take --strategy ddp"
+)
+HELD = (
+    "setup() or load() in the middle of --accumulate: the model would be set up anew, and the gradients gathered so "
+    "far would be lost. Write it above the loop, or where a step has just been taken"
+)
+
 
 class Sharded(Prepared):
     """A component of which every rank holds a part."""
@@ -192,6 +201,8 @@ class Sharded(Prepared):
     # --- while a cell runs -----------------------------------------------------------------------
 
     def enter(self) -> None:
+        if self.handles:
+            return
         for tree in self.trees:
             tree.dress.on()
         self.refusals = Refusals("fsdp", self._holds)
@@ -205,6 +216,21 @@ class Sharded(Prepared):
             self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
 
     def leave(self) -> None:
+        self._stop()
+        for tree in self.trees:
+            tree.calm()
+            tree.undress()
+        self.sync.reset()
+
+    def pause(self) -> None:
+        if any(tree.busy for tree in self.trees):
+            raise NotSupported(MIDST)
+        self._stop()
+        for tree in self.trees:
+            tree.reshard()
+            tree.undress()
+
+    def _stop(self) -> None:
         if self.handles:
             values.off(self.mesh)
         for handle in self.handles:
@@ -212,9 +238,6 @@ class Sharded(Prepared):
         self.handles = []
         self.refusals.off()
         self._let_copies_go()
-        self.reset()
-        for tree in self.trees:
-            tree.undress()
 
     def reset(self) -> None:
         for tree in self.trees:
@@ -223,7 +246,7 @@ class Sharded(Prepared):
         self.sync.reset()
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"][:1])
+        return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"])
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
@@ -273,13 +296,15 @@ class Sharded(Prepared):
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """What `no_sync` holds back counts so much."""
         super().rescale(parameters, factor)
-        for tree in self.trees:
-            for group in tree.groups():
-                for param in group.fsdp_params:
-                    if param.unsharded_accumulated_grad is not None:
-                        param.unsharded_accumulated_grad.mul_(factor)
-                    if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
-                        param._unsharded_param.grad.mul_(factor)
+        for gradient in self._held_back():
+            gradient.mul_(factor)
+
+    def _held_back(self) -> Iterator[torch.Tensor]:
+        """Whole gradients that wait for the next backward that is communicated."""
+        for param in (param for tree in self.trees for group in tree.groups() for param in group.fsdp_params):
+            whole = getattr(param, "_unsharded_param", None)
+            held = param.unsharded_accumulated_grad, None if whole is None else whole.grad
+            yield from (gradient for gradient in held if gradient is not None)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         held = list(parameters)
@@ -328,12 +353,12 @@ class Sharded(Prepared):
             if id(optimizer) not in before:
                 refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
                 self.replaced += [pair for pair in rebind(optimizer, same, cut_state) if pair[0] is not pair[1]]
-                if self.handles:
-                    self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
         self.component = component
         return True
 
     def close(self) -> None:
+        if next(self._held_back(), None) is not None:
+            raise NotSupported(HELD)
         new: dict[int, torch.Tensor] = {}
         self.replaced = []
         for p in self._parameters():

@@ -99,6 +99,11 @@ class Tree:
         for state in self.states:
             yield from _groups(state)
 
+    @property
+    def busy(self) -> bool:
+        """A forward or backward is under way."""
+        return any(one._training_state is not IDLE for one in (*self.states, *self.groups()))
+
     def reshard(self) -> None:
         """Let go of what is gathered, where no forward or backward is under way."""
         for state in self.states:

@@ -100,10 +100,11 @@ class Workshop:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """In the middle of a cell: as `leave`, for a while. Collective."""
-        inside = self._inside
-        self.leave()
+        """In the middle of a cell: as `leave`, for a while, in which nothing is lost. Collective."""
+        inside, self._inside = self._inside, False
         try:
+            for prepared in self.prepared if inside else ():
+                prepared.pause()
             yield
         finally:
             if inside:

@@ -34,10 +34,19 @@ class Calls:
         for module in self.owner.component.modules.values():
             route(module, self._through, self._apart)
 
-    def leave(self) -> None:
-        self.inside = False
+    @property
+    def busy(self) -> bool:
+        """A forward or a backward is under way."""
+        return self.inside or _in_backward()
+
+    def pause(self) -> None:
+        """Outputs wait for their backward."""
         for module in self.owner.component.modules.values():
             unroute(module)
+
+    def leave(self) -> None:
+        self.inside = False
+        self.pause()
         for out in self._outputs.values():
             vars(out).pop(MANAGERS, None)
         self._outputs.clear()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies._deepspeed import config, ops
+from nbtrain.strategies._deepspeed import config, ops, sentences
 from nbtrain.strategies._deepspeed.attachments import Attachments
 from nbtrain.strategies._deepspeed.calls import Calls
 from nbtrain.strategies._deepspeed.checks import one_optimizer
@@ -170,7 +170,8 @@ class Engined(Prepared):
     def enter(self) -> None:
         if self.entered:
             return
-        if [p.requires_grad for p in self.component.parameters()] != self.requires:
+        held = self.gradients.aside is not None
+        if not held and [p.requires_grad for p in self.component.parameters()] != self.requires:
             self.close()
             self._build()
         if isinstance(self.inner, Inner):
@@ -193,6 +194,8 @@ class Engined(Prepared):
 
     def leave(self) -> None:
         if not self.entered:
+            if self.gradients.aside is not None:  # it was to go on, and does not
+                self.gradients.leave()
             return
         self.entered = False
         self.surroundings.close()
@@ -202,6 +205,20 @@ class Engined(Prepared):
         if self.stage == 3:
             with suppress(Exception):  # a cell that was cut short has left some in flight: the component goes then
                 self.engine.optimizer._partition_all_parameters()
+        self._hide()
+
+    def pause(self) -> None:
+        if not self.entered:
+            return
+        if self.calls.busy:
+            raise NotSupported(sentences.MIDST)
+        self.entered = False
+        self.surroundings.close()
+        self.calls.pause()
+        self.weights.follow_edits(self.trained)
+        self.gradients.pause()
+        if self.stage == 3:
+            self.engine.optimizer._partition_all_parameters()
         self._hide()
 
     def _hide(self) -> None:
@@ -277,6 +294,8 @@ class Engined(Prepared):
     @torch.no_grad()
     def close(self) -> None:
         """One tensor at a time: what is gathered becomes the parameter's own."""
+        if self.gradients.held:
+            raise NotSupported(sentences.HELD)
         for tensor, piece in [*self.pieces()]:
             flat = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=tensor.device)
             for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):

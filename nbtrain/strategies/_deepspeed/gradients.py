@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Made when the engine is; `enter` and `leave` with each cell."""
+    """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
 
     def __init__(self, owner: Engined) -> None:
         self.owner = owner
@@ -60,6 +60,8 @@ class Gradients:
         """of a clip, until the step"""
         self.clipping = float(self.zero.clip_grad)
         self.stand_ins = [Held.of(p, _dtype(owner, p)) for p in self.trained]
+        self.aside: list[torch.Tensor | None] | None = None
+        """what each parameter's grad was, in a pause"""
         self.scaled = owner.precision.startswith("16")
         self._warned = False
         self._listen()
@@ -149,9 +151,21 @@ class Gradients:
 
     def enter(self) -> None:
         self.weights.remember(self.trained)
-        self.handle.put_on()
+        if self.aside is None:
+            self.handle.put_on()
+            return
+        for p, grad in zip(self.trained, self.aside, strict=True):
+            p.grad = grad
+        self.aside = None
+
+    def pause(self) -> None:
+        """The optimizer stays the engine's handle: what the cell has put around its `step` since is not to be lost."""
+        self.aside = [p.grad for p in self.trained]
+        for p in self.trained:  # in the notebook's form they have another dtype
+            p.grad = None
 
     def leave(self) -> None:
+        self.aside = None
         self.handle.take_off()
         for p in self.trained:
             p.grad = None
@@ -174,8 +188,6 @@ class Gradients:
         self.weights.follow_edits(self.trained)
         if hasattr(owner.inner, "take_options"):
             owner.inner.take_options()
-        if self.scaled:
-            zero.override_loss_scale(owner.loss_scale.value)
         zero.clip_grad = self.max_norm or self.clipping
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
         try:
@@ -310,7 +322,10 @@ class Gradients:
     def backward(self) -> Iterator[float]:
         self.take_back()
         self._clip_now()
-        factor = self.owner.loss_scale.begin() if self.scaled else 1.0
+        factor = 1.0
+        if self.scaled:
+            factor = self.owner.loss_scale.begin()
+            self.zero.override_loss_scale(factor)  # what is held now was made with it, or will be
         try:
             yield factor
             if self.taken and (self.held or self.stepped):  # it went through other models only

@@ -15,6 +15,16 @@ SPENT = (
     "stages 1 and 2, and under the strategy ddp"
 )
 
+MIDST = (
+    "save(), load() or setup() in the middle of a model's forward or backward, where under deepspeed the engine is at "
+    "work: write it between loss.backward() and the next forward, or take the strategy ddp"
+)
+
+HELD = (
+    "setup() or load() between loss.backward() and optimizer.step(): the model would be set up anew, and the gradients "
+    "that DeepSpeed's engine holds would be lost. Write it after optimizer.step(), or take the strategy ddp"
+)
+
 NOT_ZEROED = (
     "the last step's gradients were not set to None or zero: in one process they would be stepped once more, or new "
     "ones added to them, and under deepspeed the engine has forgotten them: call optimizer.zero_grad() in each step, "

@@ -39,10 +39,6 @@ class Layout:
         )
         return found
 
-    def group_of(self, flat: int) -> int:
-        """The inner optimizer's group that a piece belongs to."""
-        return self.zero.sub_group_to_group_id[flat] if self.stage == 3 else flat  # type: ignore[no-any-return]
-
     def members(self, flat: int) -> list[torch.Tensor]:
         groups = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
         return list(groups[flat])
