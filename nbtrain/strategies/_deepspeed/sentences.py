@@ -83,8 +83,10 @@ def of_backward(error: BaseException, stage: int) -> str | None:
         frames.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
     frames = [name.replace("\\", "/") for name in frames]
-    # What a hook of the user's raises, or a handler of a signal, passes through DeepSpeed, too.
-    if not any("/deepspeed/runtime/" in name for name in frames) or not re.search("/(deepspeed|torch)/", frames[-1]):
+    # What a hook of the user's raises, or a handler of a signal (of a loader's worker that died), passes through
+    # DeepSpeed, too.
+    its_own = re.search("/(deepspeed|torch(?!/utils/data))/", frames[-1])
+    if not its_own or not any("/deepspeed/runtime/" in name for name in frames):
         return None
     first = str(error).partition("\n")[0]
     return (
