@@ -181,6 +181,40 @@ def words(stage: Stage) -> Numbers:
     return numbers(prepared)
 
 
+class Heated(nn.Module):
+    """The first parameter has no dimensions, and is whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = nn.Parameter(torch.tensor(1.5), requires_grad=False)
+        self.norm = nn.BatchNorm1d(5, affine=False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm(x)
+        return self.head(x) * self.heat
+
+
+def measured(stage: Stage) -> Numbers:
+    """A metric between backward and step, without no_grad."""
+    torch.manual_seed(0)
+    model = Heated()
+    optimizer, prepared = begun(stage, model)
+    for x, y in stage.batches(3):
+        F.cross_entropy(model(x), y).backward()
+        model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    found = numbers(prepared)
+    del found["model0.norm.running_var"]  # of each rank's share
+    return found
+
+
+def test_a_first_parameter_without_dimensions() -> None:
+    same(measured, sharding="SHARD_GRAD_OP")
+
+
 CASES = [inference, scaled, recomputed, loaded, made_inside, adversarial, pictures, words]
 
 
