@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.fsdp import FSDP
@@ -134,3 +135,34 @@ def test_a_checkpoint_takes_nothing_away(kind: tuple[Any, ...], tmp_path: Path) 
         for (name, place), weights in found.items():
             error = (weights - wanted).abs().max().item()
             assert error < 1e-6, f"{name}, saved after {place}: {error}"
+
+
+def other_things(rank: int, kind: tuple[Any, ...]) -> torch.Tensor:
+    """In the middle of a step: another model is set up, a scheduler comes to the one there is, and then something that
+    makes it necessary to set it up anew."""
+    model, optimizer = make()
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randn(8, 4, generator=generator)[rank::2] for _ in range(STEPS)]
+    with cell(
+        rank, 2, strategy(*kind), RunSpec(pool=PoolSpec(), accumulate=2), model=model, optimizer=optimizer
+    ) as cell_:
+
+        def between(place: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            times[place] = times.get(place, 0) + 1
+            if place == "backward" and times[place] == 1:
+                cell_.setup(nn.Linear(2, 2), torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+            if place == "step" and times[place] == 3:
+                with pytest.raises(NotSupported, match="would be lost"):
+                    cell_.setup(nn.Sequential(model, nn.Linear(3, 3)), optimizer)
+
+        times: dict[str, int] = {}
+        by_option(model, optimizer, batches, between)
+        found = torch.cat([value.flatten() for value in whole(model).values()]).clone()
+    return found
+
+
+@pytest.mark.parametrize("kind", [("fsdp",), ("deepspeed", 2), ("deepspeed", 3)], ids=lambda k: "-".join(map(str, k)))
+def test_what_is_set_up_takes_nothing_away_or_is_refused(kind: tuple[Any, ...]) -> None:
+    wanted = reference()
+    for found in run_on_ranks(other_things, kind):
+        assert (found - wanted).abs().max().item() < 1e-6
