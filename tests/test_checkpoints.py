@@ -231,6 +231,19 @@ def test_full(setup: str, saved: dict[str, str]) -> None:
     agrees(objects[0].state_dict(), {k: v for k, v in reference(4).items() if k[:2] != "lr"}, setup)
 
 
+def _stays_in_pieces(rank: int, path: str) -> bool:
+    model, optimizer, scheduler = make(seed=1)
+    strategy = registry.make_strategy("fsdp", {}, {})
+    with cell(rank, 4, strategy, model=model, optimizer=optimizer, scheduler=scheduler) as runtime:
+        before = list(runtime.workshop.kept)
+        here.load(path)
+        return before == runtime.workshop.kept and bool(optimizer.state)
+
+
+def test_a_model_in_pieces_stays_so_though_its_optimizer_has_no_state_yet(saved: dict[str, str]) -> None:
+    assert all(run_on_ranks(_stays_in_pieces, saved["single"], world_size=4))
+
+
 def test_who_writes_what() -> None:
     """Pieces by who keeps them, of several the first; the rest spread by bytes."""
     described = {name: Described((10, 10), torch.float32) for name in "abcd"}

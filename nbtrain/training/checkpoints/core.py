@@ -32,7 +32,7 @@ from nbtrain.training.checkpoints.every import Interval, Plan, place_of
 from nbtrain.training.checkpoints.opening import agree
 from nbtrain.training.checkpoints.parts import Described, Holdings, Part, owners, snapshot
 from nbtrain.training.checkpoints.position import Positions
-from nbtrain.training.checkpoints.restoring import Restoring, same_state
+from nbtrain.training.checkpoints.restoring import Restoring, make_state, same_state
 from nbtrain.training.checkpoints.sources import ABOUT, FORMAT, Source
 from nbtrain.training.checkpoints.writing import Job, Writing, give_up, owe
 from nbtrain.training.prepare import Workshop
@@ -352,21 +352,21 @@ class Checkpoints:
         names = Names(chosen.modules, self._modules())
         found: list[Match] = []
         with self._outside():
-            pieces = self._pieces()
             agree(lambda: found.append(compare(source, chosen, names, asked)))
             match = found[0]
-            fits = same_state(source, chosen, names, match, pieces)
-            fit = all(collectives.gather(fits) if self._several else [fits])
-            unbroken.changing(lambda: self._restore(source, chosen, match, fit or self.workshop is None))
+            unbroken.changing(lambda: self._restore(source, chosen, names, match))
         if match.optimizers or not chosen.modules:
             self._go_on(source.about, chosen)
 
-    def _restore(self, source: Source, chosen: Objects, match: Match, as_they_are: bool) -> None:
-        if not as_they_are:
+    def _restore(self, source: Source, chosen: Objects, names: Names, match: Match) -> None:
+        make_state(source, chosen, names, match, self._pieces())
+        fits = same_state(source, chosen, names, match, self._pieces())
+        apart = self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits])
+        if apart:
             self._take_apart(chosen)
-        names, pieces = Names(chosen.modules, self._modules()), self._pieces()
-        Restoring(source, opening.reading(source, self.say), pieces, names, match).restore(chosen)
-        if not as_they_are:
+            names = Names(chosen.modules, self._modules())
+        Restoring(source, opening.reading(source, self.say), self._pieces(), names, match).restore(chosen)
+        if apart:
             assert self.workshop is not None
             self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
 

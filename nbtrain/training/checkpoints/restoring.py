@@ -18,6 +18,27 @@ Pieces = dict[int, Piece]
 Held = dict[Name, torch.Tensor]
 
 
+def make_state(source: Source, objects: Objects, names: Names, match: Match, pieces: Pieces) -> None:
+    """What an optimizer has nothing of yet, in pieces as large as those of its parameters, where these say how they are
+    cut (DTensor): so a model that no rank can hold goes on after the kernel was started anew."""
+    for mine, theirs in match.optimizers.items():
+        optimizer, tree = objects.optimizers[mine], source.tree["optimizers"][theirs]
+        for name, p in _parameters(optimizer, names).items():
+            there = _state_of(tree, name, match)
+            tensors = {key: source.described[value[1]] for key, value in there.items() if _is_reference(value)}
+            if optimizer.state.get(p) or id(p) not in pieces or not hasattr(p, "placements"):
+                continue
+            if any(one.shape != tuple(p.shape) and one.numel != 1 for one in tensors.values()):
+                continue  # nobody knows how that is cut
+            on_device = _counts_on_device(_group_of(optimizer, p))
+            for key, one in tensors.items():
+                if one.shape == tuple(p.shape):
+                    made = torch.zeros_like(p, dtype=one.dtype, requires_grad=False)
+                else:
+                    made = torch.zeros(one.shape, dtype=one.dtype, device=p.device if on_device else "cpu")
+                optimizer.state[p][key] = made
+
+
 def same_state(source: Source, objects: Objects, names: Names, match: Match, pieces: Pieces) -> bool:
     """The optimizers hold the tensors that the checkpoint has for them. If they do not, and it is kept in pieces what
     they train, the strategy has to give them theirs first."""
@@ -95,8 +116,7 @@ class Restoring:
             state = optimizer.state[p]
             for key in [key for key in state if key not in there]:
                 del state[key]
-            group = next(group for group in optimizer.param_groups if any(one is p for one in group["params"]))
-            on_device = bool(group.get("capturable") or group.get("fused"))
+            on_device = _counts_on_device(_group_of(optimizer, p))
             for key, value in there.items():
                 self._put(state, key, value, p if key != "step" or on_device else None)
 
@@ -113,6 +133,15 @@ class Restoring:
         else:
             content = self.read(value[1])
             holder[key] = content.to(like.device) if like is not None else content
+
+
+def _group_of(optimizer: Optimizer, p: torch.Tensor) -> dict[str, Any]:
+    return next(group for group in optimizer.param_groups if any(one is p for one in group["params"]))
+
+
+def _counts_on_device(group: dict[str, Any]) -> bool:
+    """Where its `step` is."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _parameters(optimizer: Optimizer, names: Names) -> Held:
