@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies._deepspeed.scaling import PATIENCE
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.training.accumulate import Accumulation
@@ -1041,3 +1042,50 @@ def test_a_parameter_without_dimensions(stage: int, trained: bool) -> None:
     for weights in run_on_ranks(tempered, stage, trained, False):
         assert weights["temperature"].shape == ()
         assert distance(weights, alone) < 1e-6
+
+
+def rescaled(rank: int, stage: int) -> list[tuple[float, float]]:
+    """Norms and losses while the scale changes: half precision needs a GPU, its scale does not. 0: one process."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 4)
+    clip, around = nn.utils.clip_grad_norm_, lambda: contextlib.nullcontext(1.0)
+    if stage:
+        x = x[rank::2]
+        strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
+        prepared: Any = strategy.set_up(Component({"m": model}, {"o": optimizer}))
+        prepared.enter()
+        prepared.gradients.scaled = True
+        clip, around = (lambda parameters, norm: prepared.clip(parameters, norm, 2.0)), prepared.backward
+    found = []
+    for step, scale in enumerate((2.0**16, 2.0**15, 2.0**15, 2.0**16)):
+        for again in (False, True)[: 1 + step % 2]:
+            if again:  # added to what was clipped
+                clip(model.parameters(), 0.1)
+            with around() as factor:
+                (model(x).square().mean() * factor).backward()
+        norm = float(clip(model.parameters(), 0.2))
+        if stage:
+            assert factor == scale
+            if step == 0:
+                strategy.scale.stepped(True)  # another model's gradients were infinite
+            elif step == 2:
+                strategy.scale._good = PATIENCE - 1
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(x).square().mean().detach()
+        if stage:
+            dist.all_reduce(loss.div_(2))
+        found.append((norm, float(loss)))
+    if stage:
+        prepared.leave()
+        prepared.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_norms_while_the_scale_of_losses_changes(stage: int) -> None:
+    wanted = rescaled(0, 0)
+    for found in run_on_ranks(rescaled, stage):
+        assert found == [pytest.approx(pair, rel=1e-4) for pair in wanted]
