@@ -173,6 +173,28 @@ def test_pinned_memory_is_what_the_config_says() -> None:
         assert plain["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
+def checkpointing(rank: int) -> list[tuple[bool, bool]]:
+    import deepspeed
+
+    seen = []
+    configure = deepspeed.checkpointing.configure
+
+    def called(*args: Any, **given: Any) -> None:
+        seen.append((given["partition_activations"], given["checkpoint_in_cpu"]))
+        configure(*args, **given)
+
+    deepspeed.checkpointing.configure = called
+    for options in ({}, {"cpu_checkpointing": True}, {"partition_activations": True}):
+        model = net()
+        engined(model, adam(model), **options).close()
+    return seen
+
+
+def test_where_checkpointed_activations_are_kept() -> None:
+    for seen in run_on_ranks(checkpointing):
+        assert seen == [(False, False), (False, True), (True, False)]
+
+
 def test_in_float16_deepspeed_is_given_a_scale_that_stands_still() -> None:
     """It is moved by ours: see below."""
     own = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 9}}

@@ -9,7 +9,7 @@ import pytest
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.magics.flags import flags_of
-from nbtrain.strategies._deepspeed.config import ENVIRONMENT, build
+from nbtrain.strategies._deepspeed.config import ENVIRONMENT, build, decided
 from nbtrain.strategies.deepspeed import DeepSpeed
 
 Options = DeepSpeed.Options
@@ -68,6 +68,17 @@ def test_a_flag_says_what_a_config_does_not() -> None:
     made = settings(config={"zero_optimization": {"stage": 3}}, offload_optimizer="cpu")
     assert made["zero_optimization"]["stage"] == 3
     assert made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_what_a_config_decides_is_said() -> None:
+    """A flag that says its default looks as if it had been left out."""
+    mine = {"zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": False}}
+    made = Options(config=mine, stage=2)
+    assert settings(config=mine, stage=2)["zero_optimization"]["stage"] == 3
+    assert decided(made) == "from the config: --stage 3, --overlap-comm, --no-contiguous-gradients"
+    assert decided(Options(config=mine, stage=3)) == "from the config: --overlap-comm, --no-contiguous-gradients"
+    assert decided(Options(config={"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}})) is None
+    assert decided(Options(stage=3)) is None
 
 
 def test_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

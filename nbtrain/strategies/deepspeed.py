@@ -44,7 +44,7 @@ class DeepSpeed(Strategy):
         reduce_bucket_size: int = 50_000_000
         """elements of gradients that are reduced at once"""
         overlap_comm: bool = False
-        """gradients are reduced while the backward goes on; off: DeepSpeed decides by stage"""
+        """gradients are reduced while the backward goes on, in stages 2 and 3; off: DeepSpeed decides by stage"""
         contiguous_gradients: bool = True
         """gradients are copied into one buffer as they come"""
         partition_activations: bool = False
@@ -91,4 +91,7 @@ class DeepSpeed(Strategy):
         if not component.optimizers:
             return Untrained(component)
         folder = os.path.abspath(os.path.expanduser(self.options.nvme_path)) if self.options.nvme_path else ""
-        return Engined(component, settings, precision, self.scale, folder)
+        prepared = Engined(component, settings, precision, self.scale, folder)
+        if note := config.decided(self.options):
+            prepared.notes.append(note)
+        return prepared

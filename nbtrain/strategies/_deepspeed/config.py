@@ -4,7 +4,8 @@ Who decides, the first one that speaks: a flag that is not at its default; `--co
 file); the file that the environment variable NBTRAIN_DEEPSPEED_CONFIG names; our defaults, below. A flag that is not at
 its default and a config that says otherwise is a contradiction and refused, as is a `--precision` that the config
 contradicts: nobody should have to know who wins. (A flag that is written out but says its default cannot be told from
-one that was left out: the config decides.) Values of "auto", as in the configs of transformers, count as not given.
+one that was left out: the config decides, and `decided` says so.) Values of "auto", as in the configs of transformers,
+count as not given.
 
 What nbtrain decides itself and takes no word on: batch sizes (the loader's), accumulation (the loop's, or
 `--accumulate`), stage 0 (it is `ddp`, and DeepSpeed's takes no plain `loss.backward()`).
@@ -115,6 +116,18 @@ def build(options: Any, precision: str | None = None) -> tuple[Settings, str]:
         settings["fp16"]["loss_scale"] = 1.0  # the scale is ours, as in 16-mixed
     _check_stage(settings, options.nvme_path, precision if known else "bf16-true")
     return settings, precision
+
+
+def decided(options: Any) -> str | None:
+    """A line for the user, of what stays at its default among the flags and is otherwise in the config."""
+    said = given(options.config)
+    found = []
+    for one in fields(options):
+        value = _get(said, FLAGS[one.name]) if one.name in FLAGS else None
+        if value is not None and getattr(options, one.name) == one.default != value:
+            flag = one.name.replace("_", "-")
+            found.append(f"--{flag} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{flag}")
+    return f"from the config: {', '.join(found)}" if found else None
 
 
 def offload(settings: Settings, what: str) -> str:
