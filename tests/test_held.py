@@ -166,3 +166,29 @@ def test_what_is_set_up_takes_nothing_away_or_is_refused(kind: tuple[Any, ...]) 
     wanted = reference()
     for found in run_on_ranks(other_things, kind):
         assert (found - wanted).abs().max().item() < 1e-6
+
+
+def gone_on(rank: int, kind: tuple[Any, ...], path: str) -> torch.Tensor:
+    """A second cell goes on from a checkpoint, for which what it has is set up anew."""
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randn(8, 4, generator=generator)[rank::2] for _ in range(STEPS)]
+    spec = RunSpec(pool=PoolSpec(), accumulate=2)
+    for load in (False, True):
+        model, optimizer = make()
+        known = {"step", "zero_grad"} & vars(optimizer).keys()
+        with cell(rank, 2, strategy(*kind), spec, model=model, optimizer=optimizer):
+            if load:
+                here.load(path)
+            by_option(model, optimizer, batches[2 * load : 2 + 2 * load], lambda *_: None)
+            if not load:
+                here.save(path)
+            weights = torch.cat([value.flatten() for value in whole(model).values()]).clone()
+        assert {"step", "zero_grad"} & vars(optimizer).keys() == known
+    return weights
+
+
+@pytest.mark.parametrize("kind", [("deepspeed", 2), ("deepspeed", 3)], ids=lambda k: "-".join(map(str, k)))
+def test_a_checkpoint_that_is_loaded_leaves_accumulation_on(kind: tuple[Any, ...], tmp_path: Path) -> None:
+    wanted = reference()
+    for found in run_on_ranks(gone_on, kind, str(tmp_path / "a")):
+        assert (found - wanted).abs().max().item() < 1e-6

@@ -23,23 +23,25 @@ class Handle:
 
     def put_on(self) -> None:
         own = vars(self.user)
-        self._before = {name: own.get(name) for name in ("step", "zero_grad")}
+        self._before["zero_grad"] = own.get("zero_grad")
+        own["zero_grad"] = types.MethodType(_zero_grad, self.user)
+        older = _behind(own.get("step"))
+        if older is not None:  # the cell has put something around it, which is to go on leading to the engine
+            older._gradients = self._gradients
+            return
+        self._before["step"] = own.get("step")
         step: Any = types.MethodType(self._hooked(), self.user)
         vars(step.__func__)["_wrapped_by_lr_sched"] = True  # schedulers look for it, to warn of steps they cannot see
         own["step"] = step
-        own["zero_grad"] = types.MethodType(_zero_grad, self.user)
 
     def take_off(self) -> None:
         own = vars(self.user)
-        for name, before in self._before.items():
-            mine = own.get(name)
-            function = getattr(mine, "__func__", None)
-            if function is None or not (function is _zero_grad or getattr(function, "nbtrain_of", None) is self):
-                continue  # a scheduler that the cell made has put its wrapper around it
-            if before is None:
-                del own[name]
-            else:
-                own[name] = before
+        if getattr(own.get("zero_grad"), "__func__", None) is _zero_grad:
+            _restore(own, "zero_grad", self._before)
+        function = getattr(own.get("step"), "__func__", None)  # else something of the cell's is around it
+        whose = getattr(function, "nbtrain_of", None)
+        if isinstance(whose, Handle):
+            _restore(own, "step", whose._before)
 
     def _hooked(self) -> Callable[..., Any]:
         """With torch's hooks around it, which see one step of the user's optimizer."""
@@ -62,6 +64,24 @@ class Handle:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         gradients.step()
         return loss
+
+
+def _restore(own: dict[str, Any], name: str, before: dict[str, Any]) -> None:
+    if before.get(name) is None:
+        del own[name]
+    else:
+        own[name] = before[name]
+
+
+def _behind(step: Any) -> Handle | None:
+    """Whose step is called in the end; `--accumulate` says in `before` what it has been put around."""
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        whose = getattr(function, "nbtrain_of", None)
+        if isinstance(whose, Handle):
+            return whose
+        step = getattr(function, "before", None) or getattr(function, "__wrapped__", None)
+    return None
 
 
 def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
