@@ -114,6 +114,8 @@ class Writing:
             _write(job)
         except BaseException as error:
             self._error = error
+        finally:
+            job.parts = ()  # as large as what is trained; the next cell may be long in coming
 
 
 def _write(job: Job) -> None:
@@ -201,7 +203,8 @@ def _has_begun(owed: Path) -> bool:
 def _seen(made: Path) -> Any:
     """Changes with whatever is written there."""
     try:
-        return {(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(made)}
+        with os.scandir(made) as found:
+            return {(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found}
     except OSError:  # one is renamed
         return None
 
