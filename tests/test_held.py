@@ -192,3 +192,25 @@ def test_a_checkpoint_that_is_loaded_leaves_accumulation_on(kind: tuple[Any, ...
     wanted = reference()
     for found in run_on_ranks(gone_on, kind, str(tmp_path / "a")):
         assert (found - wanted).abs().max().item() < 1e-6
+
+
+def inside(rank: int, kind: tuple[Any, ...], path: str) -> None:
+    """Of a forward, and of a backward."""
+    model, optimizer = make()
+    x = torch.ones(2, 4)
+    with cell(rank, 2, strategy(*kind), RunSpec(pool=PoolSpec()), model=model, optimizer=optimizer):
+        handle = model[1].register_forward_hook(lambda *_: here.save(path, model=model))
+        with pytest.raises(NotSupported, match="in the middle of a model's forward or backward"):
+            model(x)
+        handle.remove()
+        out = model(x)
+        out.register_hook(lambda _: here.save(path, model=model))
+        with pytest.raises(NotSupported, match="in the middle of a model's forward or backward"):
+            out.mean().backward()
+        by_hand(model, optimizer, [x, x], lambda *_: None)
+        here.save(path, model=model)
+
+
+@pytest.mark.parametrize("kind", [("fsdp",), ("deepspeed", 2)], ids=lambda k: "-".join(map(str, k)))
+def test_in_the_middle_of_a_forward_it_is_refused(kind: tuple[Any, ...], tmp_path: Path) -> None:
+    run_on_ranks(inside, kind, str(tmp_path / "a"))
