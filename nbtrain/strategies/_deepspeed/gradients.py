@@ -214,12 +214,14 @@ class Gradients:
             shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
     def _done(self) -> None:
+        dirty = self.held or bool(self.arrived)
         self.held = self.opened = self.ended = self.stepped = self.stale = self.reduced = False
         self.max_norm = 0.0
         self.arrived.clear()
         self.local.clear()
         self.owner.loss_scale.holding.discard(id(self))
-        buffers.wipe(self.layout)
+        if dirty:  # once a step is enough
+            buffers.wipe(self.layout)
         self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
