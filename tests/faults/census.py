@@ -70,7 +70,7 @@ class Census:
 
     def more_than(self, before: Census, allowed: Mapping[str, int] | None = None) -> list[str]:
         """What there is more of, beyond what is allowed; of processes, what there is less of too."""
-        allowed = ALLOWED | dict(allowed or {})
+        allowed = Counter(ALLOWED) + Counter(allowed or {})  # what a fault leaves comes on top
         found = []
         for what in sorted(self.counts.keys() | before.counts.keys()):
             then, now = before.counts[what], self.counts[what]
