@@ -118,7 +118,7 @@ class Workshop:
         """Close everything that was set up. `whole`: what is in pieces is put together again, which is collective."""
         self.leave()
         for kept in self.kept[:]:
-            self._close(kept, whole)
+            self.close(kept, whole)
 
     def retire(self, held: Callable[[object], bool]) -> None:
         """Let go of what is not `held` any more: a notebook that makes its model anew leaves the old one behind."""
@@ -129,7 +129,7 @@ class Workshop:
             for group, name in gone:
                 kept.objects -= {id(group.pop(name))}  # another object may have this id by then
             if not (component.modules or component.optimizers):
-                self._close(kept, False)
+                self.close(kept, False)
 
     def sweep(self, models: bool = True) -> None:
         """Let go of what nobody else holds: a cell may make models and optimizers in a loop, one after another.
@@ -154,7 +154,7 @@ class Workshop:
                     group[name] = item
                 del item
             if not (component.modules or component.optimizers or component.loose):
-                self._close(kept, False)
+                self.close(kept, False)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
         """Whether all that it trains is set up."""
@@ -206,7 +206,7 @@ class Workshop:
                 return
         with self.outside():
             for kept in old:
-                self._close(kept)
+                self.close(kept)
             blanks = Blanks.of(component)
             wanted = self.strategy.wants_blanks()
             if blanks is not None and wanted == "filled":
@@ -241,7 +241,7 @@ class Workshop:
             self.replaced(pairs)
             pairs.clear()  # they would keep alive what is gone
 
-    def _close(self, kept: Kept, whole: bool = True) -> None:
+    def close(self, kept: Kept, whole: bool = True) -> None:
         if self._inside:
             kept.prepared.leave()
         if whole:

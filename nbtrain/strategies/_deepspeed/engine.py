@@ -178,11 +178,11 @@ class Engined(Prepared):
             self.state.take()
         self._put_on()
         self.gradients.enter()
-        self._surround()
+        self.surround()
         self.calls.enter()
         self.entered = True
 
-    def _surround(self) -> None:
+    def surround(self) -> None:
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:

@@ -61,7 +61,7 @@ def let_go(owner: Engined) -> Callable[[], Engined | None]:
         enter_tables(owner.engine, times)
         if entered:
             owner.attachments.put_back()
-            owner._surround()
+            owner.surround()
         return owner
 
     return hold_again

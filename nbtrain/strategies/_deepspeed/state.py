@@ -36,7 +36,7 @@ class State:
                 self.inner.state.pop(flat, None)
                 self._forget(members)
                 continue
-            with self._at_hand(number):
+            with self.at_hand(number):
                 self._take_piece(number, self.layout.flats[number], members, held)
 
     def _take_piece(
@@ -125,11 +125,11 @@ class State:
             return found
 
         def read() -> torch.Tensor:
-            with self._at_hand(share.flat, write=False):
+            with self.at_hand(share.flat, write=False):
                 return stretch().clone() if self.layout.swapped(share.flat) else stretch()
 
         def fill(whole: torch.Tensor) -> None:
-            with self._at_hand(share.flat):
+            with self.at_hand(share.flat):
                 stretch().copy_(whole[share.start : share.stop])
 
         return Part(p.shape, dtype, (share.start, share.stop), read, fill)
@@ -139,7 +139,7 @@ class State:
         """(parameter, key, value) of now, in the same order on all ranks; of what is in pieces the stretch
         and its content."""
         for number in range(len(self.layout.flats)):
-            with self._at_hand(number, write=False):
+            with self.at_hand(number, write=False):
                 state = self.inner.state.get(self.layout.flats[number]) or {}
                 for p in self.layout.members(number) if state else ():
                     share = self.layout.shares[id(p)]
@@ -166,7 +166,7 @@ class State:
             return int(zero.fp16_partitioned_groups_flat_numel[number])
         return int(zero.partition_size[number])
 
-    def _at_hand(self, number: int, write: bool = True) -> _AtHand:
+    def at_hand(self, number: int, write: bool = True) -> _AtHand:
         return _AtHand(self.layout, number, write)
 
 

@@ -134,11 +134,11 @@ class Weights:
             return self.layout.flats[number].data.narrow(0, share.at, size)
 
         def read() -> torch.Tensor:
-            with self.state._at_hand(number, write=False):
+            with self.state.at_hand(number, write=False):
                 return master().clone() if self.layout.swapped(number) else master()
 
         def fill(whole: torch.Tensor) -> None:
-            with self.state._at_hand(number):
+            with self.state.at_hand(number):
                 master().copy_(whole[share.start : share.stop])
             self._fill_model(p, whole)
 

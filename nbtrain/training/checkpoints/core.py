@@ -377,7 +377,7 @@ class Checkpoints:
         for kept in self.workshop.kept[:]:
             component = kept.prepared.component
             if any(id(item) in wanted for item in (*component.modules.values(), *component.optimizers.values())):
-                self.workshop._close(kept)
+                self.workshop.close(kept)
 
     def _go_on(self, about: Mapping[str, Any], chosen: Objects) -> None:
         """Steps, random streams and loops: the training goes on, where an optimizer was loaded."""
