@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test gpu bench fuzz parity faults soak
+.PHONY: help lab demo test gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
@@ -14,8 +14,10 @@ help:
 	@echo 'make test   every check and every test that this machine allows'
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks'
+	@echo 'make tables memory and pace of every strategy, the largest that fits; SIZE=10 RANKS="2 4" MEMORY= COPY=FILE'
 	@echo 'make fuzz   random notebooks against one process; EXAMPLES=2000 SEED=0'
-	@echo 'make parity every line that people write under every strategy and option, against one process; SEED=0'
+	@echo 'make parity every line that people write under every strategy and option, against one process; all pairs'
+	@echo '            of checkpoints; what a rank holds; SEED=0'
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
 	@echo 'make soak   hours of a notebook: does anything grow or slow down; MINUTES=60 SEED=0'
 
@@ -36,11 +38,16 @@ gpu: $(INSTALLED)
 bench: $(INSTALLED)
 	@for name in $(basename $(notdir $(wildcard benchmarks/bench_*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
+tables: $(INSTALLED)
+	@$(BIN)/python -u -m benchmarks.tables $(if $(SIZE),--size $(SIZE)) $(if $(RANKS),--ranks $(RANKS)) \
+	    $(if $(MEMORY),--memory $(MEMORY)) $(if $(COPY),--copy $(COPY))
+
 fuzz: $(INSTALLED)
 	EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_fuzz.py
 
 parity: $(INSTALLED)
-	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_parity.py tests/test_sharded_memory.py
+	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_parity.py tests/test_sharded_memory.py \
+	    tests/test_checkpoints.py tests/test_empty.py
 
 faults: $(INSTALLED)
 	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults
@@ -49,7 +56,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -u -m benchmarks.soak $(or $(MINUTES),60) $(or $(SEED),0)
 
 # Made anew in place when what is wanted has changed; a half-finished one has no stamp.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt .ci/horovod
 	@rm -f $@
 	@found=; bare=; \
 	for python in $(or $(PYTHON),$(BIN)/python python3.13 python3.12 python3.11 python3.10 python3); do \
@@ -73,4 +80,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    -c constraints.txt --no-build-isolation deepspeed ninja \
 	    || { echo 'DeepSpeed could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
+	@# FairScale is there as source only, and its setup, too, wants the wheel and setuptools that are here.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation fairscale \
+	    || { echo 'FairScale could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
+	@.ci/horovod || { echo 'Horovod could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
 	@touch $@

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain import errors
-    from nbtrain.strategies.base import Strategy
+    from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
     from nbtrain.strategies.units import wrap
     from nbtrain.unfilled import empty
 
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Component",
+    "Piece",
+    "Prepared",
     "Strategy",
     "__version__",
     "check",
@@ -96,10 +99,10 @@ def check(*names: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name in ON_A_RANK:
         return _of_the_rank(name)
-    if name == "Strategy":
-        from nbtrain.strategies.base import Strategy
+    if name in ("Component", "Piece", "Prepared", "Strategy"):
+        from nbtrain.strategies import base
 
-        return Strategy
+        return getattr(base, name)
     if name == "wrap":
         from nbtrain.strategies.units import wrap
 

@@ -45,6 +45,8 @@ class Machine:
     """this process and its children: what they use is not used by others"""
     cuda_here: bool = False
     """this process computes on a card itself, so that memory without an owner may be its own"""
+    tpus: int = 0
+    """chips; with PJRT_DEVICE=CPU, cores that stand for them"""
     leases: Path | None = None
     """where leases are kept; None: the user's own directory"""
 
@@ -76,18 +78,18 @@ class Devices:
     """What was resolved: one name per rank. Equal when the ranks would sit on the same devices."""
 
     kind: str
-    """`cpu` or `cuda`"""
+    """`cpu`, `cuda` or `tpu`"""
     names: tuple[str, ...]
     """as torch calls them within CUDA_VISIBLE_DEVICES"""
     uuids: tuple[str, ...] = ()
-    """the cards, one per rank; empty on CPU"""
+    """the cards, one per rank; empty on CPU. Of TPUs, which chip, if one was named"""
     lease: Lease | None = field(default=None, compare=False)
     """keep it as long as the ranks live, close it when they are gone"""
 
     def __str__(self) -> str:
         """`cuda:0-3`, `cuda:1,3`, `cpu`: for the first line of a run."""
-        if self.kind == "cpu":
-            return "cpu"
+        if self.kind != "cuda":
+            return self.kind
         runs: list[list[int]] = []
         for index in sorted({int(name.partition(":")[2]) for name in self.names}):
             if runs and index == runs[-1][1] + 1:
@@ -116,6 +118,7 @@ def here() -> Machine:
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         mine=frozenset([os.getpid(), *(child.pid for child in children)]),
         cuda_here=probes.cuda_initialised() is not None,
+        tpus=probes.tpus(),
     )
 
 
@@ -134,12 +137,9 @@ def resolve(
     request = _parse(spec, quoted)
     if accelerator not in ACCELERATORS:
         raise DeviceError(f"unknown accelerator {accelerator!r}; there are: {', '.join(ACCELERATORS)}")
-    if accelerator == "tpu":
-        raise DeviceError(
-            "--accelerator tpu: TPUs are not available in this version, because no strategy here has been run on one; "
-            "write --accelerator gpu or cpu"
-        )
     machine = machine or here()
+    if accelerator == "tpu":
+        return _tpu(request, machine.tpus)
     cards = () if accelerator == "cpu" else machine.cards()
     if accelerator in ("gpu", "cuda"):
         if request.what == "cpu":
@@ -204,6 +204,25 @@ def _read(written: str, quoted: bool) -> Spec:
 
 def _cpu(ranks: int) -> Devices:
     return Devices(kind="cpu", names=("cpu",) * ranks)
+
+
+def _tpu(request: _Request, there: int) -> Devices:
+    """One process has one chip or one of all: XLA knows nothing between."""
+    if not there:
+        raise DeviceError("--accelerator tpu: no TPU is visible on this machine; write --accelerator cpu or auto")
+    if request.what == "cpu":
+        raise DeviceError(f"--devices {request.typed} means CPU, --accelerator tpu a TPU; leave one of them out")
+    have = f"there {'is 1 TPU core' if there == 1 else f'are {there} TPU cores'}"
+    if request.what == "list":
+        if len(request.indices) != 1:
+            raise DeviceError(f"--devices {request.typed}: of TPU cores, a list names one, as in [0]; or write {there}")
+        if request.indices[0] >= there:
+            raise DeviceError(f"--devices {request.typed}: {have}, counted from 0")
+        return Devices(kind="tpu", names=("xla:0",), uuids=(str(request.indices[0]),))
+    count = request.count if request.what in ("count", "free") else there
+    if count not in (1, there):
+        raise DeviceError(f"--devices {request.typed}: {have}; XLA takes 1 or all of them")
+    return Devices(kind="tpu", names=("xla:0",) * count)
 
 
 def _cuda(indices: Sequence[int], cards: tuple[Gpu, ...], lease: Lease | None = None) -> Devices:

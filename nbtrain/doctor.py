@@ -241,7 +241,7 @@ def check_starts(why_not_fork: str | None, system: str = sys.platform) -> Iterat
 
 def check_strategies(machine: devices.Machine) -> Iterator[Finding]:
     """Which are available; of the others, what is missing and the command that brings it."""
-    kinds = ("cpu", "cuda") if machine.cards() else ("cpu",)
+    kinds = {"cpu", *(["cuda"] if machine.cards() else []), *(["tpu"] if machine.tpus else [])}
     ready = []
     for name, entry in sorted(registry.strategies().items()):
         missing = [package for package in entry.needs.packages if not _installed(package)]
@@ -249,10 +249,10 @@ def check_strategies(machine: devices.Machine) -> Iterator[Finding]:
             yield Finding(
                 "note", "strategies", f"{name} needs {', '.join(missing)}", f"pip install {' '.join(missing)}"
             )
-        elif not set(kinds) & set(entry.needs.kinds):
+        elif not kinds & set(entry.needs.kinds):
             yield Finding("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
         else:
-            ready.append(name)
+            ready.append(f"{name} ({entry.unrun})" if entry.unrun else name)
     yield Finding("ok", "strategies", "available: " + ", ".join(ready))
 
 

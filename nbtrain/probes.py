@@ -63,6 +63,19 @@ def cores_allowed(root: Path = ROOT, affinity: int | None = None) -> int:
     return max(1, math.ceil(allowed))
 
 
+GOOGLE = "0x1ae0"
+TPUS = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0076"}
+"""v2 and v3, v4, v5e, v6e, 7x: as torch_xla 2.9 knows them"""
+
+
+def tpus(root: Path = ROOT) -> int:
+    """Chips that are plugged in here. With PJRT_DEVICE=CPU, XLA's way of trying things out, cores stand for them."""
+    if os.environ.get("PJRT_DEVICE") == "CPU":
+        return cores_allowed(root)
+    found = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return sum(_text(one) == GOOGLE and _text(one.with_name("device")) in TPUS for one in found)
+
+
 def memory(root: Path = ROOT) -> Memory:
     """What may be allocated before the out-of-memory killer comes, the cgroup's limits counted at every level."""
     host = {k: int(v.split()[0]) * 1024 for k, _, v in (s.partition(":") for s in _lines(root / "proc/meminfo")) if v}

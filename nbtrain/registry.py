@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any
 
 from nbtrain.errors import UsageError
@@ -24,10 +25,22 @@ class Entry:
     in_pieces: bool = False
     """no rank has all of a model: after a failure, its last step can be brought home if all ranks stand at the same"""
     needs: Needs = Needs()
+    unrun: str = ""
+    """what it was never run on, which is said wherever it is offered"""
+    package: str = ""
+    """that announces it; nbtrain's own have none"""
 
     def load(self) -> Any:
         module, _, name = self.where.partition(":")
-        return getattr(import_module(module), name)
+        try:
+            return attrgetter(name)(import_module(module))
+        except Exception as error:
+            if not self.package:
+                raise
+            raise UsageError(
+                f"the strategy {self.name}, which the package {self.package} announces as {self.where}, cannot be "
+                f"loaded: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _table(*entries: Entry) -> dict[str, Entry]:
@@ -47,10 +60,39 @@ STRATEGIES: Mapping[str, Entry] = _table(
         needs=Needs(max_ranks=1),
     ),
     Entry(
+        name="dp",
+        where="nbtrain.strategies.dp:DP",
+        summary="one process, a thread for each device; a batch is cut over them, and what the model returns is put "
+        "together on the first",
+        shards="a batch",
+        needs=Needs(together=True),
+    ),
+    Entry(
         name="ddp",
         where="nbtrain.strategies.ddp:DDP",
         summary="every rank holds the model and a share of the batches; gradients are averaged",
         shards="batches",
+    ),
+    Entry(
+        name="ddp2",
+        where="nbtrain.strategies.ddp2:DDP2",
+        summary="ddp from node to node; in a node a batch is cut over its ranks, and outputs are gathered (--nodes)",
+        shards="batches of nodes, a batch in a node",
+    ),
+    Entry(
+        name="zero1",
+        where="nbtrain.strategies.zero1:Zero1",
+        summary="as ddp; each rank keeps the optimizer's state of a share of the parameters, and steps these",
+        shards="batches, optimizer",
+        in_pieces=True,
+    ),
+    Entry(
+        name="sharded",
+        where="nbtrain.strategies.sharded:Sharded",
+        summary="FairScale: as zero1, and a gradient is kept by the rank that steps its parameter",
+        shards="batches, optimizer, gradients",
+        in_pieces=True,
+        needs=Needs(min_ranks=2, packages=("fairscale",)),
     ),
     Entry(
         name="fsdp",
@@ -67,10 +109,39 @@ STRATEGIES: Mapping[str, Entry] = _table(
         in_pieces=True,
         needs=Needs(min_ranks=2, packages=("deepspeed",)),
     ),
+    Entry(
+        name="pipeline",
+        where="nbtrain.strategies.pipeline:Pipeline",
+        summary="every rank holds some layers of the model; a batch goes through all, cut into micro-batches",
+        shards="optimizer, gradients, parameters",
+        in_pieces=True,
+        needs=Needs(min_ranks=2),
+    ),
+    Entry(
+        name="horovod",
+        where="nbtrain.strategies.horovod:Horovod",
+        summary="as ddp; gradients are averaged by Horovod",
+        shards="batches",
+        needs=Needs(min_ranks=2, packages=("horovod",)),
+    ),
+    Entry(
+        name="xla",
+        where="nbtrain.strategies.xla:XLA",
+        summary="as ddp, on TPUs",
+        shards="batches",
+        in_pieces=True,
+        needs=Needs(kinds=("tpu",), packages=("torch_xla",)),
+        unrun="not run on hardware",
+    ),
 )
 
 ENGINES: Mapping[str, Entry] = _table(
-    Entry(name="local", where="nbtrain.engines.local:LocalPool", summary="warm processes on this machine"),
+    Entry(
+        name="local",
+        where="nbtrain.engines.local:LocalPool",
+        summary="warm processes on this machine",
+        needs=Needs(kinds=("cpu", "cuda", "tpu")),
+    ),
     Entry(
         name="inprocess",
         where="nbtrain.engines.inprocess:InProcess",
@@ -87,8 +158,10 @@ def strategies() -> dict[str, Entry]:
     """The built-in strategies and those that other packages announce (entry point group `nbtrain.strategies`)."""
     for point in entry_points(group="nbtrain.strategies"):
         if point.name not in STRATEGIES:
-            summary = f"from {point.value.split(':')[0]}"
-            _announced[point.name] = Entry(name=point.name, where=point.value, summary=summary)
+            package = point.dist.name if point.dist is not None else point.module
+            _announced[point.name] = Entry(
+                name=point.name, where=f"{point.module}:{point.attr}", summary=f"from {package}", package=package
+            )
     return {**STRATEGIES, **_announced}
 
 

@@ -20,6 +20,14 @@ class RankInfo:
     local_rank: int
     device: str
     threads: int
+    devices: tuple[str, ...] = ()
+    """all that this rank has, where that is more than one; `device` is the first of them"""
+    nodes: int = 1
+    """the ranks are so many groups of equal size, one after another; `local_rank` counts within one"""
+
+    @property
+    def node(self) -> int:
+        return self.rank * self.nodes // self.world_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +38,8 @@ class Needs:
     max_ranks: int | None = None
     kinds: tuple[str, ...] = ("cpu", "cuda")
     packages: tuple[str, ...] = ()
+    together: bool = False
+    """one rank has all the devices"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +49,26 @@ class PoolSpec:
     engine: str = "local"
     start: str = "warm"
     kind: str = "cpu"
-    """`cpu` or `cuda`"""
+    """`cpu`, `cuda` or `tpu`"""
     devices: tuple[str, ...] = ("cpu",)
-    """one entry per rank, as torch calls them"""
+    """one entry per rank, as torch calls them; with `together`, those of the only one"""
     uuids: tuple[str, ...] = ()
     """the cards that these names mean now, one per rank; empty on CPU"""
     oversubscribe: bool = False
+    together: bool = False
+    """there is one rank, and it has all the devices"""
+    nodes: int = 1
+    """the ranks are so many groups of equal size"""
 
     @property
     def world_size(self) -> int:
-        return len(self.devices)
+        return 1 if self.together else len(self.devices)
+
+    @property
+    def where(self) -> str:
+        """`cpu`, `cuda:0, cuda:1`; of one rank that has them all `cpu × 2`."""
+        counts = {device: self.devices.count(device) for device in self.devices}
+        return ", ".join(f"{one} × {n}" if self.together and n > 1 else one for one, n in counts.items())
 
     @property
     def backend(self) -> str:

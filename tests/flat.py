@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.ddp import Replicated
+from nbtrain.strategies.replicated import Replicated
+from nbtrain.strategies.wire import Wire
 
 
 class Stretch(Piece):
@@ -34,7 +35,7 @@ class Stretch(Piece):
 
 class Flat(Replicated):
     def __init__(self, component: Component) -> None:
-        super().__init__(component, 25)
+        super().__init__(component, 25, Wire())
         self.held: list[tuple[torch.Tensor, Stretch]] = []
         self.cut()
 

@@ -313,10 +313,11 @@ class Mine(Strategy):
         print('set up', sorted(component.modules))
         return super().set_up(component)"""
     )
-    shown = notebook("%%distributed -s Mine --devices 2\nsteps = gather(len(loader))" + LOOP)
+    each = "steps = [0, 0]; torch.distributed.all_gather_object(steps, len(loader)); one = gather(len(loader))"
+    shown = notebook(f"%%distributed -s Mine --devices 2\n{each}" + LOOP)
     assert "Mine · 2 ranks" in shown.stdout
     assert "set up ['model']" in shown.stdout
-    notebook("assert steps == [6, 6]")
+    notebook("assert steps == [6, 6] and one == [6]  # one rank speaks for those that see the same")
 
 
 def test_loaders_are_shared_out_after_any_change_of_strategy(notebook: Notebook) -> None:

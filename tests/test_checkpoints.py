@@ -1,15 +1,22 @@
-"""A checkpoint is whole or not there, and the training goes on from it under any strategy on any number of ranks."""
+"""A checkpoint is whole or not there, and the training goes on from it under any strategy on any number of ranks.
+
+Every strategy of the registry saves one. `make test` loads each under three strategies and under each strategy three,
+as SEED draws them; `make parity` (PARITY=all) loads every one under every other.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import resource
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain import registry
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
@@ -35,8 +43,13 @@ from tests.flat import FlatPieces
 from tests.kernels import Kernel
 from tests.ranks import run_on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+    pytest.mark.filterwarnings("ignore:pipeline. the forward of Net cannot be divided"),
+]
 
+EVERYTHING = os.environ.get("PARITY") == "all"
+SEED = int(os.environ.get("SEED", "0"))
 BATCH = 12
 SPEC = RunSpec(pool=PoolSpec())
 
@@ -94,10 +107,15 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return found
 
 
+def cell(rank: int, world: int, strategy: Any, spec: RunSpec = SPEC, **objects: Any) -> AbstractContextManager[Runtime]:
+    return cell_at(
+        RankInfo(rank=rank, world_size=world, local_rank=rank, device="cpu", threads=1), strategy, spec, **objects
+    )
+
+
 @contextmanager
-def cell(rank: int, world: int, strategy: Any, spec: RunSpec = SPEC, **objects: Any) -> Iterator[Runtime]:
-    info = RankInfo(rank=rank, world_size=world, local_rank=rank, device="cpu", threads=1)
-    runtime = Runtime(info, strategy, lambda event: None)
+def cell_at(place: RankInfo, strategy: Any, spec: RunSpec = SPEC, **objects: Any) -> Iterator[Runtime]:
+    runtime = Runtime(place, strategy, lambda event: None)
     runtime.install()
     try:
         runtime.randomness.adopt(streams.capture())
@@ -110,23 +128,61 @@ def cell(rank: int, world: int, strategy: Any, spec: RunSpec = SPEC, **objects: 
         runtime.uninstall()
 
 
-SETUPS: dict[str, tuple[int, Any]] = {
-    "single": (1, lambda: Single(Single.Options())),
-    "ddp-2": (2, lambda: DDP(DDP.Options())),
-    "flat-3": (3, lambda: FlatPieces(FlatPieces.Options())),
-}
-for name, world, options in (
-    ("fsdp", 4, {}),
-    ("deepspeed", 2, {"stage": 2}),
-    ("deepspeed", 2, {"stage": 3}),
-):
-    if registry.find_strategy(name) is not None and (name != "deepspeed" or find_spec(name) is not None):
-        label = "-".join(map(str, [name, *options.values(), world]))
-        SETUPS[label] = (world, lambda name=name, options=options: registry.make_strategy(name, options, {}))
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A strategy on some devices."""
+
+    make: Callable[[], Strategy]
+    devices: int = 2
+    nodes: int = 1
+    together: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.together else self.devices
+
+    def place(self, rank: int) -> RankInfo:
+        devices = ("cpu",) * self.devices if self.together else ()
+        return RankInfo(
+            rank=rank, world_size=self.ranks, local_rank=rank % (self.ranks // self.nodes), device="cpu", threads=1,
+            devices=devices, nodes=self.nodes,
+        )  # fmt: skip
+
+
+DEVICES = {"single": 1, "fsdp": 4, "ddp2": 4}
+"""Where it is not two."""
+NODES = {"ddp2": 2}
+GIVEN: Mapping[str, tuple[Mapping[str, Any], ...]] = {"deepspeed": ({"stage": 2}, {"stage": 3})}
+"""Options with which more is different than how a step is computed."""
+
+
+def setups() -> dict[str, Setup]:
+    found = {"flat-3": Setup(lambda: FlatPieces(FlatPieces.Options()), 3)}
+    for name, entry in registry.STRATEGIES.items():
+        if any(find_spec(package) is None for package in entry.needs.packages) or entry.load().hands_off:
+            continue
+        for given in GIVEN.get(name, ({},)):
+            devices = DEVICES.get(name, 2)
+            found["-".join(map(str, [name, *given.values(), devices]))] = Setup(
+                partial(registry.make_strategy, name, given, {}), devices, NODES.get(name, 1), entry.needs.together
+            )
+    return found
+
+
+SETUPS = setups()
+
+
+def read_under(setup: str) -> list[str]:
+    """The setups whose checkpoints are loaded under this one: its own, and others that follow it in a circle."""
+    if EVERYTHING:
+        return [*SETUPS]
+    circle = random.Random(SEED).sample([*SETUPS], len(SETUPS))
+    at = circle.index(setup)
+    return [circle[(at + step) % len(circle)] for step in (0, 1, 3)]
 
 
 def on(setup: str, function: Any, *args: Any) -> list[Any]:
-    world = SETUPS[setup][0]
+    world = SETUPS[setup].ranks
     return run_on_ranks(
         alone if world == 1 else function, *((function, *args) if world == 1 else args), world_size=world, timeout=120
     )
@@ -141,23 +197,25 @@ def alone(rank: int, function: Any, *args: Any) -> Any:
 
 
 def _save(rank: int, setup: str, path: str) -> None:
-    world, strategy = SETUPS[setup]
+    place, strategy = SETUPS[setup].place(rank), SETUPS[setup].make()
     model, optimizer, scheduler = make()
-    with cell(rank, world, strategy(), model=model, optimizer=optimizer, scheduler=scheduler):
-        train(model, optimizer, scheduler, range(3), rank, world)
+    with cell_at(place, strategy, model=model, optimizer=optimizer, scheduler=scheduler):
+        share = strategy.share(rank, place.world_size)
+        train(model, optimizer, scheduler, range(3), *share)
         here.save(path)
         here.save(f"{path}-full", full=True)
-        train(model, optimizer, scheduler, range(3, 4), rank, world)  # while it is written
+        train(model, optimizer, scheduler, range(3, 4), *share)  # while it is written
 
 
 def _load(rank: int, setup: str, paths: list[str]) -> None:
     """Each, into objects that have not trained; then a step, and what comes of it is saved."""
-    world, strategy = SETUPS[setup]
+    place = SETUPS[setup].place(rank)
     for path in paths:
         model, optimizer, scheduler = make(seed=1)
-        with cell(rank, world, strategy(), model=model, optimizer=optimizer, scheduler=scheduler):
+        strategy = SETUPS[setup].make()
+        with cell_at(place, strategy, model=model, optimizer=optimizer, scheduler=scheduler):
             here.load(path)
-            train(model, optimizer, scheduler, range(3, 4), rank, world)
+            train(model, optimizer, scheduler, range(3, 4), *strategy.share(rank, place.world_size))
             here.save(f"{path}-{setup}")
 
 
@@ -202,12 +260,13 @@ def agrees(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_every_pair(setup: str, saved: dict[str, str]) -> None:
-    """Saved under each, loaded under this one, a step: as if it had never stopped."""
+    """Saved under another, loaded under this one, a step: as if it had never stopped."""
     found, _ = loaded(saved[setup])
     agrees(found, reference(3), setup)
-    on(setup, _load, setup, list(saved.values()))
+    paths = [saved[other] for other in read_under(setup)]
+    on(setup, _load, setup, paths)
     four, five = reference(4), reference(5)
-    for path in saved.values():
+    for path in paths:
         found, objects = loaded(f"{path}-{setup}")
         agrees(found, four, path)
         train(*objects, range(4, 5))  # the optimizer's state, too
@@ -240,7 +299,7 @@ def _stays_in_pieces(rank: int, path: str) -> bool:
 
 
 def test_a_model_in_pieces_stays_so_though_its_optimizer_has_no_state_yet(saved: dict[str, str]) -> None:
-    assert all(run_on_ranks(_stays_in_pieces, saved["single"], world_size=4))
+    assert all(run_on_ranks(_stays_in_pieces, saved["single-1"], world_size=4))
 
 
 def test_who_writes_what() -> None:

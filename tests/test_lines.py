@@ -47,6 +47,22 @@ def one_process(rank: int, lines: list[Line], directory: str) -> dict[str, Any]:
     return found
 
 
+_known: dict[str, Any] = {}
+
+
+def got_alone(request: pytest.FixtureRequest, directory: Path) -> dict[str, Any]:
+    """What one process gets of the lines that this module's tests play, by name. It is asked once in a session,
+    whichever module needs it: all of them take half a minute."""
+    played = [
+        item for item in request.session.items if item.module is request.module and "line" in item.callspec.params
+    ]
+    lines = {line.name: line for line in (item.callspec.params["line"] for item in played)}.values()
+    missing = [line for line in lines if not line.refused and line.name not in _known]
+    if missing:
+        _known.update(run_on_ranks(one_process, missing, str(directory), world_size=1, timeout=280)[0])
+    return _known
+
+
 def _alone(line: Line) -> dict[str, Any]:
     own = sys.modules["__main__"].__dict__
     own.update(
@@ -69,12 +85,10 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process gets, of all cases that are to run."""
-    lines = [item.callspec.params["line"] for item in request.session.items if item.module is request.module]
-    lines = [line for line in lines if not line.refused]
-    return run_on_ranks(one_process, lines, str(tmp_path_factory.mktemp("alone")), world_size=1, timeout=110)[0]
+    return got_alone(request, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.name.replace(" ", "-"))
 def test_line(line: Line, strategy: str, ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:

@@ -87,9 +87,9 @@ def test_the_line_form_sets_defaults(nb: Notebook, capsys: pytest.CaptureFixture
 
 def test_a_default_that_cannot_be_is_refused_and_changes_nothing(nb: Notebook) -> None:
     nb.run("%distributed -d 3")
-    assert "did you mean ddp?" in nb.complaint("%distributed -d 2 -s dpd")
+    assert "did you mean dp?" in nb.complaint("%distributed -d 2 -s dpd")
     assert "there is no option --devcies; did you mean --devices?" in nb.complaint(
-        "%distributed -s Mine --devcies 2", Mine=Strategy
+        "%distributed -s Mine --devcies 2", Mine=type("Mine", (Strategy,), {})
     )
     assert nb.spec("%%distributed\npass").pool.world_size == 3
 
@@ -136,9 +136,10 @@ def test_strategies_shows_the_table(nb: Notebook, capsys: pytest.CaptureFixture[
     nb.run("%distributed strategies")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[0] == "strategy"
-    assert [line.split()[:3] for line in lines[2:5]] == [
+    assert [line.split()[:3] for line in lines[2:6]] == [
         ["none", "nothing", "yes"],
         ["single", "nothing", "yes"],
+        ["dp", "a", "batch"],
         ["ddp", "batches", "yes"],
     ]
 

@@ -85,7 +85,7 @@ def test_devices_as_the_table_of_the_manual_says(typed: str, value: Any, quoted:
         ("--accumulate True", "whole number, 1 or more"),
         ("--accumulate much", "whole number, 1 or more"),
         ("--no-sampler 3", "--no-sampler is a switch and takes no value"),
-        ("-s dpd", r"no such strategy; did you mean ddp\?; there are auto, none, single, ddp"),
+        ("-s ddpp", r"no such strategy; did you mean ddp\?; there are auto, none, single, dp, ddp, ddp2"),
         ("-s number", "number is a int, not a strategy"),
     ],
 )
@@ -202,6 +202,7 @@ def test_the_options_are_these_and_no_others() -> None:
         ("-d", "--devices", True),
         (None, "--accelerator", True),
         (None, "--engine", True),
+        (None, "--nodes", True),
         (None, "--start", True),
         (None, "--precision", False),
         (None, "--accumulate", False),

@@ -5,8 +5,10 @@ accumulation, a tied embedding, a frozen layer, a method of its own that trains;
 ranks, weights, optimizer state and learning rates compared after each cell. Then the lines of tests/lines, under other
 strategies than ddp. What a strategy cannot do is one error that names it and one that can; REFUSES says what that is.
 
-`make test` plays the variants (see variants.py) on 2 ranks and a sample on 4, and each line under one variant that SEED
-draws (default 0); what compiles something first is left out. `make parity` plays all of it (PARITY=all).
+`make test` plays a sample of the variants (variants.py) that SEED draws (default 0): on 2 devices of each strategy its
+defaults and one more, each in one of the two ways, on 4 devices one; and each line under one variant of one strategy.
+What compiles something first is left out. `make parity` plays all of it: every variant in both ways on 2 and on 4
+devices, every line under every variant (PARITY=all).
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ import pytest
 import torch
 
 from nbtrain import registry
+from nbtrain.specs import RankInfo
 from tests.kernels import Error
 from tests.lines import NEW, Line
 from tests.lines import START as LINES_START
 from tests.lines.playing import Ranks, kernel_of
-from tests.ranks import run_on_ranks
-from tests.test_lines import LINES, one_process
-from tests.variants import Variant, exact
+from tests.test_lines import LINES, got_alone
+from tests.variants import Variant, exact, sample
 
 pytestmark = pytest.mark.kernel
 EVERYTHING = os.environ.get("PARITY") == "all"
@@ -146,6 +148,13 @@ assert {p for p in opt.state} <= set(model.parameters())
 
 
 REFUSES: Mapping[str, frozenset[str]] = {
+    "dp": frozenset(),
+    "ddp2": frozenset(
+        {
+            "iterable data, each rank its own: as the note says",
+            "validation on rank 0 only, as that error says",
+        }
+    ),
     "fsdp": frozenset(
         {
             "LBFGS with a closure that returns its own rank's loss",
@@ -155,6 +164,37 @@ REFUSES: Mapping[str, frozenset[str]] = {
             "lazy layers, which get their shape in the cell",
             "parameters updated from autograd.grad by hand, without an optimizer",
             "torch.save on rank 0",
+            "validation on rank 0 only, as that error says",
+        }
+    ),
+    "pipeline": frozenset(
+        {
+            "AveragedModel and update_bn",
+            "EMA by deepcopy",
+            "GAN",
+            "LBFGS with a closure that returns its own rank's loss",
+            "SyncBatchNorm: the statistics of the whole batch",
+            "a GradScaler made in the cell, without unscale_",
+            "a loss of nothing on one rank",
+            "a model made in the cell after manual_seed, trained by hand without an optimizer",
+            "add_param_group in the cell",
+            "add_param_group in the cell, of a model that was captured",
+            "add_param_group of a layer made in the cell, without setup",
+            "an optimizer for each parameter, stepped while the backward goes on",
+            "autocast and a GradScaler that skips steps",
+            "averages of models that are made one after another",
+            "clip_grad_norm_ imported by name before, clip_grad_value_, get_total_norm",
+            "gradient penalty",
+            "gradients kept: zero_grad(set_to_none=False)",
+            "gradients looked at and edited by hand",
+            "iterable data, each rank its own: as the note says",
+            "lazy layers, which get their shape in the cell",
+            "models made and copied in a loop, each trained by a function",
+            "one optimizer for two models and a loose parameter",
+            "parameters updated by hand",
+            "parameters updated from autograd.grad by hand, without an optimizer",
+            "torch.save on rank 0",
+            "update_bn counts the batches of all ranks",
             "validation on rank 0 only, as that error says",
         }
     ),
@@ -192,23 +232,20 @@ def well_refused(error: Error, strategy: str) -> bool:
     )
 
 
-draw = random.Random(SEED).choice
-
-
 # --- one model, everything at once ---------------------------------------------------------------
 
 
 def combinations() -> list[tuple[int, str, Variant]]:
-    """Ranks, way and variant, in the order in which kernels are had."""
-    found = []
-    for ranks in WORLDS:
-        variants = exact(ranks)
-        if not EVERYTHING:
-            variants = [one for one in variants if not one.compiles]
-        if not EVERYTHING and ranks != WORLDS[0]:  # one of each strategy
-            names = dict.fromkeys(one.strategy for one in variants)
-            variants = [draw([one for one in variants if one.strategy == name]) for name in names]
-        found += [(ranks, way, one) for one in variants for way in WAYS]
+    """Devices, way and variant, in the order in which kernels are had."""
+    if EVERYTHING:
+        return [(world, way, one) for world in WORLDS for one in exact(world) for way in WAYS]
+    draw, found = random.Random(SEED), []
+    for world, more in zip(WORLDS, (1, 0), strict=True):
+        variants = exact(world)
+        for name in dict.fromkeys(one.strategy for one in variants):
+            plain, *others = [one for one in variants if one.strategy == name]
+            played = [plain, *sample(others, draw, more)] if more else sample([plain, *others], draw)
+            found += [(world, way, one) for way, one in zip(draw.sample([*WAYS], len(played)), played, strict=True)]
     return found
 
 
@@ -254,10 +291,35 @@ def lines_played() -> list[tuple[Variant, Line]]:
     """ddp's own are in test_lines."""
     variants = [one for one in exact(2) if one.strategy != "ddp"]
     if EVERYTHING:
-        return [(one, line) for one in variants for line in LINES]
-    plain = [one for one in variants if not one.compiles]
-    choose = random.Random(SEED).choice
-    return [(choose(plain), line) for line in LINES]
+        return [(one, line) for one in variants for line in LINES if has_a_meaning(one, line)]
+    draw = random.Random(SEED)
+    return [(draw.choice([one for one in sample(variants, draw) if has_a_meaning(one, line)]), line) for line in LINES]
+
+
+DEALT = frozenset(
+    {
+        "a loss of nothing on one rank",
+        "a seed for validation only, within fork_rng",
+        "iterable data: every rank sees the same",
+    }
+)
+"""What is said, or different, in these is so because each rank sees a share of the batches."""
+
+
+def has_a_meaning(variant: Variant, line: Line) -> bool:
+    """What is refused, said or different because there are several ranks is not so where one has all the devices."""
+    entry = registry.strategy(variant.strategy)
+    several = line.refused or line.says or line.alone
+    refused = line.name in REFUSES.get(variant.strategy, ())
+    dealt = refused or line.name not in DEALT or shares(variant, 2) > 1
+    return dealt and not (several and entry.needs.together)
+
+
+def shares(variant: Variant, ranks: int) -> int:
+    """Of the batches, on so many."""
+    strategy = registry.make_strategy(variant.strategy, {}, {})
+    strategy.place = RankInfo(rank=0, world_size=ranks, local_rank=0, device="cpu", threads=1, nodes=variant.nodes)
+    return strategy.share(0, ranks)[1]
 
 
 @pytest.fixture(scope="module")
@@ -267,12 +329,11 @@ def lines() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process gets of each line."""
-    wanted = [line for line in LINES if not line.refused]
-    return run_on_ranks(one_process, wanted, str(tmp_path_factory.mktemp("alone")), world_size=1, timeout=110)[0]
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return got_alone(request, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.limit(300)
 @pytest.mark.parametrize(("variant", "line"), lines_played(), ids=lambda one: str(getattr(one, "name", one)))
 def test_line(lines: Ranks, alone: dict[str, Any], tmp_path: Path, variant: Variant, line: Line) -> None:
     notebook = lines.notebook

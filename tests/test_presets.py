@@ -93,7 +93,7 @@ def test_options_of_a_preset(nb: Notebook, defaults: str, line: str, options: di
 
 @FSDP
 def test_completion(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed -s ddp_|") == ["ddp_fork", "ddp_notebook", "ddp_spawn"]
+    assert completions(nb.shell, "%%distributed -s ddp_|") == ["ddp_fork", "ddp_notebook", "ddp_sharded", "ddp_spawn"]
     assert "--sharding" in completions(nb.shell, "%%distributed -s fsdp_hybrid --sh|")
 
 
@@ -134,7 +134,7 @@ def test_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_in_a_notebook() -> None:
-    page = table.html()
+    page = table.html({})
     assert page.count("<table") == page.count("</table>") == 2
     assert page.count("<tr>") == 2 + len(registry.strategies()) + len(presets.names())
     assert "<code>ddp_spawn</code></td><td><span>-s</span> ddp <span>--start</span> spawn</td>" in page

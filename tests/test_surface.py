@@ -11,6 +11,9 @@ import nbtrain
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = {
+    "Component",
+    "Piece",
+    "Prepared",
     "Strategy",
     "__version__",
     "check",

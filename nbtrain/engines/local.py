@@ -49,10 +49,14 @@ class LocalPool:
         if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
             raise UsageError(why)
         threads = devices.threads_per_rank(spec.world_size, probes.cores_allowed())
+        in_node = spec.world_size // spec.nodes
         self.ranks = tuple(
-            RankInfo(rank=rank, world_size=spec.world_size, local_rank=rank, device=device, threads=threads)
-            for rank, device in enumerate(spec.devices)
-        )
+            RankInfo(
+                rank=rank, world_size=spec.world_size, local_rank=rank % in_node, device=device, threads=threads,
+                devices=spec.devices if spec.together else (), nodes=spec.nodes,
+            )
+            for rank, device in enumerate(spec.devices[: spec.world_size])
+        )  # fmt: skip
         self._closed = False
         self._ready: set[int] = set()
         self._said: dict[int, str] = {}
@@ -85,6 +89,8 @@ class LocalPool:
 
     def _launch(self, ranks: Iterable[RankInfo], store: str) -> None:
         environ = dict(os.environ)  # of now: what a notebook has set since counts for one that is replaced
+        if self.spec.kind == "tpu" and self.spec.uuids:
+            environ["TPU_VISIBLE_CHIPS"] = self.spec.uuids[0]
         self._processes.launch(
             RankConfig(
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,

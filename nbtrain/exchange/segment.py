@@ -41,17 +41,22 @@ class Segment:
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Offsets, rising, and what to write there. `pwrite` fills fresh pages faster than a map does; touched ones
         are quicker through the map."""
-        stage, start = bytearray(), 0
+        stage: Any = None
+        start = used = 0
         for offset, data in pieces:
             if data.nbytes >= STAGE:
                 self._write(offset, data)
                 continue
-            if offset + data.nbytes - start > STAGE or not stage:  # what lies between may have been written already
-                self._write(start, memoryview(stage))
-                stage, start = bytearray(), offset
-            stage += bytes(offset - start - len(stage))
-            stage += data
-        self._write(start, memoryview(stage))
+            if offset + data.nbytes - start > STAGE or not used:  # what lies between may have been written already
+                self._write(start, memoryview(stage or b"")[:used])
+                start, used = offset, 0
+            # A map by itself: one that grows would leave holes all over the heap, while what is written is fetched.
+            stage = stage or mmap.mmap(-1, STAGE)
+            at = offset - start
+            stage[used:at] = bytes(at - used)
+            used = at + data.nbytes
+            stage[at:used] = data
+        self._write(start, memoryview(stage or b"")[:used])
 
     def filled(self) -> None:
         """All of it was written once."""

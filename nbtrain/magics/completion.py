@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from nbtrain import registry
 from nbtrain.magics.flags import Flag
 from nbtrain.magics.options import BY_FLAG, OPTIONS, Option
+from nbtrain.magics.own import of_notebook
 from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
 from nbtrain.magics.verbs import VERBS
 from nbtrain.magics.words import Word, split
 from nbtrain.strategies import presets
-from nbtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -85,13 +85,7 @@ def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str 
 
 
 def _strategies(state: State) -> list[str]:
-    def is_one(value: Any) -> bool:
-        return isinstance(value, Strategy) or (
-            isinstance(value, type) and issubclass(value, Strategy) and value is not Strategy
-        )
-
-    theirs = [name for name, value in state.notebook.items() if not name.startswith("_") and is_one(value)]
-    return ["auto", *registry.strategies(), *presets.names(), *theirs]
+    return ["auto", *registry.strategies(), *presets.names(), *of_notebook(state.notebook)]
 
 
 def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:

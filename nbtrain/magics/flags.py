@@ -105,12 +105,12 @@ def _fit(value: Any, kind: Any) -> Any:
                 return _fit(value, one)
             except Unreadable:
                 continue
-        raise Unreadable(f"{value!r} is none of {kind}")
+        raise Unreadable(f"{_short(value)} is none of {kind}")
     if _is_literal(kind):
         for choice in typing.get_args(kind):
             if value == choice or value == str(choice):
                 return choice
-        raise Unreadable(f"{value!r} is not among the choices")
+        raise Unreadable(f"{_short(value)} is not among the choices")
     wanted = type(None) if kind is None else origin or kind
     if wanted in (tuple, list, set, frozenset):
         # `--wrap Block` and `--wrap Block,Head` are what people write for a set of classes
@@ -120,8 +120,14 @@ def _fit(value: Any, kind: Any) -> Any:
     if not isinstance(wanted, type):
         return value
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is int):
-        raise Unreadable(f"{value!r} is not of type {wanted.__name__}")
+        raise Unreadable(f"{_short(value)} is not of type {wanted.__name__}")
     return value
+
+
+def _short(value: Any) -> str:
+    """A notebook name may hold anything."""
+    shown = repr(value)
+    return shown if len(shown) < 60 and "\n" not in shown else f"what it holds, {type(value).__name__},"
 
 
 def _is_literal(kind: Any) -> bool:

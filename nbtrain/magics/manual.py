@@ -26,7 +26,8 @@ _HEAD = """Run this cell on every rank, and bring what it changed back into the 
     %{distributed} status                      one of the verbs below
 
 Inside a cell: rank, world_size, local_rank, device, log(name=value), reduce(value), gather(value), barrier(),
-setup(model, optimizer). Your own variables of these names win.
+setup(model, optimizer). Your own variables of these names win. Where several ranks see the same batch (under ddp2 and
+pipeline), one of them speaks for all in reduce(value, "sum") and gather(value), so that no sample counts twice.
 
 Values are literals or names of the notebook; a switch is taken back with `off` (--oversubscribe off).
 """

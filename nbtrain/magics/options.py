@@ -74,9 +74,18 @@ OPTIONS: tuple[Option, ...] = (
         help='4: the first four GPUs (on a machine without any, four CPU ranks). "0,2" or [0, 2]: those. -1: all. '
         "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using",
     ),
-    _choice("accelerator", "auto", "cpu", "gpu", "cuda", pool=True, help="which kind of device --devices counts"),
+    _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
     _choice("engine", *registry.ENGINES, pool=True, help="local: processes on this machine. inprocess: one rank inside "
             "the kernel, where breakpoints work"),
+    Option(
+        name="nodes",
+        metavar="N",
+        read=values.nodes,
+        default=1,
+        pool=True,
+        help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
+        "for several nodes",
+    ),
     _choice("start", "warm", "spawn", "fork", pool=True, help="how ranks come to be. warm: forks of a process that has "
             "imported torch. spawn: a fresh interpreter each. fork: forks of the kernel, for one cell"),
     Option(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import flags
+from nbtrain.magics import flags, own
 from nbtrain.magics.flags import Flag
 from nbtrain.magics.options import OPTIONS
 from nbtrain.magics.parse import Given, Request
@@ -49,12 +49,29 @@ class Chosen:
             return cls(name=name, needs=entry.needs, source=entry)
         return cls(name=name, needs=Needs(), source=notebook[name])
 
-    def flags(self) -> dict[str, Flag]:
-        """Loads it."""
-        return flags.flags_of(type(self.source) if isinstance(self.source, Strategy) else self.load())
+    @property
+    def ours(self) -> bool:
+        return isinstance(self.source, registry.Entry) and not self.source.package
 
-    def load(self) -> Any:
-        return self.source.load() if isinstance(self.source, registry.Entry) else self.source
+    def flags(self) -> dict[str, Flag]:
+        return flags.flags_of(self.load())
+
+    def load(self) -> type[Strategy]:
+        """The class; of one that is not nbtrain's, only if it can be used."""
+        found: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
+        cls: type[Strategy] = found if self.ours else own.checked(found, f"-s {self.name}: {self._where}")
+        return cls
+
+    @property
+    def _where(self) -> str:
+        return self.source.where if isinstance(self.source, registry.Entry) else self.name
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """What nbtrain's own find out on the ranks, so that the kernel need not load them."""
+        if not self.ours:
+            cls = self.load()
+            flags.flags_of(cls)
+            own.check_options(cls, options)
 
     def over(self, line: Request, base: Request) -> Request:
         """`line` over `base`, with how a preset starts ranks: that beats what was said before the preset's name."""
@@ -79,28 +96,33 @@ class Resolver:
 
     def __init__(self) -> None:
         self._known: tuple[Any, Devices] | None = None
+        self._ranks: int | None = None
 
     def forget(self) -> None:
         """The ranks are gone, so their devices are free again."""
         if self._known is not None and self._known[1].lease is not None:
             self._known[1].lease.close()
-        self._known = None
+        self._known = self._ranks = None
 
     def world_size(self) -> int | None:
         """Of the ranks that were asked for last."""
-        return None if self._known is None else len(self._known[1].names)
+        return self._ranks
 
     def pool(self, request: Request, needs: Iterable[tuple[str, Needs]] = ()) -> PoolSpec:
         """Which processes `request` asks for. `needs`: who limits their number, and how."""
         engine = registry.engine(request.value("engine"))
         limits = [(f"--engine {engine.name}", engine.needs), *needs]
+        together = any(need.together for _, need in limits)
         auto = request.value("devices").chosen_by_us
         # auto leases every card that is free; whoever can use only one should take only one
-        alone = auto and any(need.max_ranks == 1 for _, need in limits)
-        found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"))
+        alone = auto and not together and any(need.max_ranks == 1 for _, need in limits)
+        accelerator = request.value("accelerator")
+        if accelerator == "auto" and any(need.kinds == ("tpu",) for _, need in limits):
+            accelerator = "tpu"
+        found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
         names = found.names
         for who, need in limits:
-            if need.max_ranks is not None and len(names) > need.max_ranks:
+            if need.max_ranks is not None and len(names) > need.max_ranks and not together:
                 if not auto:
                     instead = "--engine local" if who.startswith("--engine") else "--strategy ddp"
                     raise UsageError(
@@ -108,19 +130,24 @@ class Resolver:
                         f"{len(names)}: write --devices {need.max_ranks}, or {instead}"
                     )
                 names = names[: need.max_ranks]
-            if len(names) < need.min_ranks:
+            if (1 if together else len(names)) < need.min_ranks:
                 raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {len(names)}")
             if found.kind not in need.kinds:
                 raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {found.kind}")
             if reason := missing(need):
                 raise UsageError(f"{who}: {reason}")
+        together = together and len(names) > 1  # with one device it is the pool that any strategy has
+        self._ranks = 1 if together else len(names)
+        nodes = _nodes(request, self._ranks, next((who for who, need in limits if need.together), ""))
         return PoolSpec(
             engine=engine.name,
-            start=request.value("start"),
+            start=_start(request, found.kind),
             kind=found.kind,
             devices=tuple(names),
             uuids=tuple(found.uuids[: len(names)]),
             oversubscribe=request.value("oversubscribe"),
+            together=together,
+            nodes=nodes,
         )
 
     def run(self, line: Request, base: Request, notebook: Namespace, ranks: tuple[int, ...] | None = None) -> RunSpec:
@@ -128,6 +155,8 @@ class Resolver:
         request = line.over(base)
         check_flags(line, base, notebook)
         name = request.value("strategy")
+        if name == "auto" and request.value("accelerator") == "tpu":
+            name = "xla"
         if name == "auto":
             pool = self.pool(request)
             chosen = Chosen.named(AUTO[pool.world_size > 1], notebook)
@@ -150,10 +179,12 @@ class Resolver:
         save_steps, save_seconds = request.value("save_every") or (None, None)
         if request.value("save_every") and ranks is not None:
             raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
+        options = self._options(chosen, name, line, base, notebook)
+        chosen.check(options)
         return RunSpec(
             pool=pool,
             strategy=chosen.name,
-            options=self._options(chosen, name, line, base, notebook),
+            options=options,
             precision=self._precision(request, chosen),
             accumulate=request.value("accumulate"),
             split_batches=request.value("split_batches"),
@@ -181,10 +212,10 @@ class Resolver:
             )
         return precision
 
-    def _devices(self, request: Request, spec: DeviceSpec) -> Devices:
+    def _devices(self, request: Request, spec: DeviceSpec, accelerator: str) -> Devices:
         from nbtrain import devices
 
-        accelerator, oversubscribe = request.value("accelerator"), request.value("oversubscribe")
+        oversubscribe = request.value("oversubscribe")
         key = (spec, accelerator, oversubscribe, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if self._known is None or self._known[0] != key:
             found = devices.resolve(
@@ -216,6 +247,16 @@ class Resolver:
         return options
 
 
+def _start(request: Request, kind: str) -> str:
+    start: str = request.value("start")
+    if kind == "tpu" and start == "fork":
+        raise UsageError(
+            "--start fork: a process that was forked from the notebook's cannot have a TPU; leave the option out, and "
+            "each rank is a fresh interpreter"
+        )
+    return "spawn" if kind == "tpu" else start
+
+
 def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
     """Flags that neither the table nor the strategy has, and values that do not fit."""
     if not line.own:
@@ -245,6 +286,22 @@ def missing(needs: Needs) -> str | None:
     """Why something cannot be used in this environment, and the command that changes it."""
     gone = [name for name in needs.packages if find_spec(name) is None]
     return f"{', '.join(gone)} is not installed: pip install {' '.join(gone)}" if gone else None
+
+
+def _nodes(request: Request, ranks: int, together: str) -> int:
+    """Into how many groups of equal size the ranks fall."""
+    nodes: int = request.value("nodes")
+    if nodes > 1 and together:
+        raise UsageError(
+            f"{together} is one process with all the devices, so it cannot be on {nodes} nodes; "
+            "--strategy ddp2 does the same in each node and averages over the nodes"
+        )
+    if ranks % nodes:
+        raise UsageError(
+            f"{request.given['nodes'].typed}: {ranks} rank{'s' * (ranks > 1)} cannot be {nodes} groups of equal size; "
+            f"write --devices {nodes * max(1, round(ranks / nodes))}, or another number of nodes"
+        )
+    return nodes
 
 
 def _count(number: int) -> str:

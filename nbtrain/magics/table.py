@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from nbtrain import probes, registry
+from nbtrain.errors import UsageError
 from nbtrain.magics.flags import flags_of
+from nbtrain.magics.own import checked, of_notebook
 from nbtrain.magics.resolve import missing
 from nbtrain.strategies import presets
 
@@ -15,6 +18,7 @@ Row = tuple[str, ...]
 
 STRATEGIES: Row = ("strategy", "shards", "available", "after a failure", "options")
 PRESETS: Row = ("preset", "stands for", "available")
+OWN: Row = ("of this notebook", "what it says of itself", "available", "options")
 WIDE = 44
 """so many characters a cell has in a line of text"""
 
@@ -41,35 +45,64 @@ def with_presets() -> list[Row]:
     return found
 
 
-def text() -> str:
-    return "\n\n".join("\n".join(_text(head, rows)) for head, rows in _tables())
+def with_own(notebook: Mapping[str, Any]) -> list[Row]:
+    found: list[Row] = []
+    for name, value in of_notebook(notebook).items():
+        cls = value if isinstance(value, type) else type(value)
+        says = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
+        available, options = _checked(value, name)
+        found.append((name, says, available, options))
+    return found
 
 
-def html() -> str:
-    return STYLE + "".join(_html(head, rows) for head, rows in _tables())
+def text(notebook: Mapping[str, Any]) -> str:
+    return "\n\n".join("\n".join(_text(head, rows)) for head, rows in _tables(notebook))
 
 
-def _tables() -> list[tuple[Row, list[Row]]]:
-    return [(STRATEGIES, strategies()), (PRESETS, with_presets())]
+def html(notebook: Mapping[str, Any]) -> str:
+    return STYLE + "".join(_html(head, rows) for head, rows in _tables(notebook))
+
+
+def _tables(notebook: Mapping[str, Any]) -> list[tuple[Row, list[Row]]]:
+    tables = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
+    return [(head, rows) for head, rows in tables if rows]
 
 
 def _strategy(entry: registry.Entry) -> Row:
     available = _available(entry)
     held = "held, if all ranks stand at the same step" if entry.in_pieces else "the last step of any rank is held"
-    return entry.name, entry.shards, available, held, _options(entry) if available == "yes" else ""
+    options = ""
+    if available == "yes" and not entry.package:
+        options = _options(entry.load())
+    elif available == "yes":
+        try:
+            available, options = _checked(entry.load(), entry.where)
+        except UsageError as error:
+            available = f"no: {error}"
+    if entry.unrun:
+        available = f"{available}; {entry.unrun}"
+    return entry.name, entry.shards, available, held, options
+
+
+def _checked(found: Any, where: str) -> tuple[str, str]:
+    """(available, options) of one that is not nbtrain's."""
+    try:
+        return "yes", _options(checked(found, where))
+    except UsageError as error:
+        return f"no: {error}", ""
 
 
 def _available(entry: registry.Entry) -> str:
     """Or why not, and the command that makes it so."""
-    here = {"cpu", "cuda"} if probes.gpus() else {"cpu"}
+    here = {"cpu", *(["cuda"] if probes.gpus() else []), *(["tpu"] if probes.tpus() else [])}
     reason = missing(entry.needs)
     if reason is None and not here.intersection(entry.needs.kinds):
         reason = f"runs on {' and '.join(entry.needs.kinds)}, which this machine has not"
     return f"no: {reason}" if reason else "yes"
 
 
-def _options(entry: registry.Entry) -> str:
-    return " ".join(flag.flag for typed, flag in flags_of(entry.load()).items() if typed == flag.flag)
+def _options(cls: type) -> str:
+    return " ".join(flag.flag for typed, flag in flags_of(cls).items() if typed == flag.flag)
 
 
 def _text(head: Row, rows: Sequence[Row]) -> Iterable[str]:

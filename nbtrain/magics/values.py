@@ -12,9 +12,9 @@ from typing import Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
+from nbtrain.magics.own import is_strategy, kind_of
 from nbtrain.magics.words import Word
 from nbtrain.strategies import presets
-from nbtrain.strategies.base import Strategy
 
 Namespace = Mapping[str, Any]
 Reader = Callable[[str, Word, Namespace], Any]
@@ -123,6 +123,16 @@ def count(flag: str, word: Word, notebook: Namespace) -> int:
     return value
 
 
+def nodes(flag: str, word: Word, notebook: Namespace) -> int:
+    """1, 2, 3, ...; a range is for engines whose nodes come and go."""
+    if ":" in word.text:
+        raise UsageError(
+            f"{flag} {word.text}: MIN:MAX is for an engine whose nodes come and go, and there is none in this version; "
+            f"write one number, such as {flag} 2"
+        )
+    return count(flag, word, notebook)
+
+
 def seconds(flag: str, word: Word, notebook: Namespace) -> float:
     """60, 2.5."""
     try:
@@ -204,12 +214,12 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
         return word.plain
     if word.text in notebook:
         value = notebook[word.text]
-        if isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy)):
+        if is_strategy(value):
             return word.text
         if isinstance(value, str) and value in known:
             return value
         raise UsageError(
-            f"{flag} {word.text}: {word.text} is a {type(value).__name__}, not a strategy; "
+            f"{flag} {word.text}: {word.text} is {kind_of(value)}, not a strategy; "
             f"it has to be one of {', '.join(own)}, a preset, or a subclass of nbtrain.Strategy"
         )
     raise UsageError(

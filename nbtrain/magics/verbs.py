@@ -99,7 +99,7 @@ def _check(state: State, request: Request) -> str:
 
 
 def _strategies(state: State, request: Request) -> None:
-    state.shell.display_pub.publish({"text/plain": table.text(), "text/html": table.html()})
+    state.shell.display_pub.publish({"text/plain": table.text(state.notebook), "text/html": table.html(state.notebook)})
 
 
 def _doctor(state: State, request: Request) -> str:

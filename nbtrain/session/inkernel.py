@@ -22,11 +22,15 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
 
     strategy = registry.make_strategy(spec.strategy, spec.options, shell.user_ns)
     threads = torch.get_num_threads()
-    info = RankInfo(rank=0, world_size=1, local_rank=0, device=spec.pool.devices[0], threads=threads)
+    pool = spec.pool
+    info = RankInfo(
+        rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
+        devices=pool.devices if pool.together else (),
+    )  # fmt: skip
     view = choose(spec.monitor, shell)
     if spec.monitor != "off":
         precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
-        print(f"{spec.strategy} · in the kernel · {info.device}{precision}")
+        print(f"{spec.strategy} · in the kernel · {pool.where}{precision}")
     view.opened("")
 
     def emit(event: Event) -> None:

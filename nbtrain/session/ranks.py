@@ -403,9 +403,11 @@ def _difference(old: PoolSpec, new: PoolSpec) -> str:
     """What makes one pool not do for the other, in the words of the options."""
     if old.devices != new.devices:
         return f"--devices: {len(old.devices)} × {old.kind} → {len(new.devices)} × {new.kind}"
+    if old.together != new.together:
+        return "one rank with all devices → a rank for each" if old.together else "a rank for each device → one rank"
     if old.uuids != new.uuids:
         return "CUDA_VISIBLE_DEVICES: the same numbers are other cards now"
-    for field in ("engine", "start", "oversubscribe"):
+    for field in ("engine", "start", "oversubscribe", "nodes"):
         before, after = getattr(old, field), getattr(new, field)
         if before != after:
             return f"--{field}: {before} → {after}"

@@ -231,12 +231,13 @@ class CellRun:
             return
         pool = self.spec.pool
         count = f"{pool.world_size} rank{'s' * (pool.world_size > 1)}"
-        devices = ", ".join(dict.fromkeys(pool.devices))
+        if pool.nodes > 1:
+            count += f" in {pool.nodes} nodes"
         ranks = self.outcome.ranks
         only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
         precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
         strategy = f"{self.spec.strategy} {words.flags(self.spec.options)}".rstrip()
-        print(" · ".join(part for part in (strategy, count, devices, precision, only, *notes) if part))
+        print(" · ".join(part for part in (strategy, count, pool.where, precision, only, *notes) if part))
 
     def _say_slow(self) -> None:
         """What takes so long, once, before the cell has begun."""

@@ -17,7 +17,9 @@ def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()
     if pool is None:
         return "no ranks are running; the next distributed cell starts them"
     spec = pool.spec
-    lines = [f"{spec.world_size} rank{'s' * (spec.world_size > 1)} · {spec.engine}, {spec.start} · {spec.backend}"]
+    nodes = f" in {spec.nodes} nodes" if spec.nodes > 1 else ""
+    count = f"{spec.world_size} rank{'s' * (spec.world_size > 1)}{nodes}"
+    lines = [f"{count} · {spec.engine}, {spec.start} · {spec.backend}"]
     pids = pool.pids()
     for info in pool.ranks:
         pid = pids.get(info.rank)
@@ -26,7 +28,9 @@ def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()
         if info.rank in dead:
             state = "has died; the next cell replaces it"
         used = f" · {words.size(memory)} of its own" if memory is not None else ""
-        lines.append(f"  rank {info.rank}: {info.device} · {info.threads} threads · {state}{used}")
+        where = spec.where if spec.together else info.device
+        node = f" · node {info.node}" if spec.nodes > 1 else ""
+        lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
     if spec.kind == "cuda":
         lines += _kernel_holds()
     if traffic is not None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from nbtrain.specs import RankInfo
+
 
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Of a `LazyLinear` that has not seen a batch."""
@@ -155,15 +157,23 @@ class Strategy:
     """True: `set_up` sees to the precision by itself. Otherwise what a model computes in is seen to around it, and to
     `set_up` it is a word"""
 
+    moves: ClassVar[bool] = False
+    """True: `set_up` moves the component to the rank's device by itself, and finds it on the CPU"""
+
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         """The strategy's flags, one field each."""
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
+    place: RankInfo
+    """where this rank is: there before any of the following is called"""
+
+    def __init__(self, options: Any = None, **given: Any) -> None:
+        """`DDP(bucket_mb=5)`, which is `DDP(DDP.Options(bucket_mb=5))`."""
+        self.options: Any = self.Options(**given) if options is None else options
 
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
-        """(index, count) of the batches this rank sees, for every loader."""
+        """(index, count) of the batches this rank sees, for every loader. Ranks of one index draw the same random
+        numbers, too, so that what a cell does with a batch is the same on each of them."""
         return rank, world_size
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
@@ -177,3 +187,9 @@ class Strategy:
         The component is on the rank's device already, with the same numbers on every rank. What is returned has not
         been entered yet."""
         return Prepared(component)
+
+    def enter(self) -> None:
+        """Before each cell, whatever it uses, and before any `Prepared.enter`. Collective."""
+
+    def leave(self) -> None:
+        """After each cell, however it ended, and after every `Prepared.leave`. Not collective."""

@@ -67,8 +67,8 @@ class DeepSpeed(Strategy):
                     )
             config.build(self)
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
+    def __init__(self, options: Any = None, **given: Any) -> None:
+        super().__init__(options, **given)
         self.scale = LossScale()
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:

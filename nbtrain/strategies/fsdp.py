@@ -408,8 +408,8 @@ class FSDP(Strategy):
             if self.replicas and self.sharding != "HYBRID_SHARD":
                 raise UsageError(f"--replicas is for --sharding HYBRID_SHARD; {self.sharding} has none")
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
+    def __init__(self, options: Any = None, **given: Any) -> None:
+        super().__init__(options, **given)
         self._meshes: dict[str, tuple[Any, DeviceMesh]] = {}
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:

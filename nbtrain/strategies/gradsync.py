@@ -9,17 +9,18 @@ gradient it had (None, mostly), exactly as in one process, and needs no collecti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # one call instead of one per tensor
+from torch._utils import _unflatten_dense_tensors  # one call instead of one per tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.wire import Dtype, Wire
 
 
 class Bucket:
@@ -34,18 +35,21 @@ class Bucket:
         self.all_used = parameters[0].new_tensor([1.0] * len(parameters) + [0.0] * len(parameters))
         self.shapes = [*parameters, self.all_used]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parameters[0].dtype
-
 
 class GradSync:
     """The averaging of one component's gradients. Lives until `close`."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], bucket_mb: float = 25, norms: Iterable[_NormBase] = ()
+        self,
+        parameters: Iterable[torch.Tensor],
+        bucket_mb: float = 25,
+        norms: Iterable[_NormBase] = (),
+        comm_dtype: Dtype = "none",
+        wire: Wire | None = None,
     ) -> None:
-        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model."""
+        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model.
+        `comm_dtype`: what gradients are averaged in, where it is not what they are in. `wire`: by what, otherwise."""
+        self.wire = wire or Wire(comm_dtype)
         self.parameters = list(parameters)
         self.norms = list(norms)
         self.ids = frozenset(map(id, self.parameters))
@@ -55,6 +59,7 @@ class GradSync:
         self.pending: set[int] = set()  # arrived while `no_sync` was on
         self.averaged: set[int] = set()  # since their optimizer's last step
         self.spent: set[int]  # stepped while the backward goes on, by a hook
+        self.under_way: list[tuple[Bucket, Callable[[], torch.Tensor], bool]] = []
         self.build()
         self.step_handle = register_optimizer_step_pre_hook(self.before_step)
 
@@ -84,10 +89,11 @@ class GradSync:
 
     def reset(self) -> None:
         """Forget a backward under way: at its end, or because it raised."""
+        self.wire.forget()
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         self.got: set[int] = set()
         self.spent = set()
-        self.under_way: list[tuple[Bucket, torch.Tensor, bool, Any]] = []
+        self.under_way = []
         self.armed = False
 
     def arrived(self, p: torch.Tensor) -> None:
@@ -117,7 +123,7 @@ class GradSync:
         """Send the next bucket."""
         bucket = self.buckets[len(self.under_way)]
         used = self.got | self.pending if self.pending else self.got
-        grads = [p.grad for p in bucket.parameters]
+        grads: list[Any] = [p.grad for p in bucket.parameters]
         whole = bucket.ids <= used and not any(g is None or g.is_sparse for g in grads)
         flags = bucket.all_used
         if not whole:
@@ -128,12 +134,7 @@ class GradSync:
                 p.new_zeros(p.shape) if g is None or g.is_sparse else g
                 for p, g in zip(bucket.parameters, grads, strict=True)
             ]
-        flat = _flatten_dense_tensors([*grads, flags])  # type: ignore[no-untyped-call]
-        if flat.dtype in (torch.bfloat16, torch.float16) and dist.get_backend() == "gloo":
-            flat = flat.float()  # gloo does not know bfloat16 everywhere, and sums of halves lose digits
-        flat.div_(dist.get_world_size())  # before the sum: halves would overflow
-        work = dist.all_reduce(flat, async_op=True)
-        self.under_way.append((bucket, flat, whole, work))
+        self.under_way.append((bucket, self.wire.average([*grads, flags]), whole))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -142,9 +143,8 @@ class GradSync:
             while len(self.under_way) < len(self.buckets):
                 self.launch()
             statistics = self.launch_statistics()
-            for bucket, flat, whole, work in self.under_way:
-                work.wait()
-                self.hand_out(bucket, flat.to(bucket.dtype), whole)
+            for bucket, wait, whole in self.under_way:
+                self.hand_out(bucket, wait(), whole)
             for kept, flat, work in statistics:
                 work.wait()
                 for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
@@ -200,9 +200,7 @@ class GradSync:
         grad = p.grad
         assert grad is not None
         if not grad.is_sparse:
-            dense = grad.detach().clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(dense)
-            grad.copy_(dense.div_(dist.get_world_size()))
+            grad.copy_(self.wire.average([grad.detach()])().view(grad.shape))
         elif dist.get_backend() == "gloo" and not grad.is_cuda:
             thin = grad.coalesce()
             dist.all_reduce(thin)

@@ -56,6 +56,8 @@ PRESETS: Mapping[str, Preset] = {
     "fsdp_cpu_offload": _fsdp(cpu_offload=True),
     "fsdp_shard_grad_op": _fsdp(sharding="SHARD_GRAD_OP"),
     "fsdp_hybrid": _fsdp("--replicas N", sharding="HYBRID_SHARD"),
+    "tpu": Preset(strategy="xla"),
+    "sequential": Preset(strategy="pipeline"),
 }
 
 

@@ -27,20 +27,28 @@ def on_the_wire(tensor: torch.Tensor) -> torch.device:
 def reduce(value: Any, op: str = "mean") -> Any:
     """The ranks' values as one, on every rank: a number for a number, a new tensor for a tensor.
 
-    `op` is mean, sum, min or max. `reduce(correct, "sum") / len(dataset)` is the accuracy over all ranks.
+    `op` is mean, sum, min or max. `reduce(correct, "sum") / len(dataset)` is the accuracy over all ranks. (Under ddp2
+    and pipeline, where several ranks see the same batch, one of them speaks for all: see `speakers`.)
     """
+    check(value, op)
+    if isinstance(value, torch.Tensor):
+        return _reduce_tensor(value.detach(), op)
+    result = float(_reduce_tensor(torch.tensor(float(value), dtype=torch.float64), op))
+    return int(result) if isinstance(value, int) and op != "mean" else result
+
+
+def check(value: Any, op: str) -> None:
+    """That `reduce` can take it."""
     if op not in OPERATIONS:
         raise UsageError(f"reduce(..., op={op!r}): there are {', '.join(OPERATIONS)}")
     if isinstance(value, torch.Tensor):
-        return _reduce_tensor(value.detach(), op)
+        return
     try:
-        number = torch.tensor(float(value), dtype=torch.float64)
+        float(value)
     except (TypeError, ValueError):
         raise UsageError(
             f"reduce() takes numbers and tensors, not {type(value).__name__}; gather(value) brings any object together"
         ) from None
-    result = float(_reduce_tensor(number, op))
-    return int(result) if isinstance(value, int) and op != "mean" else result
 
 
 def _reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -61,7 +69,10 @@ def _reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, in order of rank, on every rank. Tensors may differ in shape; other values must pickle."""
+    """Every rank's value, in order of rank, on every rank. Tensors may differ in shape; other values must pickle.
+
+    (Under ddp2 and pipeline one rank speaks for those that see the same batch, and is there for all of them.)
+    """
     tensor = isinstance(value, torch.Tensor)
     if not connected():
         return [value.detach().clone() if tensor else value]

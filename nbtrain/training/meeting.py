@@ -244,8 +244,8 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if not place[3]}
     if ("all_reduce", ODD) in whats:
         hint = (
-            "What is in pieces is saved, and read as a number, by all ranks together under fsdp: write it above "
-            "`if rank == 0:`. Under --strategy ddp one rank can do it alone"
+            "What is in pieces is saved, and read as a number, by all ranks together under fsdp and pipeline: write it "
+            "above `if rank == 0:`. Under --strategy ddp one rank can do it alone"
         )
     elif any(what in GATHERS for what, _ in whats):
         hint += f". {ALONE}"

@@ -14,9 +14,9 @@ and not the model, is covered too. A module without parameters (a loss) computes
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -76,9 +76,8 @@ def _has_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-class _Place(threading.local):
-    inside = False
-    """a model is being called, in this thread"""
+_inside: ContextVar[bool] = ContextVar("inside of a model that is being called", default=False)
+"""A strategy's thread that computes a part of the call is inside, too: it has a copy of the caller's context."""
 
 
 class Forwards:
@@ -93,7 +92,6 @@ class Forwards:
         """called with each model that is called"""
         self.after: Callable[[Any, Any], None] = lambda given, returned: None
         """with what it was given, and what it returned"""
-        self._place = _Place()
 
     def patch(self, patches: Patches) -> None:
         patches.wrap(nn.Module, "__call__", self._call)
@@ -101,15 +99,13 @@ class Forwards:
             patches.wrap(torch.autograd, "backward", self._backward)
 
     def _call(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        place = self._place
-
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.on or place.inside:
+            if torch.compiler.is_compiling() or not self.on or _inside.get():
                 return old(module, *args, **kwargs)
             first = next(module.parameters(), None)
             if first is None or (self.form.weights and first.dtype is not self.form.dtype):
                 return old(module, *args, **kwargs)
-            place.inside = True
+            token = _inside.set(True)
             try:
                 if torch._C._current_graph_task_id() != -1 and self._was_inside(args, kwargs):
                     return old(module, *args, **kwargs)
@@ -122,7 +118,7 @@ class Forwards:
                 self.after((args, kwargs), returned)
                 return returned
             finally:
-                place.inside = False
+                _inside.reset(token)
 
         return call
 

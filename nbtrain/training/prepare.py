@@ -24,6 +24,7 @@ from nbtrain.exchange.fingerprint import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.become import become
 from nbtrain.training.collectives import equalise
+from nbtrain.training.contract import set_up
 from nbtrain.training.fresh import Blanks, is_blank
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
@@ -62,7 +63,7 @@ class Workshop:
         self.strategy = strategy
         self.precision = precision
         self.replaced = replaced
-        self.device = device
+        self.device = torch.device("cpu") if strategy.moves else device
         self.world_size = world_size
         self.kept: list[Kept] = []
         self.ready: set[int] = set()
@@ -88,8 +89,8 @@ class Workshop:
     def enter(self) -> None:
         """A cell is about to run. Collective."""
         self._inside = True
-        for prepared in self.prepared:
-            prepared.enter()
+        self.strategy.enter()
+        self._enter()
 
     def leave(self) -> None:
         """It has ended: what was set up looks as the notebook knows it."""
@@ -97,6 +98,11 @@ class Workshop:
             self._inside = False
             for prepared in self.prepared:
                 prepared.leave()
+            self.strategy.leave()
+
+    def _enter(self) -> None:
+        for prepared in self.prepared:
+            prepared.enter()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -108,7 +114,8 @@ class Workshop:
             yield
         finally:
             if inside:
-                self.enter()
+                self._inside = True
+                self._enter()
 
     def pieces(self) -> list[tuple[torch.Tensor, Piece]]:
         """Tensors that the notebook is to have otherwise than they are here; not while a cell runs."""
@@ -196,7 +203,8 @@ class Workshop:
         layout = [(id(p), p.dtype, p.shape) for p in parameters]
         ids = {id(p) for p in parameters}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
-        place(component, self.device)
+        if not self.strategy.moves:
+            place(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
             if old[0].objects == objects:
                 return
@@ -214,7 +222,7 @@ class Workshop:
             elif blanks is not None and wanted == "hollow":
                 self._tell(blanks.hollow(self.device))
             equalise([*component.parameters(), *component.buffers()], checksum)
-            prepared = self.strategy.set_up(component, self.precision)
+            prepared = set_up(self.strategy, component, self.precision)
             self._tell(prepared.replaced)
             if blanks is not None and wanted != "filled":
                 self._tell(blanks.deal_out(prepared, self.device))

@@ -54,10 +54,13 @@ def _content(state: Any) -> bytes:
 
 
 class Randomness:
-    """The streams of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it."""
+    """The streams of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it.
+
+    `index`: of the share of the batches that the rank sees. Ranks with the same share draw the same numbers.
+    """
 
     def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
-        self.rank = rank
+        self.rank = self.index = rank
         self.alone = world_size == 1
         self.cuda = cuda
         self.shared_states: States = {}
@@ -74,7 +77,7 @@ class Randomness:
     def adopt(self, states: States) -> None:
         """Start from where the notebook's streams stand. Called with the same states on every rank."""
         self.shared_states = {key: _copy(state) for key, state in states.items() if key != "cuda"}
-        if self.rank == 0:
+        if self.index == 0:
             restore(states)
         else:
             self._seed(states)
@@ -94,11 +97,11 @@ class Randomness:
         if self.is_together:
             self.is_together = False
             self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
-            if self.rank:
+            if self.index:
                 self._seed(self.shared_states)
             self._mark()
             # Rank 0 goes on where all stand: its streams are these, but for the mark.
-            self.began = capture() if self.rank else {**self.shared_states, "torch": torch.get_rng_state()}
+            self.began = capture() if self.index else {**self.shared_states, "torch": torch.get_rng_state()}
 
     def collect(self) -> States | None:
         """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared
@@ -142,7 +145,7 @@ class Randomness:
         finally:
             self.depth -= 1
             self.shared_states.update({key: state for key, state in capture().items() if key in self.shared_states})
-            if self.rank == 0 and "torch" in own and torch.equal(own["torch"], self.began["torch"]):
+            if self.index == 0 and "torch" in own and torch.equal(own["torch"], self.began["torch"]):
                 # Nothing but loaders drew: this rank goes on as one process would, with a model made after an epoch.
                 own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], self.mark)
             restore(own)
@@ -164,7 +167,7 @@ class Randomness:
             return
         self.shared_states["torch"] = state
         self._said = None
-        if self.rank == 0:
+        if self.index == 0:
             own = _with_seed(state, self.mark)
             torch.set_rng_state(own)
             self.began["torch"] = own
@@ -180,26 +183,26 @@ class Randomness:
 
     def _seed(self, states: States) -> None:
         if "torch" in states:
-            torch.default_generator.manual_seed(derive(states["torch"], self.rank))
+            torch.default_generator.manual_seed(derive(states["torch"], self.index))
         if "random" in states:
-            random.seed(derive(states["random"], self.rank))
+            random.seed(derive(states["random"], self.index))
         if "numpy" in states and (numpy := sys.modules.get("numpy")):
-            numpy.random.seed(derive(states["numpy"], self.rank) % 2**32)
+            numpy.random.seed(derive(states["numpy"], self.index) % 2**32)
 
     def _adopt_cuda(self, states: States) -> None:
         """A notebook without CUDA sends no state of it: then its seed starts the stream once, and it runs on."""
         if not self.cuda:
             return
         if "cuda" in states:
-            if self.rank:
-                torch.cuda.manual_seed(derive(states["cuda"], self.rank))
+            if self.index:
+                torch.cuda.manual_seed(derive(states["cuda"], self.index))
             else:
                 torch.cuda.set_rng_state(states["cuda"])
             return
         seed = int(states["torch"][:8].view(torch.int64).item())
         if seed != self.cuda_seed:
             self.cuda_seed = seed
-            torch.cuda.manual_seed(derive(seed, self.rank) if self.rank else seed)
+            torch.cuda.manual_seed(derive(seed, self.index) if self.index else seed)
 
     def _follow(self, seed: int) -> None:
         """The cell has set a seed, or a state from before that: on every rank."""
@@ -210,10 +213,10 @@ class Randomness:
             self.shared_states["torch"], self.began["torch"], self.seed = self.left.pop(seed)
             return
         state = self.shared_states["torch"] = torch.get_rng_state()
-        if self.rank:  # from here on their own draws differ again
-            torch.default_generator.manual_seed(derive(state, self.rank))
+        if self.index:  # from here on their own draws differ again
+            torch.default_generator.manual_seed(derive(state, self.index))
             if torch.cuda.is_initialized():
-                torch.cuda.manual_seed(derive(state, self.rank))
+                torch.cuda.manual_seed(derive(state, self.index))
         self.last_mark += 1
         self.mark = self.last_mark
         self._mark()
@@ -222,7 +225,7 @@ class Randomness:
     def _mark(self) -> None:
         state = torch.get_rng_state()
         seed = state[:8].view(torch.int64)
-        if self.rank == 0:
+        if self.index == 0:
             self.seed = int(seed.item())
         seed.fill_(self.mark)
         torch.set_rng_state(state)

@@ -49,6 +49,7 @@ from nbtrain.training.board import BACKWARD, STEP, Board
 from nbtrain.training.checkpoints import here
 from nbtrain.training.checkpoints.core import Checkpoints
 from nbtrain.training.checkpoints.every import Plan
+from nbtrain.training.contract import share_of
 from nbtrain.training.data import Deal
 from nbtrain.training.loaders import Loaders
 from nbtrain.training.lowered import Lowered, LoweredStrategy
@@ -63,6 +64,7 @@ from nbtrain.training.recompute import Recompute
 from nbtrain.training.resumable import resumable
 from nbtrain.training.saving import Saving
 from nbtrain.training.scaling import Scaling
+from nbtrain.training.speakers import Speakers
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Stopping
 
@@ -86,10 +88,12 @@ class Runtime:
         place of."""
         self.info = info
         self.strategy = strategy
+        strategy.place = info
         self.emit = emit
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
+        self.randomness.index = info.rank if strategy.hands_off else share_of(strategy, info.rank, info.world_size)[0]
         self.format = chosen(precision, strategy, self.device)
         self.lowered: Lowered | None = None
         if self.format is not None and self.format.weights:
@@ -182,7 +186,7 @@ class Runtime:
         names = () if self.strategy.hands_off else run.checkpoint_activations
         self.recompute.begin(names, [item for item in objects.values() if isinstance(item, torch.nn.Module)])
         self.workshop.enter()
-        index, count = self.strategy.share(self.info.rank, self.info.world_size) if run.sampler else (0, 1)
+        index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
         self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
         self.stopping.begin(board, number)
@@ -205,7 +209,10 @@ class Runtime:
         if self.forwards is not None:
             self.forwards.on = True
         self.recompute.on()
-        return [] if self.strategy.hands_off else [*_batch_notes(objects, deal, run.accumulate), *self._notes()]
+        if self.strategy.hands_off:
+            return []
+        who = "ranks" if count == self.info.world_size else "groups of ranks"
+        return [*_batch_notes(objects, deal, run.accumulate, who), *self._notes()]
 
     def _within(self) -> int:
         return BACKWARD if self._in_backward else STEP if self._in_step else 0
@@ -245,8 +252,7 @@ class Runtime:
             "local_rank": self.info.local_rank,
             "device": self.device,
             "log": self.log,
-            "reduce": collectives.reduce,
-            "gather": collectives.gather,
+            **Speakers(self.strategy, self.info.rank, self.info.world_size).names(),
             "barrier": collectives.barrier,
             "setup": self.setup,
             "save": here.save,
@@ -449,8 +455,8 @@ def _scaled(tensors: Any, grads: Any, share: float) -> Any:
     ]
 
 
-def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int) -> list[str]:
-    """The effective batch, once per batch size: `batch 32 × 4`."""
+def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
+    """The effective batch, once per batch size: `batch 32 × 4`. `who`: sees a share of the batches."""
     notes: list[str] = []
     for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -458,7 +464,7 @@ def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int) -> 
             continue
         note = f"batch {size}"
         if deal.count > 1:
-            note += f" split over {deal.count} ranks" if deal.split else f" × {deal.count}"
+            note += f" split over {deal.count} {who}" if deal.split else f" × {deal.count}"
         if accumulate > 1:
             note += f" × {accumulate} accumulated"
         if note not in notes and note != f"batch {size}":

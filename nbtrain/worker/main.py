@@ -162,7 +162,9 @@ class Rank:
             "RANK": str(info.rank),
             "WORLD_SIZE": str(info.world_size),
             "LOCAL_RANK": str(info.local_rank),
-            "LOCAL_WORLD_SIZE": str(info.world_size),
+            "LOCAL_WORLD_SIZE": str(info.world_size // info.nodes),
+            "GROUP_RANK": str(info.node),
+            "GROUP_WORLD_SIZE": str(info.nodes),
             "OMP_NUM_THREADS": str(info.threads),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
@@ -176,6 +178,10 @@ class Rank:
         multiprocessing.current_process()._config["tempdir"] = self.config.directory  # type: ignore[attr-defined]
         if info.device.startswith("cuda"):
             torch.cuda.set_device(info.device)
+        elif info.device.startswith("xla"):
+            from nbtrain.strategies._xla.library import take_place
+
+            take_place(info)
         self.group.form(self.config.store)
 
     def _close(self) -> None:
@@ -448,8 +454,16 @@ class Rank:
     def _lines_of(self, error: BaseException) -> list[str]:
         if isinstance(error, NbtrainError):
             return [f"{type(error).__name__}: {error}"]
-        made = self.shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
+        made = self.shell.InteractiveTB.structured_traceback(type(error), error, _in_cells(error.__traceback__))
         return list(made)
+
+
+def _in_cells(trace: TracebackType | None) -> TracebackType | None:
+    """From the first line of the notebook's on, if there is one: what has called it is not the user's."""
+    at = trace
+    while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
+        at = at.tb_next
+    return at or trace
 
 
 def _text(error: BaseException) -> str:

@@ -6,6 +6,7 @@ a time, while the parcel is written: only the rank that packs it ever has a whol
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -158,7 +159,11 @@ class Pieces:
     def _fetch(self, apart: Apart) -> memoryview:
         """All of it, on the rank that packs."""
         assert isinstance(apart, Held)
-        whole = torch.empty(apart.tensor.numel(), dtype=apart.dtype)
+        if not apart.nbytes:
+            return memoryview(b"")
+        # A map by itself, gone when it is written: from the heap each would come out of another hole.
+        memory = mmap.mmap(-1, apart.nbytes)
+        whole = torch.frombuffer(memory, dtype=apart.dtype, count=apart.tensor.numel())
         for (start, stop), flat in self._parts(apart):
             whole.view(torch.uint8)[start * apart.dtype.itemsize : stop * apart.dtype.itemsize].copy_(flat)
         for rank, ranges in enumerate(apart.ranges):

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tests.faults.scene import PIECES, Combination
+from tests.faults.scene import COMBINATIONS, Combination
 from tests.faults.world import STEP
 
 HERE = "rank == world_size - 1"
 """True on the victim."""
-MANY = ("ddp", "none", *PIECES)
+EVERY = tuple(dict.fromkeys(one.strategy for one in COMBINATIONS))
+MANY = tuple(name for name in EVERY if any(one.ranks > 1 for one in COMBINATIONS if one.strategy == name))
+PIECES = tuple(name for name in EVERY if any(one.in_pieces for one in COMBINATIONS if one.strategy == name))
+STAGES = tuple(name for name in EVERY if name == "pipeline")
+"""No rank runs a model from its beginning to its end."""
+WHOLE = tuple(name for name in MANY if name not in (*PIECES, "none"))
+"""Each rank has all of a model, and they agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Fault:
     extra: str = ""
     """more of the world"""
     options: str = ""
-    strategies: tuple[str, ...] = ("single", *MANY)
+    strategies: tuple[str, ...] = EVERY
     then: tuple[str, str] = ("", "")
     """a cell on the ranks afterwards, and what it shows"""
     here: tuple[str, str] = ("", "")
@@ -76,7 +82,20 @@ RAISED = [
     Fault("exception after the last step", TRAIN + f"if {HERE}: raise ValueError('late')  # harm\n", "ValueError",
           held=True),
     Fault("a wrong shape in forward while the peer is in backward", at(5, "model(x[:, :3])"), "RuntimeError",
+          shows=("mat1 and mat2",), held=True, strategies=tuple(name for name in EVERY if name not in STAGES)),
+    Fault("a wrong shape in forward on all ranks", at(5, "model(x[:, :3])", "True"), "RuntimeError",
           shows=("mat1 and mat2",), held=True),
+    Fault("a stage that raises", at(5, "fail.append(1)"), "ArithmeticError",
+          shows=("in a stage",), strategies=STAGES, held=True, extra="""
+fail = []
+class Breaks(nn.Tanh):
+    def forward(self, x):
+        if fail: raise ArithmeticError("in a stage")
+        return super().forward(x)
+model[1] = Breaks()
+"""),
+    Fault("a batch that only one rank has", at(5, "x = x + 1"), "NotSupported", shows=("different batches",),
+          strategies=STAGES, held=True),
     Fault("exception in backward", at(5, "z = model(x); z.register_hook(lambda g: 1 / 0); z.sum().backward()"),
           "ZeroDivisionError", held=True),
     Fault("an optimizer that raises half way", """
@@ -91,7 +110,7 @@ class Half(torch.optim.SGD):
             held = [p for group in self.param_groups for p in group["params"]]
             for number, p in enumerate(held):
                 if number == len(held) // 2 and self.breaks: raise ArithmeticError("half way")
-                p -= 0.1 * p.grad
+                if p.grad is not None: p -= 0.1 * p.grad
 opt = half = Half(model.parameters(), 0.1)
 sched = torch.optim.lr_scheduler.StepLR(half, 10, 0.9)
 world.update(opt=half, sched=sched)
@@ -159,7 +178,7 @@ DIED = [
     Fault("os._exit", at(5, "os._exit(3)"), "RankDied", shows=("3",), dies="last"),
     Fault("os._exit without a failure", at(5, "os._exit(0)"), "RankDied", dies="last"),
     Fault("the first rank dies", at(5, "os.kill(os.getpid(), signal.SIGKILL)", "rank == 0"), "RankDied",
-          shows=("SIGKILL",), says=("rank 0",), dies="first", strategies=("ddp",), held=True),
+          shows=("SIGKILL",), says=("rank 0",), dies="first", strategies=WHOLE, held=True),
     Fault("a rank dies with its pieces", at(5, "os.kill(os.getpid(), signal.SIGKILL)", "rank == 0"), "RankDied",
           shows=("SIGKILL",), says=("rank 0", "not all are left", "--save-every"), dies="first", strategies=PIECES,
           held=False),
@@ -233,17 +252,17 @@ def start():
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
 """),
     Fault("the process group destroyed", TRAIN + "dist.destroy_process_group()  # harm\n", strategies=MANY,
-          then=("print(float(reduce(torch.ones(1), 'sum')))", "2.0")),
+          then=("print(float(reduce(torch.tensor(float(rank)), 'max')))", "1.0")),
     Fault("the process group formed again", TRAIN + "dist.init_process_group('gloo')  # harm\n", "ValueError",
           shows=("twice",), strategies=MANY, held=True),
     Fault("a group left behind", "group = dist.new_group()  # harm\ndist.barrier(group)  # harm\n" + TRAIN,
           strategies=MANY, leaves={f"a rank's {what}": 9 for what in ("threads", "sockets", "pipes", "anon_inode")}),
     Fault("handlers of SIGTERM and SIGCHLD", "for number in (signal.SIGTERM, signal.SIGCHLD):  # harm\n"
           "    signal.signal(number, lambda *_: 1 / 0)  # harm\n" + TRAIN,
-          strategies=("single", "ddp", "none", "fsdp")),
+          strategies=tuple(name for name in EVERY if name != "deepspeed")),
     # While ZeRO's third stage trains a process of its own ends, and the handler of SIGCHLD raises in a backward.
     Fault("a handler of SIGTERM", "signal.signal(signal.SIGTERM, lambda *_: 1 / 0)  # harm\n" + TRAIN,
-          strategies=("deepspeed",)),
+          strategies=tuple(name for name in EVERY if name == "deepspeed")),
     Fault("every handler a cell can have, and then a death", "for number in range(1, 32):  # harm\n"
           "    if number not in (9, 19): signal.signal(number, lambda *_: None)  # harm\n"
           + at(5, "os.kill(os.getpid(), signal.SIGKILL)"), "RankDied", dies="some"),
@@ -293,8 +312,11 @@ STOPPED = [
 ]  # fmt: skip
 
 HALF_WAY = next(fault for fault in RAISED if "half way" in fault.name)
+LEAVES_STEPS_TOGETHER = ("zero1", "sharded")
+"""A rank whose peer raises in a step is not through with it."""
 APART = [
-    replace(HALF_WAY, name="pieces of two steps", strategies=PIECES, held=False, says=("stand at different steps",)),
-]
+    replace(HALF_WAY, name="pieces of two steps", held=False, says=("stand at different steps",),
+            strategies=tuple(name for name in PIECES if name not in LEAVES_STEPS_TOGETHER)),
+]  # fmt: skip
 
 FAULTS = [*RAISED, *DIED, *LOADERS, *MISUSE, *STOPPED, *APART]

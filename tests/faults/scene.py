@@ -23,10 +23,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
+from nbtrain import registry
+from nbtrain.specs import Needs
 from tests.faults import world
 from tests.faults.census import Census, role_of
 from tests.kernels import Error, Kernel, Result, running_kernel
@@ -91,28 +94,48 @@ class Combination:
     """of ZeRO"""
 
     @property
+    def needs(self) -> Needs:
+        return registry.strategy(self.strategy).needs
+
+    @property
     def devices(self) -> int:
-        return 1 if self.strategy == "single" else 2
+        return 2 if self.needs.together else self.needs.max_ranks or 2
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.needs.together else self.devices
 
     @property
     def in_pieces(self) -> bool:
         """No rank has a whole model, and nothing can be brought home from one alone."""
-        return self.strategy in PIECES
+        return registry.strategy(self.strategy).in_pieces
 
     def __str__(self) -> str:
         return f"{self.strategy}{self.stage or ''}-{self.start}"
 
 
-PIECES = ("fsdp", "deepspeed")
 STARTS = ("warm", "spawn")
-COMBINATIONS = [Combination(strategy, start) for strategy in ("single", "ddp", "none", "fsdp") for start in STARTS]
-COMBINATIONS += [Combination("deepspeed", start, stage) for stage in (2, 3) for start in STARTS]
+STAGES = {"deepspeed": (2, 3)}
+COMBINATIONS = [
+    Combination(name, start, stage)
+    for name, entry in registry.STRATEGIES.items()
+    if all(find_spec(package) for package in entry.needs.packages)
+    for stage in STAGES.get(name, (0,))
+    for start in STARTS
+]
+"""Of every strategy that can be had here."""
 
 
 def one_of_each(draw: random.Random) -> list[Combination]:
-    """A way to start, and a stage, for each strategy: as many kernels as a sample may cost."""
-    strategies = dict.fromkeys(one.strategy for one in COMBINATIONS)
-    return [draw.choice([one for one in COMBINATIONS if one.strategy == strategy]) for strategy in strategies]
+    """One for each strategy, as many kernels as a sample may cost: a stage, and a way to start. Fresh interpreters
+    take seconds whenever a rank has died: they are for three of the strategies."""
+    strategies = [*dict.fromkeys(one.strategy for one in COMBINATIONS)]
+    slow = draw.sample(strategies, min(3, len(strategies)))
+    found = []
+    for name in strategies:
+        start = STARTS[name in slow]
+        found.append(draw.choice([one for one in COMBINATIONS if (one.strategy, one.start) == (name, start)]))
+    return found
 
 
 class Scene:
@@ -139,7 +162,8 @@ class Scene:
         # the first group of ranks leaves. A library may keep one group until it hears of the next: DeepSpeed does.
         self.notebook("print('.' * 200_000)")
         self.notebook(self.head() + world.ALONE + self._next)
-        assert self.cell("1 / 0" if self.devices == 1 else "barrier()\nif rank: 1 / 0\nbarrier()").error is not None
+        alone = combination.ranks == 1
+        assert self.cell("1 / 0" if alone else "barrier()\nif rank: 1 / 0\nbarrier()").error is not None
         self.prepare()
         self.notebook(self.head() + world.ALONE + self._next)
         self.prepare()
@@ -162,7 +186,8 @@ class Scene:
     def prepare(self, extra: str = "") -> None:
         """A new world. `extra`: code that makes more of it and adds it to the dict `world`."""
         self._extra = extra
-        self.notebook("\n".join([world.EMPTY, world.START, extra, world.READY]))
+        apart = f"in_pieces = {self.combination.in_pieces}"
+        self.notebook("\n".join([world.EMPTY, world.START, apart, extra, world.READY]))
         self.before = self.state()
 
     def cell(self, body: str, options: str = "", timeout: float = 60) -> Result:
@@ -283,7 +308,7 @@ class Scene:
         """The next cell works, whatever the notebook has now, and its ranks agree."""
         said = self.kernel.run(self.head() + world.ALONE + self._next)
         assert said.error is None, f"the next cell fails:\n{said.text}\nafter\n{shown}"
-        if self.strategy not in ("single", "none"):
+        if self.strategy != "none":
             assert self.notebook("print(alike)").stdout == "1\n", f"ranks differ in the next cell, after\n{shown}"
 
     def _check_trains(self, shown: str) -> None:

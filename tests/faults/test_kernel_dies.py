@@ -25,7 +25,7 @@ from tests.notebook import TRAIN, Notebook
 pytestmark = pytest.mark.kernel
 
 SEED = int(os.environ.get("SEED", "0"))
-MOMENTS = 50 if os.environ.get("FAULTS") == "all" else 6
+MOMENTS = 50 if os.environ.get("FAULTS") == "all" else 4
 PRIVATE = Path(tempfile.gettempdir())
 """conftest gives it to every kernel as TMPDIR and XDG_RUNTIME_DIR."""
 

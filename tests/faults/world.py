@@ -44,10 +44,9 @@ def told(world):
     return {name: hashlib.blake2b(parts(one), digest_size=6).hexdigest() for name, one in world.items()}
 
 def seen():
-    """A number of the weights, the same on all equal ranks. In pieces they show none: a rank that waits here for one
-    that has failed would have taken a step that is not marked."""
-    data = first.detach()
-    return 0.0 if hasattr(data, "full_tensor") else float(data.sum())
+    """A number of the weights, the same on all equal ranks. In pieces they show none: not each rank has the same, and
+    one that waits here for one that has failed would have taken a step that is not marked."""
+    return 0.0 if in_pieces else float(first.detach().sum())
 
 class Enough(Exception):
     """So many steps were wanted."""
@@ -129,20 +128,22 @@ LOOP = "for x, y in itertools.islice(loader, {steps}):" + STEP
 NEXT = (
     LOOP.format(steps=5)
     + """
+alike = [0] * world_size
 if world_size > 1:
-    alike = gather(json.dumps(told(world)))
-else:
-    alike = [0]
+    dist.all_gather_object(alike, json.dumps(told(world)))
 alike = len(set(alike))
 """
 )
-"""The cell after a fault: it trains, and says how many different worlds its ranks hold."""
+"""The cell after a fault: it trains, and says how many different worlds its ranks hold. All of them: in `gather` one
+would speak for those that see the same batches."""
 
 NEXT_IN_PIECES = (
     LOOP.format(steps=5)
     + """
 with torch.no_grad(): out = model(X[:16]).tolist()
-alike = len(set(gather(json.dumps([out, told({"history": history, "sched": sched})]))))
+alike = [0] * world_size
+dist.all_gather_object(alike, json.dumps([out, told({"history": history, "sched": sched})]))
+alike = len(set(alike))
 """
 )
 """The same where ranks hold pieces: each says what it is that all of them make together."""

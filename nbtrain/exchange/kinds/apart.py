@@ -67,6 +67,8 @@ class PlaceKind(Kind):
         if walk.quiet:
             return None
         device = apart.tensor.device.type
+        if device == "xla":  # which the other side must not touch
+            device = "cpu"
         return device, apart.nbytes, walk.buffer(apart.later()) if apart.nbytes else None
 
     def look(self, node: Node, walk: Visit) -> Any:

@@ -15,7 +15,8 @@ def kind_of(obj: Any) -> Kind | None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "nn"):
         if cls is torch.Tensor or cls is torch.nn.Parameter:
-            return TENSOR if obj.layout is torch.strided and not (obj.is_quantized or obj.is_nested) else None
+            dense = obj.layout is torch.strided and not (obj.is_quantized or obj.is_nested or is_far(obj))
+            return TENSOR if dense else None
         if cls is torch.UntypedStorage:
             return STORAGE
     numpy: Any = sys.modules.get("numpy")
@@ -24,6 +25,12 @@ def kind_of(obj: Any) -> Kind | None:
     if numpy is not None and cls is numpy.memmap:
         return MEMMAP
     return None
+
+
+def is_far(obj: Any) -> bool:
+    """A tensor on an XLA device: it has no memory that could be shown, and the other side must not touch the device."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor) and obj.device.type == "xla"
 
 
 def learn_atoms() -> None:
@@ -36,4 +43,4 @@ def learn_atoms() -> None:
         ATOMS.update(t for t in vars(numpy).values() if isinstance(t, type) and issubclass(t, numpy.generic))
 
 
-__all__ = ["ARRAY", "MEMMAP", "OBJECTS", "STORAGE", "TENSOR", "kind_of", "learn_atoms", "tensor_by_value"]
+__all__ = ["ARRAY", "MEMMAP", "OBJECTS", "STORAGE", "TENSOR", "is_far", "kind_of", "learn_atoms", "tensor_by_value"]

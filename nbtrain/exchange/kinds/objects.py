@@ -218,6 +218,8 @@ class _Pickler(cp.Pickler):
         self.top = top
 
     def reducer_override(self, obj: Any) -> Any:
+        if numeric.is_far(obj) and (obj is self.top or not self.walk.table.find(obj)):
+            return numeric.tensor_by_value(obj)
         if obj is not self.top:
             kind = kinds.kind_of(obj, self.walk.namespace)
             if kind is not None and not kind.compound and (kind.lasting or self.walk.table.find(obj)):

@@ -1,0 +1,127 @@
+"""What a cell asks autograd for while its model is in stages: what cannot be answered is refused, the rest is noted.
+
+Graphs end where a stage begins: whether gradients are to be left in parameters, and which loss a backward starts from,
+is known only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from nbtrain.errors import NotSupported
+
+AGAIN = (
+    "a gradient of a gradient (create_graph=True) cannot be taken under pipeline: each rank has the graph of its own "
+    "stage only. Use --strategy ddp for it"
+)
+BY_NAME = (
+    "gradients with respect to a model's own parameters cannot be asked for by name (torch.autograd.grad, or "
+    "backward(inputs=...)) under pipeline: each rank has the graph of its own stage only. Call loss.backward() and "
+    "read p.grad, or use --strategy ddp"
+)
+
+
+class Asked:
+    """Of one component, in `torch.autograd.backward` and `torch.autograd.grad`, between `on` and `off`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], inside: Callable[[], bool]) -> None:
+        """`inside`: what runs now is a stage's own backward."""
+        self.ids = frozenset(map(id, parameters))
+        self.inside = inside
+        self.accumulates = True
+        """False in `torch.autograd.grad`: no parameter is to get a gradient"""
+        self.roots: list[torch.Tensor] = []
+        """what the backward that runs now started from"""
+
+    def on(self) -> None:
+        self.off()
+        if not _open:
+            for name, make in (("backward", _backward), ("grad", _grad)):
+                old = getattr(torch.autograd, name)
+                new = make(old)
+                setattr(torch.autograd, name, new)
+                _before.append((name, old, new))
+        _open.append(self)
+
+    def off(self) -> None:
+        self.accumulates, self.roots = True, []
+        if self in _open:
+            _open.remove(self)
+        while _before and not _open:
+            name, old, new = _before.pop()
+            if getattr(torch.autograd, name) is new:  # else somebody has put another around it, which calls ours
+                setattr(torch.autograd, name, old)
+
+    @contextmanager
+    def backward(self, roots: list[torch.Tensor], inputs: list[Any]) -> Iterator[None]:
+        if self.inside() or self.roots:
+            yield
+            return
+        self._check(inputs)
+        self.roots = roots
+        try:
+            yield
+        finally:
+            self.roots = []
+
+    @contextmanager
+    def grad(self, inputs: list[Any]) -> Iterator[None]:
+        if self.inside():
+            yield
+            return
+        self._check(inputs)
+        before, self.accumulates = self.accumulates, False
+        try:
+            yield
+        finally:
+            self.accumulates = before
+
+    def _check(self, inputs: list[Any]) -> None:
+        if any(id(one) in self.ids for one in inputs):
+            raise NotSupported(BY_NAME)
+
+
+_open: list[Asked] = []
+_before: list[tuple[str, Any, Any]] = []
+
+
+def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = _kept(tensors)
+        roots = [root for root in _listed(tensors) if isinstance(root, torch.Tensor)]
+        inputs = _listed(kwargs.get("inputs", args[4] if len(args) > 4 else None))
+        with ExitStack() as around:
+            for asked in _open:
+                around.enter_context(asked.backward(roots, inputs))
+            return old(tensors, *args, **kwargs)
+
+    return backward
+
+
+def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = _kept(inputs)
+        given = _listed(inputs)
+        with ExitStack() as around:
+            for asked in _open:
+                around.enter_context(asked.grad(given))
+            return old(outputs, inputs, *args, **kwargs)
+
+    return grad
+
+
+def _kept(tensors: Any) -> Any:
+    """Something that can be looked at twice."""
+    return list(tensors) if isinstance(tensors, Iterator) else tensors
+
+
+def _listed(tensors: Any) -> list[Any]:
+    if isinstance(tensors, dict):
+        return list(tensors.values())
+    several = isinstance(tensors, list | tuple) and not isinstance(tensors, GradientEdge)
+    return list(tensors) if several else [tensors]

@@ -1,0 +1,195 @@
+"""What becomes of a call of a model while a cell runs: its forward goes through the stages.
+
+The model's class is a subclass of its own meanwhile, whose `forward` is the pipeline's. So `model(x)`, its hooks and
+what `--precision` does around it are the same on every rank, and `model.forward(x)` is no way past it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nbtrain.errors import NotSupported
+from nbtrain.strategies._pipeline.compared import evaluated, fits
+from nbtrain.strategies._pipeline.criterion import Loss, Waiting
+from nbtrain.strategies._pipeline.flow import Flow, call
+from nbtrain.strategies._pipeline.forms import form_of
+from nbtrain.strategies._pipeline.measure import measured
+from nbtrain.strategies._pipeline.plan import Line
+from nbtrain.strategies._pipeline.program import Program, chain_program
+from nbtrain.strategies._pipeline.record import CannotRecord, NeedsWhole, record
+from nbtrain.strategies._pipeline.slices import Cut
+from nbtrain.strategies._pipeline.stages import Place
+from nbtrain.strategies.route import call_plainly, plain_class, route, unroute
+
+COPIED = (
+    "a copy of {name}, or a pickle of it, made in the cell would have the weights of one stage only: under pipeline "
+    "the others are on other ranks. Copy it in a cell that is not distributed, save its state_dict(), or use "
+    "--strategy ddp"
+)
+
+
+SLOWLY = (
+    "pipeline: the forward of {name} cannot be divided into stages beforehand ({reason}), so its parts compute one "
+    "after the other, each on its rank, and ranks wait for each other"
+)
+UNCUT = (
+    "pipeline: what {name} returns for a batch is not what it returns for parts of it, put together (is the batch in "
+    "another dimension, or does the forward look at all of it, for its loss perhaps?), so batches go through the "
+    "stages uncut, and ranks wait for each other: let the batch be dimension 0 (batch_first=True), return what the "
+    "loss is computed from, and compute the loss in the loop"
+)
+LARGE = 16
+"""MB that go to every rank without a word"""
+MOST = 64
+"""programs that are kept of a model"""
+
+
+class Calls:
+    """Of one model. `enter` and `leave` with each cell."""
+
+    def __init__(
+        self,
+        line: Line,
+        place: Place,
+        microbatches: int,
+        busy: Callable[[], bool],
+        is_owned: Callable[[torch.Tensor], bool],
+        share: Callable[[list[torch.Tensor]], None],
+        move: Callable[[Line, list[int]], None],
+    ) -> None:
+        """`busy`: a call is under way. `is_owned`: only one rank has this. `share`: every rank is to have these.
+        `move`: stages are to be others."""
+        self.line, self.place, self.microbatches = line, place, microbatches
+        self.busy, self.is_owned, self.share, self.move = busy, is_owned, share, move
+        self.measure = ""
+        """what the stages are still to be cut by: time or memory"""
+        self.name = type(line.root).__name__
+        self.programs: dict[Any, Program | None] = {}
+        """by what the model is given; None: it runs part by part"""
+        self.known: dict[Any, bool] = {}
+        """kinds of calls that were compared: whether their batches can be cut"""
+        self.loss: Loss | None = None
+        """what `--loss` names"""
+        self.on = False
+        self.warned = self.told = False
+
+    def enter(self) -> None:
+        root = self.line.root
+        route(root, self._through, self._copied)
+        routed: Any = type(root)
+        routed.forward = lambda module, *args, **kwargs: self._forward(module, args, kwargs)
+        self.on = True
+
+    def leave(self) -> None:
+        if self.on:
+            self.on = False
+            unroute(self.line.root)
+
+    def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Other methods run on every rank, and find the parts where they are (one_by_one.py)."""
+        return call_plainly(module, name, args, kwargs)
+
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        raise NotSupported(COPIED.format(name=self.name))
+        yield
+
+    @torch._disable_dynamo  # of `model.compile()`: what is done here is no computation, and would be looked into
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module is not self.line.root or self.busy():
+            return plain_class(module).forward(module, *args, **kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        cut = Cut.of(leaves, self.microbatches, self.place.ranks)
+        slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
+        programs = [self._program(given, tree) for given in slices]
+        if len(slices) > 1 and None not in programs and not self._fits(leaves, tree, slices, programs, cut):
+            self._warn(UNCUT.format(name=self.name))
+            cut, slices, programs = Cut([cut.batch]), [leaves], [self._program(leaves, tree)]
+        if None in programs:
+            return plain_class(module).forward(module, *args, **kwargs)
+        if self.measure and torch.is_grad_enabled():
+            by, self.measure = self.measure, ""
+            first = Flow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
+            counts = measured(self.line, self.place, first, by)
+            if counts != self.line.counts:
+                self.move(self.line, counts)
+                self.programs.clear()
+                return self._forward(module, args, kwargs)
+        flow = Flow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
+        given = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        if self.loss is not None and torch.is_grad_enabled() and not given:
+            return Waiting.of(flow, self.loss)
+        returned = call(flow)
+        self._tell_size(returned)
+        return returned
+
+    def _fits(self, leaves: list[Any], tree: Any, slices: list[list[Any]], programs: list[Any], cut: Cut) -> bool:
+        """Whether what comes of the micro-batches makes up what comes of the batch."""
+        whole = self._program(leaves, tree)
+        if whole is None:
+            return True
+        if not self.line.chain and not cut.joins([one.shapes for one in programs], whole.shapes):
+            return False
+        kind = str(tree), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        if kind not in self.known:
+            self.known[kind] = self._compared([leaves, *slices], tree, cut)
+        return self.known[kind]
+
+    def _compared(self, batches: list[list[Any]], tree: Any, cut: Cut) -> bool:
+        root = self.line.root
+        warned, self.warned = self.warned, True  # that it cannot be written down when evaluated is no news
+        with evaluated(root):
+            try:
+                programs = [self._program(given, tree) for given in batches]
+            finally:
+                self.warned = warned
+            return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
+
+    def _tell_size(self, returned: Any) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        size = sum(t.numel() * t.element_size() for t in tensors) / 2**20
+        if size > LARGE and not self.told and self.place.rank == 0:
+            self.told = True
+            print(
+                f"what {self.name} returns, {size:.0f} MB, goes to every rank in each call: --loss with the criterion "
+                "keeps it on the last"
+            )
+
+    def _program(self, given: list[Any], tree: Any) -> Program | None:
+        """For one micro-batch."""
+        form = None if self.line.chain else form_of(self.line, given, tree)
+        if form in self.programs:
+            return self.programs[form]
+        found = self._make(given, tree)
+        if len(self.programs) >= MOST:
+            self.programs.clear()
+        self.programs[form] = found
+        return found
+
+    def _make(self, given: list[Any], tree: Any) -> Program | None:
+        if self.line.chain:
+            return chain_program(self.line) if len(given) == 1 else None
+        before, self.place.inside = self.place.inside, True
+        try:
+            return record(self.line, given, tree, self.is_owned)
+        except NeedsWhole as error:
+            tensors = error.tensors
+        except CannotRecord as error:
+            self._warn(SLOWLY.format(name=self.name, reason=error))
+            return None
+        finally:
+            self.place.inside = before
+        self.share(tensors)
+        return self._make(given, tree)
+
+    def _warn(self, what: str) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(what, stacklevel=2)  # on every rank: where it is made an error, none goes on alone

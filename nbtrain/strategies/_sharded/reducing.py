@@ -1,0 +1,196 @@
+"""Gradients to their owners, by FairScale's own reductions, in a fixed order and for each backward.
+
+FairScale counts on a forward of its wrapper before every backward, on gradients that arrive in the same order on all
+ranks, and on a parameter being used by all of them or by none; and it divides once more what it has averaged already,
+if a loop adds up over several backwards. None of this is said when it goes wrong. So its hooks are taken off, and its
+reductions are called from here: those of all parameters, one after the other, while the backward goes on as far as
+gradients are there. What nobody has used keeps the gradient that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.errors import NotSupported
+from nbtrain.strategies._sharded.elsewhere import Elsewhere
+from nbtrain.strategies._sharded.library import quiet
+from nbtrain.strategies.gradsync import GradSync
+
+REDUCED = "nbtrain_reduced"
+"""The attribute of a gradient that is averaged, and here: it goes with it."""
+
+
+class Reducing:
+    """Of one ShardedDataParallel."""
+
+    def __init__(self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: GradSync) -> None:
+        self.parallel, self.parameters, self.owners, self.norms = parallel, parameters, owners, norms
+        self.rank = dist.get_rank()
+        self.on = True
+        self.held: dict[int, torch.Tensor] = {}
+        """gradients that are averaged, of backwards before the one under way"""
+        self.pending: set[int] = set()
+        """arrived while `on` was not"""
+        self._handles: list[Any] = []
+        self.build()
+
+    def build(self) -> None:
+        """Again when something was frozen or thawed. Not collective."""
+        self.requires = [p.requires_grad for p in self.parameters]
+        for handle in self._handles:
+            handle.remove()
+        with quiet():
+            self.parallel.refresh_trainable()
+        while self.parallel._grad_hooks:
+            self.parallel._grad_hooks.pop().remove()
+        numbers = {id(p): number for number, p in enumerate(self.parallel._trainable_params)}
+        self.order = [p for p in reversed(self.parameters) if p.requires_grad]  # about the order of arrival
+        self.reduce = {id(p): self.parallel._manual_reduce[numbers[id(p)]] for p in self.order}
+        for p in self.order:
+            if p._post_accumulate_grad_hooks:
+                raise NotSupported(
+                    "a parameter has a register_post_accumulate_grad_hook, which would see this rank's gradient "
+                    "before it is averaged: work on the gradients between loss.backward() and optimizer.step() under "
+                    "--strategy ddp"
+                )
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.order]
+        self.forget()
+
+    def forget(self) -> None:
+        self.got: set[int] = set()
+        self.sent = 0
+        self.armed = False
+        self.parallel._work_handles.clear()
+
+    # -- around a backward ---------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """What is averaged is set aside, and added when the new gradients are whole, too, and no longer scaled."""
+        if self.armed:  # inside of another one: layers that are recomputed
+            yield
+            return
+        if [p.requires_grad for p in self.parameters] != self.requires:
+            self.build()
+        self.before: set[int] = set()
+        for p in self.parameters:
+            grad = p.grad
+            if isinstance(grad, Elsewhere):
+                self.before.add(id(p))
+                p.grad = None
+            elif grad is not None and hasattr(grad, REDUCED):
+                old = self.held.get(id(p))
+                self.held[id(p)] = grad if old is None else grad.add_(old)
+                p.grad = None
+        self.used: set[int] = set()
+        try:
+            yield
+        finally:
+            self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        for p in self.parameters:
+            key = id(p)
+            mine = self.owners[key] == self.rank
+            if p.grad is not None and key not in self.used:  # this rank's own, to be added up further
+                continue
+            old = self.held.pop(key, None)
+            if mine and key in self.used and p.grad is not None:
+                if old is not None:
+                    p.grad.add_(old)
+                setattr(p.grad, REDUCED, True)
+            elif mine and old is not None and p.grad is None:
+                p.grad = old
+            elif not mine and p.grad is None and (key in self.used or key in self.before):
+                p.grad = Elsewhere.of(p)
+
+    def _arrived(self, p: torch.Tensor) -> None:
+        if p.grad is not None and p.grad.is_sparse:
+            raise NotSupported("a sparse gradient cannot be reduced by FairScale: --strategy zero1 or ddp takes it")
+        if not self.on:
+            self.pending.add(id(p))
+            return
+        if not self.armed:
+            self.armed = True
+            self.parallel._clear_counters()
+            self.parallel._bucket_flush_callback_set = True  # it is waited for here
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        self.got.add(id(p))
+        while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:
+            self._send()
+
+    def _send(self) -> None:
+        p = self.order[self.sent]
+        self.sent += 1
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        self.reduce[id(p)]()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        try:
+            used = self.got | self.pending
+            marks = torch.tensor([float(id(p) in used) for p in self.order], device=self.order[0].device)
+            while self.sent < len(self.order):
+                self._send()
+            work = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
+            statistics = self.norms.launch_statistics()
+            self.parallel._consume_work_handles()
+            work.wait()
+            for p, mark in zip(self.order, marks.tolist(), strict=True):
+                if mark:
+                    self.used.add(id(p))
+                else:  # as if it had never been sent
+                    p.grad = None
+            for kept, flat, sent in statistics:
+                sent.wait()
+                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
+                    if norm.training:
+                        buffer.copy_(mean.view_as(buffer))
+            self.pending.clear()
+        finally:
+            self.forget()
+
+    # -- before a step -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Gradients that came another way: `torch.autograd.grad`, assigned by hand on every rank."""
+        for p in parameters:
+            grad, key = p.grad, id(p)
+            if key not in self.owners or grad is None or isinstance(grad, Elsewhere) or hasattr(grad, REDUCED):
+                continue
+            sent = grad.detach().clone(memory_format=torch.contiguous_format).div_(dist.get_world_size())
+            dist.reduce(sent, self.owners[key])
+            if self.owners[key] == self.rank:
+                p.grad = torch.empty_like(p).copy_(sent)
+                setattr(p.grad, REDUCED, True)
+                if (old := self.held.pop(key, None)) is not None:
+                    p.grad.add_(old)
+            else:
+                p.grad = Elsewhere.of(p)
+
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """While a backward begins: what is set aside counts so much."""
+        for p in parameters:
+            if (old := self.held.get(id(p))) is not None:
+                old.mul_(factor)
+
+    def leave(self) -> None:
+        """Nothing of ours is hung on parameters between cells."""
+        for p in self.parameters:
+            if isinstance(p.grad, Elsewhere):
+                p.grad = None
+        self.held.clear()
+        self.forget()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

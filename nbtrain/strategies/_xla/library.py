@@ -1,0 +1,87 @@
+"""The calls of torch_xla that we make: documented ones, but for one, which `torchrun` reaches in the same way.
+
+Read in torch_xla 2.9 (PJRT). Nothing here is imported where torch_xla is not needed, and the kernel never needs it: a
+process that has touched an XLA device holds it, and no other can have it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from nbtrain.errors import UsageError
+from nbtrain.specs import RankInfo
+
+
+def take_place(info: RankInfo) -> None:
+    """In a rank, before anything else of XLA: which of the machine's devices is its own."""
+    os.environ.setdefault("PJRT_DEVICE", "TPU")
+    try:
+        from torch_xla._internal import pjrt
+    except ImportError as error:
+        raise UsageError(
+            f"--accelerator tpu: torch_xla cannot be imported ({error}): pip install torch_xla, of the version that "
+            f"torch {torch.__version__} has"
+        ) from error
+    _pickle_as_cpu()
+    if os.environ["PJRT_DEVICE"] == "CPU":  # XLA's CPU client knows one process
+        return
+    # What `init_process_group("xla", init_method="xla://")` does under torchrun, without the port that it opens: the
+    # ranks have a process group already.
+    if info.world_size > 1:
+        pjrt.initialize_multiprocess(info.local_rank, info.world_size // info.nodes)
+    else:
+        pjrt.initialize_singleprocess()
+
+
+def _pickle_as_cpu() -> None:
+    """`torch.save(model.state_dict(), f)`: who reads the file, the notebook for one, may have no XLA."""
+    before = torch.Tensor.__reduce_ex__
+
+    def reduce(self: torch.Tensor, protocol: Any) -> Any:
+        if on_device(self):
+            self = self.detach().cpu().requires_grad_(self.requires_grad and self.is_leaf)
+        return before(self, protocol)  # type: ignore[arg-type]
+
+    torch.Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+
+
+def device() -> torch.device:
+    import torch_xla
+
+    found: torch.device = torch_xla.device()
+    return found
+
+
+def together() -> int:
+    """How many devices XLA's own collectives reach from here."""
+    import torch_xla.runtime as runtime
+
+    return int(runtime.world_size())
+
+
+def average(tensors: list[torch.Tensor], ranks: int) -> None:
+    """In place, as a part of the graph that is to come."""
+    import torch_xla.core.xla_model as xm
+
+    xm.all_reduce(xm.REDUCE_SUM, tensors, scale=1.0 / ranks, pin_layout=False)
+
+
+def sync() -> None:
+    """What was written down until now is compiled and run."""
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def seed(number: int) -> None:
+    """For what models draw on the device."""
+    import torch_xla.core.xla_model as xm
+
+    xm.set_rng_state(number)
+
+
+def on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"

@@ -1,0 +1,81 @@
+"""`horovod`: as ddp, and what travels between the ranks is Horovod's: its background threads, fusion and compression.
+
+It runs on nbtrain's own ranks: there is no horovodrun. `hvd.init()` is called before the cell, so that what is written
+against Horovod (`hvd.rank()`, `hvd.allreduce(x)`) works in it. Optimizers and models stay as they are: nothing has to
+be wrapped, and nothing is broadcast by a step that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from nbtrain.errors import UsageError
+from nbtrain.strategies._horovod.learning_rate import ScaledRate
+from nbtrain.strategies._horovod.session import Session
+from nbtrain.strategies._horovod.wire import HorovodWire
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.replicated import Replicated
+
+
+class ByHorovod(Replicated):
+    """A component that is whole on every rank."""
+
+    def __init__(self, component: Component, options: Horovod.Options, session: Session, number: int) -> None:
+        wire = HorovodWire(session, str(number), options.compression == "fp16")
+        super().__init__(component, options.bucket_mb, wire)
+        self.rate: ScaledRate | None = None
+        if options.scale_lr:
+            self.rate = ScaledRate(session.place.world_size, lambda: self.component.optimizers.values())
+            self.notes += self.rate.notes()
+
+    def enter(self) -> None:
+        if self.rate is not None:
+            self.rate.on()
+
+    def leave(self) -> None:
+        if self.rate is not None:
+            self.rate.off()
+
+
+class Horovod(Strategy):
+    """Data parallel training of whole models by Horovod."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options:
+        bucket_mb: float = 25
+        """gradients are sent in buckets of this many megabytes"""
+        compression: Literal["none", "fp16"] = "none"
+        """fp16: gradients are sent in 16 bits"""
+        scale_lr: bool = False
+        """optimizers step with their learning rate times the number of ranks"""
+
+        def __post_init__(self) -> None:
+            if not self.bucket_mb > 0:
+                raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+
+    def __init__(self, options: Any = None, **given: Any) -> None:
+        super().__init__(options, **given)
+        self._session: Session | None = None
+        self._count = 0
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
+            return Prepared(component)
+        self._count += 1
+        return ByHorovod(component, self.options, self._horovod(), self._count)
+
+    def enter(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self._horovod().start()
+
+    def leave(self) -> None:
+        if self._session is not None:
+            self._session.stop()
+
+    def _horovod(self) -> Session:
+        if self._session is None:
+            self._session = Session(self.place)
+        return self._session

@@ -1,0 +1,46 @@
+"""Tensors that are whole on one rank, its owner; the others have their shape, over one number of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nbtrain.strategies.base import Piece
+
+
+def stand_in(like: torch.Tensor) -> torch.Tensor:
+    """Of this shape and type, one number in memory: not a number, so that who computes with it sees that."""
+    empty = math.nan if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), empty, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+class Owned(Piece):
+    """`get` gives the tensor that this rank has in its place; `speaks`: it is the owner, or the first of several."""
+
+    def __init__(self, get: Callable[[], torch.Tensor], mine: bool, speaks: bool) -> None:
+        tensor = get()
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self._get, self._mine, self._speaks = get, mine, speaks
+
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        return [(0, self.shape.numel())] if self._speaks else []
+
+    def read(self) -> Sequence[torch.Tensor]:
+        return [self._get().detach().reshape(-1)] if self._speaks else []
+
+    @torch.no_grad()
+    def fill(self, whole: torch.Tensor) -> None:
+        if self._mine:
+            self._get().copy_(whole.view(self.shape))
+
+
+def dealt_out(sizes: Sequence[int], owners: int) -> list[int]:
+    """Who owns what, so that each has about as much: the largest first, to whom has least. The same on every rank."""
+    load = [0] * owners
+    found = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        found[i] = load.index(min(load))
+        load[found[i]] += sizes[i]
+    return found

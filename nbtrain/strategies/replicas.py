@@ -1,0 +1,77 @@
+"""Light copies of a module, through which a part of a batch goes: every module in it is another, weights are shared.
+
+Between the copies and the module nothing is shared that a forward changes: attributes that it sets, buffers that it
+writes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.strategies.base import is_lazy
+
+ROAD = "_call_impl"
+"""what `cut_calls` puts on a module, and a copy does not get"""
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+def replica(
+    module: nn.Module,
+    parameters: Mapping[int, torch.Tensor] | None = None,
+    buffer: Move = torch.Tensor.clone,
+    training: bool | None = None,
+) -> nn.Module:
+    """`parameters`: id → what the copy has in its place, where that is not the same one. `buffer`: makes the copy's out
+    of the module's. `training`: what all of it is set to."""
+    parts = list(module.modules())
+    copies = {id(part): _shell(part) for part in parts}
+    buffers: dict[int, torch.Tensor] = {}
+    for part in parts:
+        old, new = vars(part), vars(copies[id(part)])
+        new["_modules"] = {name: None if m is None else copies[id(m)] for name, m in old["_modules"].items()}
+        if parameters:
+            new["_parameters"] = {
+                name: p if p is None else parameters.get(id(p), p) for name, p in old["_parameters"].items()
+            }
+        else:
+            new["_parameters"] = dict(old["_parameters"])
+        for b in old["_buffers"].values():
+            if b is not None and id(b) not in buffers:
+                buffers[id(b)] = b if is_lazy(b) else buffer(b.detach())
+        new["_buffers"] = {name: None if b is None else buffers[id(b)] for name, b in old["_buffers"].items()}
+        if training is not None:
+            new["training"] = training
+        _rebind(new, copies)
+        if parameters and isinstance(part, nn.RNNBase):
+            new["_flat_weights"] = [new["_parameters"].get(name) for name in part._flat_weights_names]
+    for part in parts:
+        if is_compiled(part):
+            twin: Any = copies[id(part)]
+            vars(twin)["forward"] = twin.dynamo_ctx(twin._modules["_orig_mod"].__call__)
+    return copies[id(module)]
+
+
+def is_compiled(part: nn.Module) -> bool:
+    """By `torch.compile(model)`."""
+    return "_orig_mod" in part._modules and "dynamo_ctx" in vars(part)
+
+
+def _shell(part: nn.Module) -> nn.Module:
+    made: nn.Module = object.__new__(type(part))
+    vars(made).update(vars(part))
+    vars(made).pop(ROAD, None)
+    return made
+
+
+def _rebind(own: dict[str, Any], copies: Mapping[int, nn.Module]) -> None:
+    """Methods that are held as attributes (`self.forward = self.forward_fast`), and modules that are in no table."""
+    for name, value in own.items():
+        if type(value) is MethodType and id(value.__self__) in copies:
+            own[name] = MethodType(value.__func__, copies[id(value.__self__)])
+        elif isinstance(value, nn.Module) and id(value) in copies:
+            own[name] = copies[id(value)]

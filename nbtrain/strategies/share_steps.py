@@ -1,0 +1,107 @@
+"""A rank steps its share: during a step an optimizer's groups hold the rank's own parameters, outside of it all.
+
+So the user's own optimizer does the work, whatever class it is of; schedulers, clipping, closures and what is hooked to
+its step find the groups that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbtrain.strategies.shared_out import SharedOut
+
+METHODS = ("zero_grad", "state_dict", "add_param_group")
+
+
+class ShareSteps:
+    """Of one component's optimizers. `send(optimizer)`: called after a step, has all ranks take the owners' parameters.
+    `ready(optimizer)`: called before it. Both are collective."""
+
+    def __init__(
+        self, state: SharedOut, send: Callable[[Optimizer], None], ready: Callable[[Optimizer], None] = lambda _: None
+    ) -> None:
+        self.state, self.send, self.ready = state, send, ready
+        self._trimmed: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        """groups that hold less than they should, and what they should hold"""
+        self._covered: list[tuple[Optimizer, str]] = []
+        """methods that see whole groups meanwhile"""
+        self._handles: list[Any] = []
+        self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
+        """of each optimizer: they have to be the last before a step, and the first after it"""
+        self._changed = False
+
+    def enter(self, optimizers: Iterable[Optimizer]) -> None:
+        self._handles.append(register_optimizer_step_pre_hook(self._arrange))
+        for optimizer in optimizers:
+            self.state.cut(optimizer)
+            before = optimizer.register_step_pre_hook(self._trim)
+            after = optimizer.register_step_post_hook(self._stepped)
+            self._hooks[optimizer] = before, after
+            self._handles += [before, after, *self.state.dict_hooks(optimizer)]
+
+    def leave(self) -> None:
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._hooks.clear()
+
+    def restore(self) -> None:
+        """Groups are complete. Called before a backward and a clipping, too: a step may have raised, and the loop gone
+        on."""
+        while self._trimmed:
+            group, parameters = self._trimmed.pop()
+            group["params"] = parameters
+        while self._covered:
+            optimizer, name = self._covered.pop()
+            vars(optimizer).pop(name, None)
+
+    def _arrange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if hooks := self._hooks.get(optimizer):
+            before, after = hooks
+            optimizer._optimizer_step_pre_hooks.move_to_end(before.id)  # type: ignore[attr-defined]
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+
+    def _trim(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self.restore()
+        self.ready(optimizer)
+        self._changed = self.state.stepping(optimizer)
+        self._keep_mine(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        whole = self._on_whole(optimizer, closure)
+        return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+
+    def _keep_mine(self, optimizer: Optimizer) -> None:
+        mine = (self.state.rank, None)
+        for group in optimizer.param_groups:
+            self._trimmed.append((group, group["params"]))
+            group["params"] = [p for p in group["params"] if self.state.owner(p) in mine]
+        for name in METHODS:  # a step may raise, and the loop catch it: no hook of torch's says so
+            if name not in vars(optimizer):
+                vars(optimizer)[name] = self._on_whole(optimizer, getattr(optimizer, name))
+                self._covered.append((optimizer, name))
+
+    def _on_whole(self, optimizer: Optimizer, function: Callable[..., Any]) -> Callable[..., Any]:
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            self.restore()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._keep_mine(optimizer)
+
+        return whole
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore()
+        self.send(optimizer)
+        self.state.stepped(optimizer, self._changed)
