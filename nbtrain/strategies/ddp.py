@@ -11,25 +11,17 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.replicated import Replicated
-from nbtrain.strategies.wire import Dtype, Wire
+from nbtrain.strategies.wire import Sending, Wire
 
 
 class DDP(Strategy):
     """Data parallel training of whole models."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        bucket_mb: float = 25
-        """gradients are sent in buckets of this many megabytes"""
-        comm_dtype: Dtype = "none"
-        """gradients are reduced in this; weights and gradients stay what they are"""
-
-        def __post_init__(self) -> None:
-            if not self.bucket_mb > 0:
-                raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+    class Options(Sending):
+        """How gradients travel."""
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbtrain.errors import NotSupported, UsageError
+from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies._ddp2.meeting import Agreed, Offer, agree
 from nbtrain.strategies.alongside import MESH
@@ -28,7 +28,7 @@ from nbtrain.strategies.cut_calls import Call, CutCalls
 from nbtrain.strategies.own_stream import OwnStream
 from nbtrain.strategies.parts import cut, flatten
 from nbtrain.strategies.replicated import Replicated
-from nbtrain.strategies.wire import Dtype, Wire
+from nbtrain.strategies.wire import Sending, Wire
 
 
 class _Gathered(torch.autograd.Function):
@@ -130,15 +130,8 @@ class DDP2(Strategy):
     """dp within a node, ddp across nodes."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        bucket_mb: float = 25
-        """gradients are sent in buckets of this many megabytes"""
-        comm_dtype: Dtype = "none"
-        """gradients are reduced in this; weights and gradients stay what they are"""
-
-        def __post_init__(self) -> None:
-            if not self.bucket_mb > 0:
-                raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+    class Options(Sending):
+        """How gradients travel."""
 
     _made: tuple[Any, Any] | None = None
     """the group of all ranks, and of this node's"""

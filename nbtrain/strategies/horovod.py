@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from nbtrain.errors import UsageError
 from nbtrain.strategies._horovod.learning_rate import ScaledRate
 from nbtrain.strategies._horovod.session import Session
 from nbtrain.strategies._horovod.wire import HorovodWire
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.replicated import Replicated
+from nbtrain.strategies.wire import InBuckets
 
 
 class ByHorovod(Replicated):
@@ -44,17 +44,11 @@ class Horovod(Strategy):
     """Data parallel training of whole models by Horovod."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        bucket_mb: float = 25
-        """gradients are sent in buckets of this many megabytes"""
+    class Options(InBuckets):
         compression: Literal["none", "fp16"] = "none"
         """fp16: gradients are sent in 16 bits"""
         scale_lr: bool = False
         """optimizers step with their learning rate times the number of ranks"""
-
-        def __post_init__(self) -> None:
-            if not self.bucket_mb > 0:
-                raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         super().__init__(options, **given)

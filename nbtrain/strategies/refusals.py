@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches, While
 
 
 class Refusals:
@@ -20,21 +21,10 @@ class Refusals:
         self.mine = mine
 
     def on(self) -> None:
-        if not _open:
-            for name, make in (("backward", _backward), ("grad", _grad)):
-                old = getattr(torch.autograd, name)
-                new = make(old)
-                setattr(torch.autograd, name, new)
-                _before.append((name, old, new))
-        _open.append(self)
+        _while.on(self)
 
     def off(self) -> None:
-        if self in _open:
-            _open.remove(self)
-        while _before and not _open:
-            name, old, new = _before.pop()
-            if getattr(torch.autograd, name) is new:  # else somebody has put another around it, which calls ours
-                setattr(torch.autograd, name, old)
+        _while.off(self)
 
 
 def refuse_hooks(parameters: Iterable[torch.Tensor | None], strategy: str) -> None:
@@ -47,8 +37,13 @@ def refuse_hooks(parameters: Iterable[torch.Tensor | None], strategy: str) -> No
         )
 
 
-_open: list[Refusals] = []
-_before: list[tuple[str, Any, Any]] = []
+def _put(patches: Patches) -> None:
+    patches.wrap(torch.autograd, "backward", _backward)
+    patches.wrap(torch.autograd, "grad", _grad)
+
+
+_while: While[Refusals] = While(_put)
+_open = _while.owners
 
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:

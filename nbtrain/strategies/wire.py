@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors  # one call instead of one per tensor
 
+from nbtrain.errors import UsageError
+
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALVES = torch.bfloat16, torch.float16
 
-
 LARGE = 8192
 """Numbers in a tensor from which on dividing it while it is copied is worth a call of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InBuckets:
+    """Flags of a strategy that sends gradients in buckets."""
+
+    bucket_mb: float = 25
+    """gradients are sent in buckets of this many megabytes"""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sending(InBuckets):
+    """And of one that sends them by `Wire`."""
+
+    comm_dtype: Dtype = "none"
+    """gradients are reduced in this; weights and gradients stay what they are"""
 
 
 class Wire:

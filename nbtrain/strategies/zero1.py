@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import LBFGS, Optimizer
 
-from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.owned import Owned, dealt_out
 from nbtrain.strategies.replicated import Replicated
 from nbtrain.strategies.share_steps import ShareSteps
 from nbtrain.strategies.shared_out import SharedOut, as_bytes, held_by
-from nbtrain.strategies.wire import Dtype, Wire
+from nbtrain.strategies.wire import Sending, Wire
 
 AHEAD = 3
 """so many buckets of parameters are under way"""
@@ -166,15 +165,8 @@ class Zero1(Strategy):
     """Data parallel training of whole models, with the optimizer's state divided among the ranks."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        bucket_mb: float = 25
-        """gradients are sent in buckets of this many megabytes"""
-        comm_dtype: Dtype = "none"
-        """gradients are reduced in this; weights and gradients stay what they are"""
-
-        def __post_init__(self) -> None:
-            if not self.bucket_mb > 0:
-                raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+    class Options(Sending):
+        """How gradients travel."""
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbtrain.errors import NotPrepared, NotSupported
+from nbtrain.patches import Patches
 from nbtrain.strategies.base import Prepared
-from nbtrain.training.patches import Patches
 
 
 class Accumulation:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from nbtrain.patches import Patches
 from nbtrain.training.collectives import connected, reduce
-from nbtrain.training.patches import Patches
 
 NO_CUDA = (
     "This rank computes on the CPU: for it there is no 'cuda'. Write .to(device) in place of .cuda() and .to('cuda'): "

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from nbtrain.patches import Patches
 from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.data import Deal, Dealt, dealt_out, move, samples_in
-from nbtrain.training.patches import Patches
 from nbtrain.training.randomness import Randomness, derive
 from nbtrain.training.steps import Steps
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nbtrain.patches import Patches
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
-from nbtrain.training.patches import Patches
 
 
 class Lowered:

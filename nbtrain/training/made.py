@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from nbtrain.patches import Patches
 from nbtrain.strategies.base import is_lazy
-from nbtrain.training.patches import Patches
 
 Held = dict[int, ref[nn.Module]]
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches
 from nbtrain.strategies.alongside import ALONE, MESH, ODD
 from nbtrain.training.board import (
     CELL,
@@ -38,7 +39,6 @@ from nbtrain.training.board import (
     Board,
     words,
 )
-from nbtrain.training.patches import Patches
 from nbtrain.training.steps import Steps
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])

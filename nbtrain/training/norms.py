@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from nbtrain.patches import Patches
 from nbtrain.training.collectives import reduce
-from nbtrain.training.patches import Patches
 
 
 class Recounted:

@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nbtrain.errors import UsageError
+from nbtrain.patches import Patches
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.patches import Patches
 
 
 @dataclass(frozen=True, slots=True)

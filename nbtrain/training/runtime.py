@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.exchange.fingerprint import checksum
+from nbtrain.patches import Patches
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, lines
@@ -56,7 +57,6 @@ from nbtrain.training.lowered import Lowered, LoweredStrategy
 from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.norms import Recounted
-from nbtrain.training.patches import Patches
 from nbtrain.training.precision import Forwards, chosen
 from nbtrain.training.prepare import Replaced, Workshop
 from nbtrain.training.randomness import Randomness

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches
 from nbtrain.patience import Patience
 from nbtrain.strategies.alongside import ODD
 from nbtrain.training.meeting import Meeting
-from nbtrain.training.patches import Patches
 
 PIECES = (
     "torch.save of a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "

@@ -29,8 +29,8 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches
 from nbtrain.training import collectives
-from nbtrain.training.patches import Patches
 from nbtrain.training.precision import changed
 from nbtrain.training.steps import Round
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
-from nbtrain.training.patches import Patches
+from nbtrain.patches import Patches
 
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",

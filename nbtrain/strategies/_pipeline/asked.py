@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches, While
 
 AGAIN = (
     "a gradient of a gradient (create_graph=True) cannot be taken under pipeline: each rank has the graph of its own "
@@ -40,22 +41,11 @@ class Asked:
 
     def on(self) -> None:
         self.off()
-        if not _open:
-            for name, make in (("backward", _backward), ("grad", _grad)):
-                old = getattr(torch.autograd, name)
-                new = make(old)
-                setattr(torch.autograd, name, new)
-                _before.append((name, old, new))
-        _open.append(self)
+        _while.on(self)
 
     def off(self) -> None:
         self.accumulates, self.roots = True, []
-        if self in _open:
-            _open.remove(self)
-        while _before and not _open:
-            name, old, new = _before.pop()
-            if getattr(torch.autograd, name) is new:  # else somebody has put another around it, which calls ours
-                setattr(torch.autograd, name, old)
+        _while.off(self)
 
     @contextmanager
     def backward(self, roots: list[torch.Tensor], inputs: list[Any]) -> Iterator[None]:
@@ -86,8 +76,13 @@ class Asked:
             raise NotSupported(BY_NAME)
 
 
-_open: list[Asked] = []
-_before: list[tuple[str, Any, Any]] = []
+def _put(patches: Patches) -> None:
+    patches.wrap(torch.autograd, "backward", _backward)
+    patches.wrap(torch.autograd, "grad", _grad)
+
+
+_while: While[Asked] = While(_put)
+_open = _while.owners
 
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:

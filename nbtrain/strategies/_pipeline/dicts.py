@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches, While
 from nbtrain.strategies._pipeline.holding import Holding, whole
 from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.owned import stand_in
@@ -32,36 +33,23 @@ class Dicts:
         self.holding = holding
 
     def on(self) -> None:
-        if not _open:
-            _put(nn.Module, "state_dict", _module_state)
-            _put(nn.Module, "load_state_dict", _module_load)
-            _put(Optimizer, "state_dict", _optimizer_state)
-            _put(Optimizer, "load_state_dict", _optimizer_load)
-        _open.append(self)
+        _while.on(self)
 
     def off(self) -> None:
-        if self in _open:
-            _open.remove(self)
-        while _undo and not _open:
-            _undo.pop()()
+        _while.off(self)
 
 
-_open: list[Dicts] = []
-_undo: list[Callable[[], None]] = []
+def _put(patches: Patches) -> None:
+    patches.wrap(nn.Module, "state_dict", _module_state)
+    patches.wrap(nn.Module, "load_state_dict", _module_load)
+    patches.wrap(Optimizer, "state_dict", _optimizer_state)
+    patches.wrap(Optimizer, "load_state_dict", _optimizer_load)
+
+
+_while: While[Dicts] = While(_put)
+_open = _while.owners
 _within: list[nn.Module] = []
 """whose state_dict is being made: its parts' are no others"""
-
-
-def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    old = getattr(owner, name)
-    new = make(old)
-    setattr(owner, name, new)
-
-    def undo() -> None:
-        if getattr(owner, name) is new:
-            setattr(owner, name, old)
-
-    _undo.append(undo)
 
 
 def _owner(tensor: torch.Tensor) -> tuple[Holding, int] | None:

@@ -7,11 +7,13 @@ nothing to do. What this rank has is not updated from what it has not: that woul
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from nbtrain.errors import NotSupported
+from nbtrain.patches import Patches, While
 from nbtrain.strategies._pipeline.holding import Holding
 
 NAMES = ("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "__iadd__", "__isub__", "__imul__")
@@ -34,20 +36,19 @@ class Writes:
         self.ids = {id(t) for t in holding.owners.owned if holding.foreign(t)}
 
     def on(self) -> None:
-        if not _open:
-            for name in (*NAMES, *DRAWS):
-                _put(name)
-        _open.append(self)
+        _while.on(self)
 
     def off(self) -> None:
-        if self in _open:
-            _open.remove(self)
-        while _undo and not _open:
-            _undo.pop()()
+        _while.off(self)
 
 
-_open: list[Writes] = []
-_undo: list[Callable[[], None]] = []
+def _put(patches: Patches) -> None:
+    for name in (*NAMES, *DRAWS):
+        patches.wrap(torch.Tensor, name, partial(_checked, name))
+
+
+_while: While[Writes] = While(_put)
+_open = _while.owners
 
 
 def _foreign(tensor: Any) -> bool:
@@ -55,10 +56,7 @@ def _foreign(tensor: Any) -> bool:
     return any(number in writes.ids for writes in _open)
 
 
-def _put(name: str) -> None:
-    own = vars(torch.Tensor).get(name)
-    old = getattr(torch.Tensor, name)
-
+def _checked(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
     def write(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _foreign(tensor):
             if name in DRAWS:
@@ -68,15 +66,4 @@ def _put(name: str) -> None:
             raise NotSupported(AVERAGE)
         return old(tensor, *args, **kwargs)
 
-    write.__name__ = name
-    setattr(torch.Tensor, name, write)
-
-    def undo() -> None:
-        if vars(torch.Tensor).get(name) is not write:
-            return
-        if own is None:
-            delattr(torch.Tensor, name)
-        else:
-            setattr(torch.Tensor, name, own)
-
-    _undo.append(undo)
+    return write

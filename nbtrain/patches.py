@@ -1,15 +1,17 @@
 """Replaces functions of torch and puts them back.
 
-A plain loop works because a few functions of torch are replaced on a rank (they are all named in `runtime`). A rank
-inside the kernel must leave torch as it was, so every replacement is remembered and undone in reverse order.
+A plain loop works because a few functions of torch are replaced on a rank: by `training.runtime` under every strategy,
+and by a strategy while it has something that needs it. A rank inside the kernel must leave torch as it was, so every
+replacement is remembered and undone in reverse order.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+Owner = TypeVar("Owner")
 MISSING = object()
 
 
@@ -36,6 +38,27 @@ class Patches:
     def undo(self) -> None:
         while self.undone:
             self.undone.pop()()
+
+
+class While(Generic[Owner]):
+    """Patches that are there while at least one owner wants them."""
+
+    def __init__(self, put: Callable[[Patches], None]) -> None:
+        self.owners: list[Owner] = []
+        self._put = put
+        self._patches = Patches()
+
+    def on(self, owner: Owner) -> None:
+        if not self.owners:
+            self._put(self._patches)
+        self.owners.append(owner)
+
+    def off(self, owner: Owner) -> None:
+        """An owner that is not there is none."""
+        if owner in self.owners:
+            self.owners.remove(owner)
+            if not self.owners:
+                self._patches.undo()
 
 
 def _put_back(owner: Any, name: str, before: Any, new: Any) -> None:
