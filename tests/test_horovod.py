@@ -99,7 +99,7 @@ def _two_cells(rank: int) -> tuple[torch.Tensor, list[Any], bool, int, int]:
     bench.cell(talk)
     threads, files = _threads(), len(os.listdir("/proc/self/fd"))
     bench.cell(bench.steps)
-    left = _threads() - threads, len(os.listdir("/proc/self/fd")) - files
+    left = _more_threads(threads), len(os.listdir("/proc/self/fd")) - files
     assert {k: v for k, v in os.environ.items() if k.startswith("HOROVOD_")} == SETTINGS
     return bench.weights(), said, hvd.is_initialized(), *left
 
@@ -140,12 +140,7 @@ def _without_a_model(rank: int) -> tuple[list[Any], list[bool], int, int]:
 
     left = [cell(what) for what in (plain, once_more, apart, plain) * 2]
     (threads, files, _), (_, held, _) = left[3], left[-1]
-    until = time.monotonic() + 10
-    while (
-        _threads() > threads and time.monotonic() < until
-    ):  # one that has been joined is in the table for a moment yet
-        time.sleep(0.01)
-    return said, [up for _, _, up in left], _threads() - threads, held - files
+    return said, [up for _, _, up in left], _more_threads(threads), held - files
 
 
 def test_what_a_cell_without_a_model_does_by_itself_goes_over_all_ranks_and_ends_with_it() -> None:
@@ -159,6 +154,14 @@ def test_what_a_cell_without_a_model_does_by_itself_goes_over_all_ranks_and_ends
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def _more_threads(before: int) -> int:
+    """Than there were. One that has been joined is in the table for a moment yet."""
+    until = time.monotonic() + 10
+    while _threads() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return _threads() - before
 
 
 def test_two_cells_have_the_weights_of_one_process_and_what_is_written_against_horovod_works() -> None:

@@ -7,10 +7,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
-import timeit
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +242,17 @@ def test_what_lives_on_a_rank_becomes_the_new_text(notebook: Notebook, files: Fi
     assert notebook("type(model) is Block, bool((model.weight != before['weight']).all())").value == "(True, True)"
 
 
-def test_looking_costs_next_to_nothing_when_nothing_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(function: Callable[..., Any], counter: Counter[str]) -> Callable[..., Any]:
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        counter[str(path)] += 1
+        return function(path, *args, **kwargs)
+
+    return call
+
+
+def test_looking_asks_once_for_each_file_and_folder_when_nothing_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     names = [f"local_module_{index}" for index in range(20)]
     modules = Modules()
@@ -257,7 +266,15 @@ def test_looking_costs_next_to_nothing_when_nothing_changed(tmp_path: Path, monk
             return modules.refresh({}), packages.look(modules.as_read)
 
         assert look() == (([], []), [])
-        assert min(timeit.repeat(look, timer=time.thread_time, number=20, repeat=5)) / 20 < 300e-6
+        asked, read = Counter[str](), Counter[str]()
+        with monkeypatch.context() as patched:
+            for name, counter in (("stat", asked), ("scandir", read)):
+                patched.setattr(os, name, counted(getattr(os, name), counter))
+            patched.setattr("builtins.open", counted(open, read))
+            look()
+        assert asked == Counter([*(path for path, _ in modules._files.values()), *sys.path])
+        assert {str(tmp_path / f"{name}.py") for name in names} <= set(asked)
+        assert not read
         (tmp_path / f"{names[3]}.py").write_text("x = 22\n")
         assert modules.refresh({}) == ([names[3]], [])
         assert sys.modules[names[3]].x == 22
