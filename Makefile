@@ -3,15 +3,19 @@
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test gpu bench tables fuzz parity faults soak
+.PHONY: help lab demo test check installed environments js pictures gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make lab    open the first notebook in JupyterLab'
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
 	@echo 'make test   every check and every test that this machine allows'
+	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/test_environments.py'
+	@echo 'make js     the front end: built anew of js/, and its tests'
+	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks'
 	@echo 'make tables memory and pace of every strategy, the largest that fits; SIZE=10 RANKS="2 4" MEMORY= COPY=FILE'
@@ -21,16 +25,29 @@ help:
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
 	@echo 'make soak   hours of a notebook: does anything grow or slow down; MINUTES=60 SEED=0'
 
-lab: $(INSTALLED)
+lab: $(INSTALLED) $(FRONT_END)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
 
 demo: $(INSTALLED)
 	@$(BIN)/python .ci/demo $(NOTEBOOK)
 
-test: $(INSTALLED)
+test: check
+	$(BIN)/pytest
+
+check: $(INSTALLED) $(FRONT_END)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+
+installed: $(INSTALLED) $(FRONT_END)
+
+environments: $(INSTALLED)
+	@$(BIN)/python .ci/environments
+
+js: $(FRONT_END)
+	$(BIN)/pytest tests/test_front_end.py
+
+pictures: $(INSTALLED) $(FRONT_END)
+	@$(BIN)/python .ci/pictures
 
 gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu
@@ -54,6 +71,11 @@ faults: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -u -m benchmarks.soak $(or $(MINUTES),60) $(or $(SEED),0)
+
+# The installation makes it, too, but knows nothing of js/.
+$(FRONT_END): hatch_build.py js/package-lock.json $(wildcard js/src/*) | $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
 
 # Made anew in place when what is wanted has changed; a half-finished one has no stamp.
 $(INSTALLED): pyproject.toml constraints.txt .ci/horovod

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain import errors
+    from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
     from nbtrain.strategies.units import wrap
     from nbtrain.unfilled import empty
@@ -47,9 +48,11 @@ __all__ = [
     "Prepared",
     "Strategy",
     "__version__",
+    "background",
     "check",
     "empty",
     "errors",
+    "history",
     "load",
     "load_ipython_extension",
     "resumable",
@@ -96,6 +99,13 @@ def check(*names: str) -> Any:
     return session_here().check(list(names))
 
 
+def background() -> Any:
+    """The run that `%%distributed --background` started last: `wait()`, `stop()`, `metrics`. None: there was none."""
+    from nbtrain.magics.extension import session_here
+
+    return session_here().background
+
+
 def __getattr__(name: str) -> Any:
     if name in ON_A_RANK:
         return _of_the_rank(name)
@@ -115,6 +125,10 @@ def __getattr__(name: str) -> Any:
         from nbtrain.training.resumable import resumable
 
         return resumable
+    if name == "history":
+        from nbtrain.runs.history import history
+
+        return history
     if name == "empty":
         from nbtrain.unfilled import empty
 

@@ -41,9 +41,9 @@ PACKAGES: Mapping[str, str] = {
 """What nbtrain cannot do without, and from which version."""
 
 PLACES: Mapping[str, str] = {
-    "Colab": "do not upgrade ipython or ipykernel, the session depends on their versions; nbtrain was not run here",
-    "Kaggle": "nbtrain was not run here; if the table of ranks does not show, write --monitor text",
-    "Databricks": "nbtrain was not run here; if the table of ranks does not show, write --monitor text",
+    "Colab": "nbtrain is tested with these versions, elsewhere; leave ipython and ipykernel at theirs: Colab needs it",
+    "Kaggle": "nbtrain is tested with these versions, elsewhere; if no table of ranks shows, write --monitor text",
+    "Databricks": "nbtrain was not tried here; if no table of ranks shows, write --monitor text",
     "Python": "no notebook is running in this process: what is said about the kernel is about this process",
 }
 

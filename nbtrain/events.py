@@ -49,6 +49,20 @@ class Memory(Event):
     allocated: int = 0
     reserved: int = 0
     peak: int = 0
+    limit: int = 0
+    """what the rank may come to have: its card's memory, or the machine's (the container's); 0: not known"""
+    retries: int = 0
+    """how often torch's allocator has had to empty its cache and try again: the card is nearly full"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use(Event):
+    """How busy the rank is, lately."""
+
+    processor: float
+    """of its process: 1.0 is one core"""
+    card: float | None = None
+    """of its GPU, 0 to 1; None where there is none or its driver does not say"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +72,28 @@ class Throughput(Event):
     steps: int
     samples: int
     seconds: float
+    operations: float = 0.0
+    """of floating point, as far as they could be counted; 0: not known"""
+    fastest: float = 0.0
+    """so many operations a second the device can do at most; 0: not known"""
+
+
+PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
+"""What a step is made of. `data`: waiting for the next batch. `communication`: waiting for other ranks, which is not in
+the others. `rest`: what the cell does besides."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phases(Event):
+    """Seconds spent in each of PHASES since the cell began, and what the rank is in now."""
+
+    steps: int
+    seconds: tuple[float, ...]
+    """one for each of PHASES"""
+    now: str = ""
+    """one of PHASES; empty before the first batch, or where there is nothing to tell one from another"""
+    within: str = ""
+    """the collective that it waits in, in words: `in all_reduce of 1,024`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +198,7 @@ class Repacked(Event):
 
 
 class Sink(Protocol):
-    """A view. All calls come from the kernel's main thread, while a cell runs."""
+    """Who is told of a run. All calls come from the one thread that watches it."""
 
     def opened(self, summary: str) -> None:
         """The run begins; `summary` is its first line (`ddp · 4 ranks · cpu · batch 32 × 4`)."""

@@ -38,12 +38,18 @@ class Presses:
 
     def __init__(self) -> None:
         self.count = 0
-        self._counting = self._over = False
+        self._counting = self._over = self._asked = False
         self._before: Any = signal.default_int_handler
         self._last = -AT_ONCE  # of those that counted
 
     def only_count(self) -> None:
         self._counting = True
+
+    def ask(self) -> None:
+        """The same wish by another way: a button of ours, another thread. Who then presses Stop, too, has not pressed
+        twice."""
+        if not self.count:
+            self.count, self._asked = 1, True
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         if self._counting:
@@ -51,7 +57,10 @@ class Presses:
             if now - self._last < AT_ONCE:
                 return
             self._last = now
-            self.count += 1
+            if self._asked:
+                self._asked = False
+            else:
+                self.count += 1
         if callable(self._before) and (self._over or not self._counting or self.count >= ENOUGH):
             self._before(number, frame)
 

@@ -76,6 +76,21 @@ class PoolSpec:
         return "nccl" if self.kind == "cuda" and len(set(self.devices)) == self.world_size else "gloo"
 
 
+def difference(old: PoolSpec, new: PoolSpec) -> str:
+    """What makes one pool not do for the other, in the words of the options."""
+    if old.devices != new.devices:
+        return f"--devices: {len(old.devices)} × {old.kind} → {len(new.devices)} × {new.kind}"
+    if old.together != new.together:
+        return "one rank with all devices → a rank for each" if old.together else "a rank for each device → one rank"
+    if old.uuids != new.uuids:
+        return "CUDA_VISIBLE_DEVICES: the same numbers are other cards now"
+    for name in ("engine", "start", "oversubscribe", "nodes"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            return f"--{name}: {before} → {after}"
+    return "other options"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
     """How one cell is to be run."""
@@ -103,9 +118,14 @@ class RunSpec:
     keep_last: int = 3
     resume: tuple[str, bytes] | None = None
     """of a checkpoint that the notebook has loaded: where the cell's loops go on, pickled, and which load it was"""
+    background: bool = False
+    aside: str = ""
+    """the folder in which a run in the background puts its weights when the notebook reads them"""
     keep: tuple[str, ...] = ()
     """names whose objects stay on the ranks"""
     hang_after: float = 60.0
     """seconds that a rank may wait for another before that is said"""
     output: str = "rank0"
     monitor: str = "auto"
+    log_to: str = ""
+    """the notebook's name of what metrics are handed to as they come; the object itself stays in the kernel"""

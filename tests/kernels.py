@@ -121,7 +121,9 @@ class Result:
 class Kernel:
     """One kernel process and the connection to it."""
 
-    def __init__(self, home: Path, environment: dict[str, str], within: Sequence[str] = ()) -> None:
+    def __init__(
+        self, home: Path, environment: dict[str, str], within: Sequence[str] = (), python: str = sys.executable
+    ) -> None:
         """`within`: the beginning of a command that becomes the kernel, such as `unshare -m`."""
         self.home = home
         self.mark = uuid.uuid4().hex
@@ -132,9 +134,8 @@ class Kernel:
             connection_file=str(home / f"kernel-{uuid.uuid4()}.json"),
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this Python's own, whatever is installed
         )
-        if within:
-            assert self.manager.kernel_spec is not None
-            self.manager.kernel_spec.argv[:1] = [*within, sys.executable]
+        assert self.manager.kernel_spec is not None
+        self.manager.kernel_spec.argv[:1] = [*within, python]
         self.manager.start_kernel(env=private_environment(home) | environment | {MARK: self.mark}, cwd=str(home))
         self._pid: int = self.manager.provisioner.pid  # type: ignore[union-attr]
         self.client: BlockingKernelClient = self.manager.client()
@@ -243,9 +244,9 @@ def private_home() -> Iterator[Path]:
 
 
 @contextmanager
-def running_kernel(*within: str, **environment: str) -> Iterator[Kernel]:
+def running_kernel(*within: str, python: str = sys.executable, **environment: str) -> Iterator[Kernel]:
     with private_home() as home:
-        kernel = Kernel(home, environment, within)
+        kernel = Kernel(home, environment, within, python)
         try:
             yield kernel
         finally:

@@ -58,6 +58,13 @@ class Notebook:
         assert len(shown.splitlines()) == 1, shown
         return shown
 
+    def in_background(self, code: str, options: str = "") -> Result:
+        """Start a run that prints `epoch 0` before long; it trains when this returns."""
+        began = self(f"%%distributed -d 2 --background --monitor off {options}{code}")
+        assert "goes on>" in (began.value or "")
+        self.kernel.wait_for(lambda: "epoch 0" in began.stdout)
+        return began
+
     def pids(self) -> list[int]:
         """The processes of the ranks, as the notebook is told them."""
         status = self("%distributed status").stdout

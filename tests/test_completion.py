@@ -1,4 +1,4 @@
-"""Tab on the magic's line, through IPython's own completer (a matcher from 8.6 on, a hook before)."""
+"""Tab on the magic's line, through IPython's own completer (matchers are of another kind before 8.6)."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_strategies_and_those_of_the_notebook(nb: Notebook) -> None:
 
 
 def test_flags_of_the_chosen_strategy(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed -s Mine --b|") == ["--bucket"]
+    assert completions(nb.shell, "%%distributed -s Mine --bu|") == ["--bucket"]
     assert completions(nb.shell, "%%distributed -s Mine --mode |") == ["full", "grad"]
-    assert "--bucket" not in completions(nb.shell, "%%distributed -s none --b|")
+    assert "--bucket" not in completions(nb.shell, "%%distributed -s none --bu|")
 
 
 def test_verbs(nb: Notebook) -> None:

@@ -11,14 +11,18 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from nbtrain.events import PHASES
 from nbtrain.magics.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
+from nbtrain.session.background import BackgroundRun
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RULES = ROOT / "docs" / "namespace.md"
 PROMISES = ROOT / "docs" / "reliability.md"
+WATCH = ROOT / "docs" / "watch.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
+PICTURE = re.compile(r"(?:srcset|src)=\"([^\"]+)\"")
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 TEST = re.compile(r"`((?:faults/)?test_\w+\.py::[^`]+)`")
 LINE = re.compile(r"^\|.*\| `(\[.+\])` \|$", re.MULTILINE)
@@ -102,3 +106,27 @@ def test_the_readme_has_every_verb_and_no_other() -> None:
     table = text_of(README).partition("| `%distributed …` | |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
     assert {word for row in rows for word in re.findall(r"`(\w+)", row)} == set(VERBS)
+
+
+def test_pictures_are_there_for_both_grounds_and_small() -> None:
+    shown = {(page.parent / target).resolve() for page in PAGES for target in PICTURE.findall(text_of(page))}
+    assert {path.name for path in shown} >= {"dashboard-light.png", "step-dark.png"}
+    for path in shown:
+        assert path.read_bytes().startswith(b"\x89PNG"), path
+        assert path.stat().st_size <= 200_000, path
+        other = {"light": "dark", "dark": "light"}[path.stem.rpartition("-")[2]]
+        assert path.with_stem(f"{path.stem.rpartition('-')[0]}-{other}") in shown, path
+
+
+def test_the_page_on_watching_has_every_part_of_a_step_as_the_dashboard_calls_it() -> None:
+    names = dict(re.findall(r'^  (\w+): "(.+)",$', (ROOT / "js" / "src" / "phases.js").read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| ([\w ]+) \| `(\w+)` \|", text_of(WATCH), re.MULTILINE)
+    assert [(name, phase) for phase, name in names.items()] == rows
+    assert [phase for _, phase in rows] == list(PHASES)
+
+
+def test_what_a_run_in_the_background_is_asked_is_there() -> None:
+    asked = set(re.findall(r"\brun\.(\w+)", text_of(WATCH)))
+    made = {"values", "error", "over"}
+    assert asked >= {"steps", "metrics", "wait", "stop", "kill", "values", "error"}
+    assert asked <= made | {name for name in vars(BackgroundRun) if not name.startswith("_")}

@@ -78,6 +78,22 @@ def test_versions(versions: dict[str, str | None], level: str, says: str) -> Non
     assert bool(found.instead) == (level in ("bad", "warn"))
 
 
+@pytest.mark.parametrize(
+    ("signs", "says"),
+    [
+        ({"COLAB_RELEASE_TAG": "release"}, "leave ipython and ipykernel"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "--monitor text"),
+        ({"DATABRICKS_RUNTIME_VERSION": "16"}, "not tried here"),
+    ],
+)
+def test_what_is_to_be_known_of_a_place(signs: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in signs.items():
+        monkeypatch.setenv(name, value)
+    found = [one for one in doctor.diagnose(machine=devices.Machine(cores=2), versions={}) if one.topic == "here"]
+    assert [one.level for one in found] == ["ok", "note"]
+    assert says in found[1].text
+
+
 def test_limits_of_the_container_are_told_from_the_machine() -> None:
     memory = probes.Memory(host=64 * GIB, limit=4 * GIB, available=3 * GIB)
     text = said(doctor.check_host(1, memory, probes.Space(total=64 * 2**20, free=64 * 2**20)))

@@ -213,11 +213,38 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--save-to", False),
         (None, "--keep-last", False),
         (None, "--keep", False),
+        (None, "--background", False),
         (None, "--hang-after", False),
         (None, "--oversubscribe", True),
         (None, "--output", False),
         (None, "--monitor", False),
+        (None, "--log-to", False),
     ]
+
+
+class Writer:
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+
+
+def test_a_writer_is_known_by_its_name(nb: Notebook) -> None:
+    assert nb.spec("%%distributed -d 1 --log-to w\npass", w=Writer()).log_to == "w"
+    assert nb.spec("%%distributed -d 1\npass").log_to == ""
+    nb.run("%distributed --log-to w")
+    assert nb.spec("%%distributed -d 1\npass").log_to == "w"
+    assert nb.spec("%%distributed -d 1 --log-to None\npass").log_to == ""
+
+
+def test_what_is_no_writer_is_said_before_anything_starts(nb: Notebook) -> None:
+    assert nb.complaint("%%distributed --log-to w\npass") == (
+        "--log-to w: --log-to takes a name of the notebook, and it has no 'w'"
+    )
+    assert nb.complaint("%%distributed --log-to w\npass", w=3).startswith(
+        "--log-to w: w is a int; --log-to takes the name"
+    )
+    assert "w is the class Writer" in nb.complaint("%%distributed --log-to w\npass", w=Writer)
+    nb.run("%distributed --log-to w", w=Writer())
+    assert "it has no 'w'" in nb.complaint("del w\nget_ipython().run_cell_magic('distributed', '-d 1', 'pass')")
+    assert nb.recorders == []
 
 
 def test_options_of_a_strategy_of_the_notebook(nb: Notebook) -> None:

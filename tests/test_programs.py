@@ -90,12 +90,28 @@ def differences(kernel: Kernel, program: str, first_line: str, **options: object
     return shown.stdout.strip().splitlines()
 
 
-@pytest.fixture
-def notebook(module_kernel: Kernel) -> Iterator[Kernel]:
+@pytest.fixture(scope="module")
+def loaded(module_kernel: Kernel) -> Iterator[Kernel]:
     module_kernel.run("get_ipython().extension_manager.load_extension('nbtrain');")
     yield module_kernel
-    module_kernel.run("%reset -f")
     assert module_kernel.run("%distributed stop").error is None
+
+
+@pytest.fixture(scope="module")
+def one_rank(loaded: Kernel) -> None:
+    """The programs that run on it run there one after another; it is there before the first."""
+    assert loaded.run(f"{SINGLE}\npass").error is None
+
+
+@pytest.fixture(scope="module")
+def two_ranks(loaded: Kernel) -> None:
+    assert loaded.run(f"{DDP}\npass").error is None
+
+
+@pytest.fixture
+def notebook(loaded: Kernel) -> Iterator[Kernel]:
+    yield loaded
+    loaded.run("%reset -f")
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +133,7 @@ def test_every_program_is_run() -> None:
 
 
 @pytest.mark.kernel
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_under_single_it_is_the_same_to_the_last_bit(notebook: Kernel, plain: set[str], program: str) -> None:
     once(notebook, plain, program)
@@ -125,6 +142,7 @@ def test_under_single_it_is_the_same_to_the_last_bit(notebook: Kernel, plain: se
 
 
 @pytest.mark.kernel
+@pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_under_ddp_it_is_the_same_but_for_rounding(notebook: Kernel, plain: set[str], program: str) -> None:
     once(notebook, plain, program)

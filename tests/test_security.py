@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 import nbtrain.engines._local.directory as private
+from nbtrain.beacon import Beacon, Record
 from nbtrain.engines._local.channel import Channel
 from nbtrain.errors import PoolError
 from nbtrain.worker.link import HEAD, NAME, UP, Sealer, address
@@ -81,6 +82,8 @@ class World:
     others: list[int]
     """anything else that the kernel has started"""
     directory: str
+    beacon: Path
+    """the folder in which the kernel says where it can be asked"""
     secrets: list[bytes]
     jupyters: Jupyters
 
@@ -134,10 +137,11 @@ def look(nb: Notebook, before: Jupyters, start: str, place: Path) -> World:
     secrets = [bytes.fromhex(word) for word in nb(SECRETS).stdout.split()]
     assert len(ranks) == len(secrets) == 2
     assert nursery or start == "spawn"
+    beacon = Path(kernel.manager.connection_file).parent / "nbtrain"
     return World(
         notebook=nb, start=start, kernel=kernel.pid, nursery=nursery, ranks=ranks,
-        others=[pid for pid in children if pid not in nursery], directory=str(directory), secrets=secrets,
-        jupyters=before,
+        others=[pid for pid in children if pid not in nursery], directory=str(directory), beacon=beacon,
+        secrets=secrets, jupyters=before,
     )  # fmt: skip
 
 
@@ -236,11 +240,11 @@ def test_ranks_have_gloos_connections_to_each_other_on_the_loopback_interface(wo
 
 
 def test_unix_sockets_have_a_file_whose_mode_guards_them_or_no_name(world: World) -> None:
-    channel = address(world.directory)
+    channel, beacon = address(world.directory), str(world.beacon / f"{world.kernel}.sock")
     for pid in world.pids:
         named = [found for found in sockets(pid) if found.kind == "unix" and found.here]
-        assert {found.here for found in named} <= {channel}
-        assert sum(found.listens for found in named) == (pid == world.kernel)
+        assert {found.here for found in named} <= ({channel, beacon} if pid == world.kernel else {channel})
+        assert sum(found.listens for found in named) == 2 * (pid == world.kernel)
     assert not [found for found in _sockets().values() if found.here.startswith("@") and "nbtrain" in found.here]
 
 
@@ -260,7 +264,9 @@ def test_directories_are_entered_and_files_opened_by_their_user_alone(world: Wor
     assert mode(world.directory) == 0o700
     inside = list(Path(world.directory).rglob("*"))
     assert Path(address(world.directory)) in inside
-    for path in inside:
+    beacons = list(world.beacon.iterdir())
+    assert {path.suffix for path in beacons} == {".json", ".sock"}
+    for path in (*inside, world.beacon, *beacons):
         assert mode(path) == (0o700 if path.is_dir() else 0o600)
     for path in torchs:
         assert not mode(path) & 0o022
@@ -329,6 +335,7 @@ def test_no_secret_is_shown_in_a_command_line_an_environment_or_a_file(world: Wo
     assert len({*secrets}) == 6
     assert all(len(secret) == 32 for secret in world.secrets)
     files = [path for path in place.rglob("*") if path.is_file() and "ipython" not in path.parts]
+    files += [path for path in world.beacon.iterdir() if path.is_file()]
     files += [Path(f"/proc/{pid}/{name}") for pid in world.pids for name in ("cmdline", "environ")]
     for path in files:
         said = path.read_bytes()
@@ -502,6 +509,40 @@ def test_who_can_connect_and_is_another_user_is_dropped_unheard(place: Path) -> 
         os.chdir(here)
         channel.close()
         private.remove(directory)
+
+
+@OTHER
+def test_another_user_can_ask_nothing_of_a_kernel(place: Path) -> None:
+    """Nor where the folder's mode, for whatever reason, does not keep him out."""
+    beside = Path(tempfile.mkdtemp(prefix="home-", dir=place))
+    beside.chmod(0o755)
+    done: list[str] = []
+    beacon = Beacon("k", beside, dict, lambda command: (not done.append(command), ""))
+    record = Record.read(beside / "nbtrain", "k")
+    assert record is not None
+
+    def ask(path: str) -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            stranger.sendall(b'{"command": "stop"}\n')
+            if not stranger.recv(100):
+                raise ConnectionResetError(errno.ECONNRESET, "hung up on")
+
+    tries: dict[str, Callable[[], object]] = {
+        "list the folder": lambda: os.listdir(beside / "nbtrain"),
+        "read the record": lambda: (beside / "nbtrain" / "k.json").read_bytes(),
+        "ask": lambda: ask(record.socket),
+    }
+    try:
+        assert set(tried(tries, os.geteuid()).values()) == {""}
+        assert set(tried(tries, NOBODY).values()) == {"EACCES"}
+        os.chmod(beside / "nbtrain", 0o711)
+        os.chmod(record.socket, 0o666)
+        assert tried({"ask": lambda: ask(record.socket)}, NOBODY)["ask"] in ("ECONNRESET", "EPIPE")
+        assert done == ["stop"]
+    finally:
+        beacon.close()
+        shutil.rmtree(beside)
 
 
 # -- somebody who can connect ----------------------------------------------------------------

@@ -27,7 +27,7 @@ from nbtrain.messages import Close, Message, Regroup
 from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.training.board import Owned
-from nbtrain.worker.main import RankConfig
+from nbtrain.worker.birth import RankConfig
 from nbtrain.worker.stack import ASK
 
 GRACE = 2.0

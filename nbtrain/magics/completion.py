@@ -1,6 +1,6 @@
 """Tab on a magic's line: option names, their choices, the flags of the chosen strategy, verbs and ranks.
 
-`complete` decides what fits; two thin adapters bring it to IPython: a matcher from 8.6 on, a hook before.
+`complete` decides what fits; two thin adapters bring it to IPython: a matcher of today's kind, and one of before 8.6.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtrain import registry
 from nbtrain.magics.flags import Flag
@@ -129,7 +129,7 @@ def install(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> 
     try:
         from IPython.core.completer import context_matcher
     except ImportError:
-        return _install_hook(shell, state, names)
+        return _install_before_8_6(shell, state, names)
     from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 
     @context_matcher(identifier="nbtrain.magics")  # type: ignore[untyped-decorator, unused-ignore]
@@ -150,24 +150,17 @@ def install(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> 
     return lambda: shell.Completer.custom_matchers.remove(matcher)
 
 
-def _install_hook(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> Callable[[], None]:
-    keys = [f"%%{names['distributed']}", f"%{names['distributed']}", f"%%{names['rank']}"]
+def _install_before_8_6(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> Callable[[], None]:
+    """Among those that complete the arguments of magics: what one of them finds is all that is offered. A hook's
+    finds are mixed with jedi's, to which `--st` is the beginning of some function of the notebook."""
+    completer = shell.Completer
 
-    def hook(self: InteractiveShell, event: Any) -> list[str]:
-        fragment, found = complete(event.text_until_cursor, state, names)
+    def matcher(line: str) -> list[str]:
+        fragment, found = complete(completer.text_until_cursor, state, names)
         # IPython replaces its own idea of the last word, which begins behind any = or comma.
-        known = len(fragment) - len(event.symbol)
-        return [one[known:] for one in found] if known >= 0 and fragment.endswith(event.symbol) else []
+        word = completer.splitter.split_line(line, len(completer.text_until_cursor))
+        known = len(fragment) - len(word)
+        return [one[known:] for one in found] if known >= 0 and fragment.endswith(word) else []
 
-    for key in keys:
-        shell.set_hook("complete_command", hook, str_key=key)
-
-    def undo() -> None:
-        strings = shell.strdispatchers["complete_command"].strs
-        for key in keys:
-            chain = strings[key].chain
-            chain[:] = [entry for entry in chain if getattr(entry[1], "__func__", None) is not hook]
-            if not chain:
-                del strings[key]
-
-    return undo
+    completer.magic_arg_matchers.append(matcher)
+    return lambda: completer.magic_arg_matchers.remove(matcher)

@@ -111,8 +111,8 @@ class Extension:
         distributed.__doc__ = manual.manual(**self.names)
         return distributed
 
-    def _cell_magic(self) -> Callable[..., None]:
-        def distributed(line: str, cell: str) -> None:
+    def _cell_magic(self) -> Callable[..., object]:
+        def distributed(line: str, cell: str) -> object:
             with one_line():
                 request = self.state.read(line)
                 if request.words:
@@ -120,31 +120,31 @@ class Extension:
                     if word in verbs.VERBS:
                         raise UsageError(f"{word} is a verb and stands on a line of its own: %{name} {word}")
                     raise UsageError(f"%%{name} takes options only: what is {word!r} there for?")
-                self._run(self.names["distributed"], line, cell, request, self.state.defaults)
+                return self._run(self.names["distributed"], line, cell, request, self.state.defaults)
 
         distributed.__doc__ = manual.manual(**self.names)
         return distributed
 
-    def _rank_magic(self) -> Callable[..., None]:
-        def rank(line: str, cell: str) -> None:
+    def _rank_magic(self) -> Callable[..., object]:
+        def rank(line: str, cell: str) -> object:
             with one_line():
                 request = self.state.read(line)
                 ranks = parse_ranks(request.words)
-                self._run(self.names["rank"], line, cell, request, self.state.last or self.state.defaults, ranks)
+                return self._run(self.names["rank"], line, cell, request, self.state.last or self.state.defaults, ranks)
 
         rank.__doc__ = manual.rank_manual(**self.names)
         return rank
 
     def _run(
         self, name: str, line: str, body: str, request: Request, base: Request, ranks: tuple[int, ...] | None = None
-    ) -> None:
+    ) -> object:
         cell = cells.locate(self.shell, name, line, body, self.state.seen)
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:
             self.state.last = request.over(base)
         with shielded():  # it may import torch, and half a torch is broken for as long as the kernel lives
             session = self.state.opened()
-        session.run(run, cell)
+        return session.run(run, cell)
 
     def _line(self, request: Request) -> str | None:
         if request.words:

@@ -138,6 +138,11 @@ OPTIONS: tuple[Option, ...] = (
         "it gets a handle, whose .pull() brings a copy home",
     ),
     Option(
+        name="background",
+        help="the cell returns at once with a run (_, or nbtrain.background()) that has wait(), stop() and metrics; "
+        "the notebook stays usable, and a cell that reads the model gets the last finished step's weights",
+    ),
+    Option(
         name="hang_after",
         metavar="S",
         read=values.seconds,
@@ -146,7 +151,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
-    _choice("monitor", "auto", "html", "text", "off", help="the table of ranks below the cell"),
+    _choice("monitor", "auto", "widget", "html", "text", "off", help="the dashboard below the cell"),
+    Option(
+        name="log_to",
+        metavar="NAME",
+        read=values.writer,
+        default="",
+        help="what log() says is also handed to this: a SummaryWriter of TensorBoard, or anything else of the notebook "
+        "with add_scalar(tag, value, step)",
+    ),
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import flags, own
+from nbtrain.magics import flags, own, values
 from nbtrain.magics.flags import Flag
 from nbtrain.magics.options import OPTIONS
 from nbtrain.magics.parse import Given, Request
 from nbtrain.magics.values import DeviceSpec, Namespace, similar
+from nbtrain.magics.words import Word
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
@@ -179,6 +180,8 @@ class Resolver:
         save_steps, save_seconds = request.value("save_every") or (None, None)
         if request.value("save_every") and ranks is not None:
             raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
+        if request.value("background") and pool.engine == "inprocess":
+            raise UsageError("--background needs ranks: --engine inprocess runs the cell in the kernel. Leave one out")
         options = self._options(chosen, name, line, base, notebook)
         chosen.check(options)
         return RunSpec(
@@ -191,6 +194,7 @@ class Resolver:
             sampler=not request.value("no_sampler"),
             checkpoint_activations=request.value("checkpoint_activations"),
             ranks=ranks,
+            background=request.value("background"),
             keep=request.value("keep"),
             save_steps=save_steps,
             save_seconds=save_seconds,
@@ -200,6 +204,7 @@ class Resolver:
             hang_after=request.value("hang_after"),
             output=request.value("output"),
             monitor=request.value("monitor"),
+            log_to=self._writer(request, notebook),
         )
 
     @staticmethod
@@ -211,6 +216,12 @@ class Resolver:
                 "says itself what it computes in; take another strategy, or leave the option out"
             )
         return precision
+
+    @staticmethod
+    def _writer(request: Request, notebook: Namespace) -> str:
+        """As a default it was read some cells ago: the notebook may have another object there, or none."""
+        name: str = request.value("log_to")
+        return values.writer("--log-to", Word(name), notebook) if name else ""
 
     def _devices(self, request: Request, spec: DeviceSpec, accelerator: str) -> Devices:
         from nbtrain import devices

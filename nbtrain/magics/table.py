@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from typing import Any
 
-from nbtrain import probes, registry
+from nbtrain import probes, registry, tables
 from nbtrain.errors import UsageError
 from nbtrain.magics.flags import flags_of
 from nbtrain.magics.own import checked, of_notebook
 from nbtrain.magics.resolve import missing
 from nbtrain.strategies import presets
-
-Row = tuple[str, ...]
+from nbtrain.tables import Row
 
 STRATEGIES: Row = ("strategy", "shards", "available", "after a failure", "options")
 PRESETS: Row = ("preset", "stands for", "available")
 OWN: Row = ("of this notebook", "what it says of itself", "available", "options")
-WIDE = 44
-"""so many characters a cell has in a line of text"""
-
-STYLE = """<style>
-.nbt-table{border-collapse:collapse;font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);margin:0 0 8px}
-.nbt-table th,.nbt-table td{text-align:left!important;vertical-align:top;padding:3px 14px 3px 0!important;
- border:0!important;background:none!important;color:inherit}
-.nbt-table th{font-weight:500;opacity:.65}
-.nbt-table thead tr{border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))!important}
-.nbt-table span{white-space:nowrap}
-.nbt-table code{background:none;padding:0;color:inherit}
-</style>"""
 
 
 def strategies() -> list[Row]:
@@ -56,16 +41,16 @@ def with_own(notebook: Mapping[str, Any]) -> list[Row]:
 
 
 def text(notebook: Mapping[str, Any]) -> str:
-    return "\n\n".join("\n".join(_text(head, rows)) for head, rows in _tables(notebook))
+    return "\n\n".join(tables.text(head, rows) for head, rows in _tables(notebook))
 
 
 def html(notebook: Mapping[str, Any]) -> str:
-    return STYLE + "".join(_html(head, rows) for head, rows in _tables(notebook))
+    return tables.STYLE + "".join(tables.html(head, rows) for head, rows in _tables(notebook))
 
 
 def _tables(notebook: Mapping[str, Any]) -> list[tuple[Row, list[Row]]]:
-    tables = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
-    return [(head, rows) for head, rows in tables if rows]
+    found = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
+    return [(head, rows) for head, rows in found if rows]
 
 
 def _strategy(entry: registry.Entry) -> Row:
@@ -103,29 +88,3 @@ def _available(entry: registry.Entry) -> str:
 
 def _options(cls: type) -> str:
     return " ".join(flag.flag for typed, flag in flags_of(cls).items() if typed == flag.flag)
-
-
-def _text(head: Row, rows: Sequence[Row]) -> Iterable[str]:
-    cells = [[textwrap.wrap(cell, WIDE, break_on_hyphens=False) or [""] for cell in row] for row in (head, *rows)]
-    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(head))]
-    for number, row in enumerate(cells):
-        for at in range(max(map(len, row))):
-            line = [cell[at] if at < len(cell) else "" for cell in row]
-            yield "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip()
-        if not number:
-            yield "  ".join("─" * width for width in widths)
-
-
-def _html(head: Row, rows: Sequence[Row]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = ""
-    for name, *cells in rows:
-        body += f"<tr><td><code>{escape(name)}</code></td>" + "".join(f"<td>{_whole(cell)}</td>" for cell in cells)
-        body += "</tr>"
-    return f'<table class="nbt-table"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _whole(cell: str) -> str:
-    """Options are not broken at their hyphens."""
-    parts = (f"<span>{escape(part)}</span>" if part.startswith("-") else escape(part) for part in cell.split(" "))
-    return " ".join(parts)

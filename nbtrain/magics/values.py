@@ -171,6 +171,22 @@ def folder(flag: str, word: Word, notebook: Namespace) -> str:
     return str(os.fspath(value))
 
 
+def writer(flag: str, word: Word, notebook: Namespace) -> str:
+    """The notebook's name of an object with `add_scalar`; `None` takes a default back."""
+    name = word.plain
+    if name == "None":
+        return ""
+    if name not in notebook:
+        raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {name!r}")
+    value = notebook[name]
+    if isinstance(value, type) or not callable(getattr(value, "add_scalar", None)):
+        raise UsageError(
+            f"{flag} {word.text}: {name} is {kind_of(value)}; {flag} takes the name of a SummaryWriter, or of "
+            "anything else with add_scalar(tag, value, step)"
+        )
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """What the user wrote behind `--devices`."""

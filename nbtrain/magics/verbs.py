@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nbtrain.errors import UsageError
 from nbtrain.magics import table
@@ -102,6 +103,23 @@ def _strategies(state: State, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": table.text(state.notebook), "text/html": table.html(state.notebook)})
 
 
+def _history(state: State, request: Request) -> None:
+    # Loaded on use: reading the past needs more than running a cell does.
+    from nbtrain.runs.history import history
+
+    wanted = [word.plain for word in request.words[1:]]
+    number = wanted[0] if len(wanted) == 1 else ""
+    if wanted and number != "all" and not number.isdecimal():
+        raise UsageError(f"history takes the number of a run, or all: what is {' '.join(wanted)!r}?")
+    found: Any = history(all=bool(wanted))
+    if number.isdecimal():
+        try:
+            found = found[int(number)]
+        except IndexError as error:
+            raise UsageError(f"{error}; %distributed history all has them all") from None
+    state.shell.display_pub.publish({"text/plain": repr(found), "text/html": found._repr_html_()})
+
+
 def _doctor(state: State, request: Request) -> str:
     return state.doctor()
 
@@ -132,6 +150,13 @@ VERBS: Mapping[str, Verb] = {
         usage="strategies",
         do=_strategies,
         help="what each strategy shards, what it lacks here, what is held after a failure, its options; presets",
+    ),
+    "history": Verb(
+        usage="history [RUN|all]",
+        do=_history,
+        names=True,
+        help="the runs of this notebook, or one of them in detail, or all: what they were, what they logged, how they "
+        "ended",
     ),
     "doctor": Verb(usage="doctor", do=_doctor, help="what is possible here, what is not, and why"),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import nbtrain.registry as registry
@@ -11,10 +12,13 @@ from nbtrain.errors import UsageError
 from nbtrain.exchange.places import Places
 from nbtrain.session import inkernel
 from nbtrain.session.aging import Aging
+from nbtrain.session.background import BackgroundRun, refuse
 from nbtrain.session.cell import Cell
 from nbtrain.session.check import Report, check
 from nbtrain.session.names import captured, check_kept
+from nbtrain.session.outside import Outside
 from nbtrain.session.ranks import Ranks
+from nbtrain.session.refusal import Refusal
 from nbtrain.session.report import drop_ahead, listed, mourn
 from nbtrain.session.run import CellRun
 from nbtrain.session.status import report
@@ -31,36 +35,62 @@ class Session:
         self.ranks.on_idle = on_idle
         self.aging = Aging(shell)
         self._places = Places(shell.user_ns)
+        self.outside = Outside(shell.user_ns, self.ranks)
+        self.background: BackgroundRun | None = None
+        """the last that was started"""
+        self._in_cell = False
+        self._refusal = Refusal(shell)
+        shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._between_cells)
         # Who forks ranks from a nursery has others to clean up; who spawns them has not.
-        atexit.register(self.ranks.stop)
+        atexit.register(self._leave)
 
-    def run(self, run: RunSpec, cell: Cell) -> None:
-        """Run a cell; raises what it raised."""
+    def run(self, run: RunSpec, cell: Cell) -> BackgroundRun | None:
+        """Run a cell; raises what it raised. In the background: what stands for the run."""
+        self._check_free()
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
         names = captured(cell.code, self.shell.user_ns, extra, cell, self._places, run.options.values())
         check_kept(run.keep, names, self.shell.user_ns)
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)
-            return
+            return None
         for line in self.aging.lines(forks=run.pool.start == "fork"):
             print(line)
         self._have(run.pool)
-        CellRun(self.shell, self.ranks, run, cell, names).run()
+        going = CellRun(self.shell, self.ranks, run, cell, names, self.outside.kernel)
+        self.outside.follow(going)
+        if not run.background:
+            try:
+                going.run()
+            finally:
+                self.outside.changed()
+            return None
+        background = BackgroundRun(going, self._when_idle)
+        background.start()
+        self.background = background
+        return background
 
     def start(self, pool: PoolSpec) -> None:
         """Have ranks before the first cell needs them."""
+        self._check_free()
         if pool.engine == "inprocess":
             raise UsageError("--engine inprocess has no ranks to start: its cells run in the kernel")
         self._have(pool)
         self.ranks.wait_until_ready()
+        self.outside.changed()
         self.ranks.rest()
 
     def stop(self) -> None:
+        if self._going:
+            assert self.background is not None
+            with suppress(Exception):  # what it raised is shown below its cell
+                self.background.stop()
         mourn(self.ranks.traffic, self.shell.user_ns)
         self.ranks.stop()
+        self.outside.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
 
     def restart(self) -> None:
+        self._check_free()
         if self.ranks.pool is not None:
             spec = self.ranks.pool.spec
             self.stop()
@@ -73,6 +103,7 @@ class Session:
 
     def recover(self) -> str:
         """Bring home what the last failed cell has left on the ranks."""
+        self._check_free()
         run = self.ranks.left
         if run is None:
             return "no failed cell has left a step on the ranks"
@@ -98,6 +129,8 @@ class Session:
         return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
 
     def status(self) -> str:
+        if self._going:
+            return "\n".join([f"{self.background!r}", report(self.ranks.pool, self.ranks.traffic)])
         self.ranks.listen(0)
         dead = {death.rank for death in self.ranks.deaths}
         if self.ranks.pool is not None and len(dead) == len(self.ranks.pool.ranks):
@@ -106,13 +139,15 @@ class Session:
 
     def check(self, names: list[str]) -> Report:
         """Whether these names, or all, can travel; nothing is sent."""
-        self.ranks.listen(0)
+        if not self._going:
+            self.ranks.listen(0)
         return check(self.shell.user_ns, self.ranks.traffic, self.ranks.numbers(), names)
 
     def close(self) -> None:
         """Leave nothing behind: ranks, the process they are forked from, files."""
+        self.shell.events.unregister("pre_run_cell", self._before_cell)
         self.shell.events.unregister("post_run_cell", self._between_cells)
-        atexit.unregister(self.ranks.stop)
+        atexit.unregister(self._leave)
         self.stop()
         from nbtrain.engines._local import warm
 
@@ -122,8 +157,56 @@ class Session:
         for note in (self.ranks.drop_left(), self.ranks.have(pool)):
             if note:
                 print(note)
+        self.outside.open()
+
+    def _leave(self) -> None:
+        """The kernel ends."""
+        self.outside.close()
+        if self._going:
+            assert self.background is not None
+            self.background.leave()
+        self.ranks.stop()
+
+    @property
+    def _going(self) -> bool:
+        """A run in the background has the ranks."""
+        return self.background is not None and not self.background.over
+
+    def _check_free(self) -> None:
+        if self._going:
+            assert self.background is not None
+            self.background.finish()
+            if not self.background.over:
+                raise refuse(self.background)
+
+    def _when_idle(self, run: BackgroundRun) -> None:
+        """In the thread of a run that has ended: what it did comes home as soon as no cell runs."""
+        self.outside.changed()
+        loop = getattr(getattr(self.shell, "kernel", None), "io_loop", None)
+        if loop is not None:
+            loop.add_callback(self._finish, run)
+
+    def _finish(self, run: BackgroundRun) -> None:
+        if not self._in_cell:  # one that awaits lets this in, and must not see its names change
+            run.finish()
+            self.outside.changed()
+
+    def _before_cell(self, info: Any) -> None:
+        self._in_cell = True
+        self._refusal.leave()
+        if self._going:
+            assert self.background is not None
+            try:
+                self.background.before_cell(self.shell.transform_cell(info.raw_cell))
+            except KeyboardInterrupt:  # IPython shows what its callbacks raise, and runs the cell all the same
+                self._refusal.enter()
 
     def _between_cells(self, *_: Any) -> None:
+        self._in_cell = False
+        if self._going:
+            assert self.background is not None
+            self.background.finish()
+            return
         self.aging.look()
         if self.ranks.traffic is not None and self.ranks.left is None:  # `recover` may need what the user let go of
             self.ranks.traffic.let_go()

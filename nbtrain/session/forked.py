@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nbtrain.exchange.residence import Table
-from nbtrain.worker.main import Rank, RankConfig
+from nbtrain.worker.birth import RankConfig
+from nbtrain.worker.main import Rank
 
 
 def body(shell: Any, table: Table) -> Callable[[RankConfig], None]:

@@ -36,6 +36,8 @@ class Fetch:
         self.together = together
         self.leads: dict[int, int] = {}
         """handle → the rank that ran the cell which left the object behind"""
+        self.busy: Callable[[], bool] = lambda: False
+        """somebody else speaks with the ranks"""
         self._asked = self._expected = 0
         self._open = True
         self._thread = threading.get_ident()
@@ -77,6 +79,8 @@ class Fetch:
     def _check(self) -> None:
         if not self._open:  # other ranks may have something else under this key
             raise CannotTravel(GONE)
+        if self.busy():
+            raise CannotTravel("a run in the background has the ranks; wait for it, or stop it: nbtrain.background()")
         if threading.get_ident() != self._thread:  # two who read from the ranks would take each other's answers
             raise CannotTravel("bring it home in a cell of its own: threads cannot speak with the ranks")
 

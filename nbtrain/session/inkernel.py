@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +13,10 @@ from nbtrain.errors import UsageError
 from nbtrain.events import Event
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.residence import Table, Walk, find_all
+from nbtrain.session.audience import Audience
 from nbtrain.session.cell import Cell
+from nbtrain.session.screen import Screen
 from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
-from nbtrain.views import choose
 
 
 def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
@@ -27,15 +29,16 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
         devices=pool.devices if pool.together else (),
     )  # fmt: skip
-    view = choose(spec.monitor, shell)
+    audience = Audience(shell, spec, cell, None, "", print, Screen(shell))
+    precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
+    summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
     if spec.monitor != "off":
-        precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
-        print(f"{spec.strategy} · in the kernel · {pool.where}{precision}")
-    view.opened("")
+        print(summary)
+    audience.opened(summary)
 
     def emit(event: Event) -> None:
-        view.receive(event)
-        view.tick(event.time)
+        audience.receive(event)
+        audience.tick(time.monotonic())
 
     ok = False
     try:
@@ -44,7 +47,7 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
             print(note)
         ok = True
     finally:
-        view.closed(ok)
+        audience.closed(ok)
 
 
 def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
 from nbtrain.session.where import where
 from nbtrain.shield import shielded
-from nbtrain.specs import PoolSpec
+from nbtrain.specs import PoolSpec, difference
 from nbtrain.worker.homeward import Home
 
 BEAT = 0.05
@@ -89,8 +89,8 @@ class Ranks:
         if self.deaths:
             note = f"nbtrain: {self._why_gone()}; {'a new one is' if self._replace() else 'new ones are'} started"
         if self.pool is not None and self.pool.spec != spec:
-            self._keep(_difference(self.pool.spec, spec))
-            note = f"nbtrain: new ranks, because of {_difference(self.pool.spec, spec)}; what they held is sent again"
+            self._keep(difference(self.pool.spec, spec))
+            note = f"nbtrain: new ranks, because of {difference(self.pool.spec, spec)}; what they held is sent again"
             self.stop()
         elif spec.start == "fork" and self.pool is not None:
             self._keep("--start fork")
@@ -226,6 +226,7 @@ class Ranks:
         if fetch is not None:
             fetch.close()
         self.fetch = Fetch(self.traffic, ranks, self.send, self.answers, self._dead, lambda: self.parted_as is not None)
+        self.fetch.busy = lambda: self.running
         if spared and fetch is not None:
             self.fetch.inherit(fetch)
 
@@ -397,18 +398,3 @@ class Ranks:
                 self.lose()
                 raise PoolError(f"rank {ranks} did not answer between two cells and was ended; run the cell again")
         return events
-
-
-def _difference(old: PoolSpec, new: PoolSpec) -> str:
-    """What makes one pool not do for the other, in the words of the options."""
-    if old.devices != new.devices:
-        return f"--devices: {len(old.devices)} × {old.kind} → {len(new.devices)} × {new.kind}"
-    if old.together != new.together:
-        return "one rank with all devices → a rank for each" if old.together else "a rank for each device → one rank"
-    if old.uuids != new.uuids:
-        return "CUDA_VISIBLE_DEVICES: the same numbers are other cards now"
-    for field in ("engine", "start", "oversubscribe", "nodes"):
-        before, after = getattr(old, field), getattr(new, field)
-        if before != after:
-            return f"--{field}: {before} → {after}"
-    return "other options"

@@ -7,10 +7,10 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import nbtrain.words as words
 from nbtrain.events import Display, Output
+from nbtrain.session.screen import Screen
 
 KEPT = 1 << 16
 """Characters of another rank's text that are looked at when the cell ends."""
@@ -26,8 +26,8 @@ class Relay:
     `all`: every line of every rank, with its rank in front. `files`: the others' go to files.
     """
 
-    def __init__(self, shell: Any, mode: str, lead: int, ranks: Iterable[int]) -> None:
-        self._shell = shell
+    def __init__(self, screen: Screen, mode: str, lead: int, ranks: Iterable[int]) -> None:
+        self.screen = screen
         self._mode = mode
         self._lead = lead
         self._texts: dict[int, str] = dict.fromkeys(ranks, "")
@@ -42,33 +42,33 @@ class Relay:
             self._with_rank(rank, event.stream, event.text)
             return
         if rank == self._lead:
-            stream = sys.stdout if event.stream == "stdout" else sys.stderr
-            stream.write(event.text)
-            stream.flush()
+            self.screen.write(event.stream, event.text)
+            self.screen.flush(event.stream)
         if self._mode == "files":
             self._to_file(rank, event.text)
 
     def display(self, event: Display) -> None:
         if event.rank != self._lead and self._mode != "all":
             return
-        publisher = self._shell.display_pub
         if event.data is None:
-            publisher.clear_output(event.wait)
+            self.screen.clear(event.wait)
             return
         if self._mode == "all" and len(self._texts) > 1:
-            print(f"[rank {event.rank}]")
-        publisher.publish(
-            data=dict(event.data), metadata=dict(event.metadata), transient=dict(event.transient), update=event.update
-        )
+            self.say(f"[rank {event.rank}]")
+        self.screen.publish(event.data, event.metadata, event.transient, event.update)
+
+    def say(self, text: str) -> None:
+        """Something of our own."""
+        self.screen.write("stdout", text + "\n")
 
     def close(self) -> None:
         for (rank, stream), text in self._open_lines.items():
             if text:
-                self._write(stream, f"[rank {rank}] {text}\n")
+                self.screen.write(stream, f"[rank {rank}] {text}\n")
         if self._mode == "rank0":
             self._fold()
         if self._mode == "files" and len(self._texts) > 1:
-            print(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
+            self.say(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
 
     def tail(self, rank: int, lines: int = 5) -> str:
         """The last a rank said."""
@@ -78,14 +78,10 @@ class Relay:
         text = self._open_lines.pop((rank, stream), "") + text
         *lines, rest = text.split("\n")
         for line in lines:
-            self._write(stream, f"[rank {rank}] {line}\n")
+            self.screen.write(stream, f"[rank {rank}] {line}\n")
         if "\r" in rest:  # a progress bar: only its last state is a line
             rest = rest.rsplit("\r", 1)[1] if not rest.endswith("\r") else rest
         self._open_lines[rank, stream] = rest
-
-    @staticmethod
-    def _write(stream: str, text: str) -> None:
-        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
 
     def _to_file(self, rank: int, text: str) -> None:
         os.makedirs(FOLDER, exist_ok=True)
@@ -106,7 +102,7 @@ class Relay:
             body = "\n".join(lines[-SHOWN:])
             folded = f"<details><summary>{title}</summary><pre>{html.escape(body)}</pre></details>"
             plain = f"{title}: {lines[0]}" + (" …" if len(lines) > 1 else "")
-            self._shell.display_pub.publish(data={"text/html": folded, "text/plain": plain})
+            self.screen.publish({"text/html": folded, "text/plain": plain})
 
 
 def figures_can_be_shown() -> None:

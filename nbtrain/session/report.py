@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import nbtrain.words as words
@@ -15,23 +15,23 @@ SHOWN = 8
 """Names in one line."""
 
 
-def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int) -> None:
+def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, say: Callable[[str], object]) -> None:
     """After a cell that came home. What differs between ranks is also sent anew, from the notebook."""
     done = finished[lead]
     for note in done.notes:
-        print(note)
+        say(note)
     for path, reason, known in done.home.stayed:
         if known:
-            print(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
+            say(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
         else:
-            print(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+            say(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
     for reason in traffic.unchanged:
-        print(f"{reason}; the notebook's is not changed")
+        say(f"{reason}; the notebook's is not changed")
     if differing := _differing(finished):
         traffic.differs(differing)
-        print(f"differ between ranks: {listed(differing)}; the notebook has rank {lead}'s")
+        say(f"differ between ranks: {listed(differing)}; the notebook has rank {lead}'s")
     if disagreements := _disagreements(finished, lead):
-        print("\n".join(disagreements))
+        say("\n".join(disagreements))
         traffic.distrust()
 
 

@@ -157,6 +157,9 @@ class Strategy:
     """True: `set_up` sees to the precision by itself. Otherwise what a model computes in is seen to around it, and to
     `set_up` it is a word"""
 
+    threads: ClassVar[bool] = False
+    """True: a model is computed in threads, where what surrounds the cell's own thread may not be seen"""
+
     moves: ClassVar[bool] = False
     """True: `set_up` moves the component to the rank's device by itself, and finds it on the CPU"""
 

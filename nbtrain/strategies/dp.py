@@ -148,6 +148,8 @@ def _same(one: tuple[torch.Tensor, Any], other: tuple[torch.Tensor, Any]) -> boo
 class DP(Strategy):
     """Threads over the devices of one process."""
 
+    threads = True
+
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         devices = [torch.device(name) for name in self.place.devices]
         return Spread(component, devices) if len(devices) > 1 else Prepared(component)

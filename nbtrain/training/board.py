@@ -13,10 +13,13 @@ from nbtrain.exchange.segment import Segment
 
 HEAD = 8
 """words of the kernel's, before the parts"""
-STOP, TARGET, ABORT = range(3)
+STOP, TARGET, ABORT, ASIDE, ASIDE_AT = range(5)
 """In the head: the run that is to stop, after which step (UNKNOWN as long as that is not settled), and the run whose
-collectives are to be given up."""
+collectives are to be given up. And the notebook's last wish for the weights as they are, and after which step it is to
+have them."""
 UNKNOWN = -1
+WISHES = 1 << 32
+"""of one run; the first of run 3 is 3 * WISHES + 1, so that one may be made before a rank has begun the run"""
 
 CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, TAKEN = range(8)
 """In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
@@ -65,12 +68,17 @@ class Board:
 
     def waits(self, rank: int, run: int) -> tuple[int, str] | None:
         """Since when this rank waits for others in this run, and in what."""
+        found = self.waits_in(rank, run)
+        return None if found is None else (found[0], words(found[1]))
+
+    def waits_in(self, rank: int, run: int) -> tuple[int, list[int]] | None:
+        """The same, with what it has entered as it has written it."""
         part = self.parts[rank]
         since = part[WAITING]
         if not since or part[OPEN] != run:
             return None
         at = MARKS + part[ENTERED] % PLACES * WIDTH
-        return since, words(part[at : at + WIDTH].tolist())
+        return since, part[at : at + WIDTH].tolist()
 
     @staticmethod
     def at(rank: int) -> int:
@@ -93,10 +101,15 @@ class Owned(Board):
         self._segment.close()
 
 
+def collective(place: Sequence[int]) -> str:
+    """What a rank has entered, and nothing of where in its cell."""
+    return f"in {WATCHED[place[1]]}" + (f" of {place[2]:,}" if place[2] else "")
+
+
 def words(place: Sequence[int]) -> str:
     """What a rank has entered, as its part tells."""
-    _, code, size, where, steps, batch, batches, _, _ = place
+    _, _, _, where, steps, batch, batches, _, _ = place
     calls = {BACKWARD: "in backward()", STEP: "in optimizer.step()"}
-    what = calls.get(where) or f"in {WATCHED[code]}" + (f" of {size:,}" if size else "")
+    what = calls.get(where) or collective(place)
     at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
     return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

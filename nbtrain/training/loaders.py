@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbtrain.patches import Patches
 from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.data import Deal, Dealt, dealt_out, move, samples_in
+from nbtrain.training.phases import DATA, FORWARD, UNDECIDED, Phases
 from nbtrain.training.randomness import Randomness, derive
 from nbtrain.training.steps import Steps
 
@@ -21,9 +22,10 @@ from nbtrain.training.steps import Steps
 class Loaders:
     """The rank's side of every loader it iterates while a cell runs."""
 
-    def __init__(self, randomness: Randomness, steps: Steps, device: torch.device, rank: int) -> None:
+    def __init__(self, randomness: Randomness, steps: Steps, phases: Phases, device: torch.device, rank: int) -> None:
         self.randomness = randomness
         self.steps = steps
+        self.phases = phases
         self.device = device
         self.rank = rank
         self.running = False
@@ -93,6 +95,13 @@ class Loaders:
         def iterate(loader: DataLoader[Any]) -> Any:
             if not self.running:
                 return old(loader)
+            before = self.phases.mark(DATA)  # its workers may be started
+            try:
+                return following(loader)
+            finally:
+                self.phases.resume(before)
+
+        def following(loader: DataLoader[Any]) -> Any:
             if self.hands_off:  # it is only counted
                 iterator = old(loader)
                 self.steps.opened(iterator, loader)
@@ -141,20 +150,33 @@ class Loaders:
             if not self.running:
                 return old(iterator)
             self.steps.asked(iterator)
-            if not self.hands_off:
-                self.randomness.apart()
+            before = self.phases.mark(DATA)
+            after = UNDECIDED
             try:
-                batch = old(iterator)
-            except StopIteration:
-                self.steps.exhausted(iterator)
-                self.positions.exhausted(iterator)
-                if not self.hands_off:
-                    self.at_end()
-                raise
-            self.steps.got(samples_in(batch))
-            return batch if self.hands_off or self.device.type == "cpu" else move(batch, self.device)
+                batch = self._batch(old, iterator)
+                after = FORWARD
+                return batch
+            finally:
+                if before == DATA:  # one loader draws from another
+                    self.phases.resume(DATA)
+                else:
+                    self.phases.mark(after)
 
         return following
+
+    def _batch(self, old: Any, iterator: Any) -> Any:
+        if not self.hands_off:
+            self.randomness.apart()
+        try:
+            batch = old(iterator)
+        except StopIteration:
+            self.steps.exhausted(iterator)
+            self.positions.exhausted(iterator)
+            if not self.hands_off:
+                self.at_end()
+            raise
+        self.steps.got(samples_in(batch))
+        return batch if self.hands_off or self.device.type == "cpu" else move(batch, self.device)
 
 
 @contextmanager

@@ -37,8 +37,10 @@ from nbtrain.training.board import (
     WATCHED,
     WIDTH,
     Board,
+    collective,
     words,
 )
+from nbtrain.training.phases import Phases
 from nbtrain.training.steps import Steps
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])
@@ -54,11 +56,12 @@ NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 class Meeting:
     """The rank's part in it. `begin` and `end` around a cell."""
 
-    def __init__(self, rank: int, world_size: int, steps: Steps, within: Callable[[], int]) -> None:
+    def __init__(self, rank: int, world_size: int, steps: Steps, phases: Phases, within: Callable[[], int]) -> None:
         """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
         self.rank = rank
         self.world_size = world_size
         self.steps = steps
+        self.phases = phases
         self.within = within
         self.board: Board | None = None
         self.cell = self.count = 0
@@ -80,6 +83,12 @@ class Meeting:
     def open(self) -> bool:
         """A cell runs, on several ranks."""
         return self.board is not None
+
+    def waits(self) -> str:
+        """In which collective this rank has been for a while, in words; from any thread."""
+        board = self.board
+        found = board.waits_in(self.rank, self.cell) if board is not None else None
+        return "" if found is None else collective(found[1])
 
     def wrote(self, file: int, times: int) -> None:
         """Rank 0 has written this file, so many times in this cell."""
@@ -105,6 +114,19 @@ class Meeting:
             for name in [name for name in WATCHED if hasattr(c10d, name)]:
                 for module in (dist, c10d):  # object collectives find theirs in the second
                     patches.wrap(module, name, self._watched(name))
+            patches.wrap(c10d.Work, "wait", self._timed)  # every wait of Python code comes through it
+            for module in (dist, c10d):
+                patches.wrap(module, "recv", self._timed)  # gloo waits as soon as it is asked for this
+
+    def _timed(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self.phases.wait()
+            try:
+                return old(*args, **kwargs)
+            finally:
+                self.phases.resume(before)
+
+        return timed
 
     def _watched(self, name: str) -> Callable[[Any], Any]:
         code, sized, parallel = WATCHED.index(name), name in OF_ONE_SIZE, name not in TO_ONE
@@ -113,7 +135,7 @@ class Meeting:
             names = list(inspect.signature(old).parameters)
             at_group, at_async = names.index("group"), names.index("async_op")
 
-            def collective(*args: Any, **kwargs: Any) -> Any:
+            def watched(*args: Any, **kwargs: Any) -> Any:
                 group = args[at_group] if len(args) > at_group else kwargs.get("group")
                 if self.board is None or not _is_watched(group, parallel):
                     return old(*args, **kwargs)
@@ -130,7 +152,7 @@ class Meeting:
                 patient = Patient(work, self.board.parts[self.rank], lambda: self._look(place))
                 return patient if later else patient.wait() and None
 
-            return collective
+            return watched
 
         return make
 

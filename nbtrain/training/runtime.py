@@ -28,16 +28,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
+from nbtrain.events import Phases as Spent
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.patches import Patches
 from nbtrain.specs import RankInfo, RunSpec
@@ -46,8 +47,9 @@ from nbtrain.training import collectives, lines
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.become import become
-from nbtrain.training.board import BACKWARD, STEP, Board
+from nbtrain.training.board import Board
 from nbtrain.training.checkpoints import here
+from nbtrain.training.checkpoints.aside import put
 from nbtrain.training.checkpoints.core import Checkpoints
 from nbtrain.training.checkpoints.every import Plan
 from nbtrain.training.contract import share_of
@@ -57,6 +59,8 @@ from nbtrain.training.lowered import Lowered, LoweredStrategy
 from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
 from nbtrain.training.norms import Recounted
+from nbtrain.training.operations import Operations
+from nbtrain.training.phases import Phases, card_of
 from nbtrain.training.precision import Forwards, chosen
 from nbtrain.training.prepare import Replaced, Workshop
 from nbtrain.training.randomness import Randomness
@@ -67,6 +71,7 @@ from nbtrain.training.scaling import Scaling
 from nbtrain.training.speakers import Speakers
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Stopping
+from nbtrain.training.wrapped import Wrapped
 
 _installed: Runtime | None = None
 
@@ -92,6 +97,8 @@ class Runtime:
         self.emit = emit
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
+        self.phases = Phases(card_of(self.device))
+        self.operations = Operations(self.phases, self.device, not strategy.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         self.randomness.index = info.rank if strategy.hands_off else share_of(strategy, info.rank, info.world_size)[0]
         self.format = chosen(precision, strategy, self.device)
@@ -105,14 +112,15 @@ class Runtime:
         if self.forwards is not None and self.forwards.form.scaled:
             self.scaling = Scaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
             self.forwards.before, self.forwards.after = self.scaling.called, self.scaling.passed
-        self.loaders = Loaders(self.randomness, self.steps, self.device, info.rank)
+        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank)
         self.accumulation: Accumulation | None = None
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
         self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
-        self.meeting = Meeting(info.rank, info.world_size, self.steps, self._within)
+        self.wrapped = Wrapped(info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling)
+        self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
         self.saving = Saving(self.meeting)
         self.recompute = Recompute()
         self.made = Made(lambda: self._looks_after, self._set_up_made)
@@ -122,9 +130,6 @@ class Runtime:
         """all ranks run a cell whose models the strategy sets up"""
         self._agreement = Agreement()
         self._patches = Patches()
-        self._in_backward = False
-        self._in_step = False
-        """a strategy may reduce gradients there, and not in the backward"""
         self._prepared: Mapping[str, object] | None = None
         """what `begin` is about to be called for"""
 
@@ -141,12 +146,7 @@ class Runtime:
         for part in (self.forwards, self.scaling, self.lowered):
             if part is not None:
                 part.patch(patches)
-        patches.wrap(torch.autograd, "backward", self._backward)
-        for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
-            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-                patches.wrap(module, name, make)
-        patches.wrap(torch.amp.GradScaler, "scale", self._scaler_scale)
-        patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
+        self.wrapped.patch(patches)
         self.loaders.patch(patches)
         self.meeting.patch(patches)
         if self.info.world_size > 1 or self.lowered is not None:
@@ -155,13 +155,12 @@ class Runtime:
             self.recounted.patch(patches)
             lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
             self.saving.patch(patches)
-        patches.keep(register_optimizer_step_pre_hook(self._before_step))
-        patches.keep(register_optimizer_step_post_hook(self._after_step))
         _installed = self
 
     def uninstall(self, whole: bool = True) -> None:
         """Put torch back as it was. `whole`: what is in pieces is put together again, which is collective."""
         global _installed
+        self.operations.end()  # a cell that was given up has not come to its end
         self.workshop.forget(whole)
         self._patches.undo()
         if _installed is self:
@@ -190,6 +189,7 @@ class Runtime:
         deal = Deal(index=index, count=count, split=run.split_batches)
         self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
         self.stopping.begin(board, number)
+        self.stopping.put_aside = partial(put, self.checkpoints, run.aside)
         self.loaders.begin(deal, self.strategy.hands_off)
         if run.accumulate > 1:
             self.accumulation = Accumulation(
@@ -199,6 +199,7 @@ class Runtime:
         self.checkpoints.begin(objects, Plan.of(run), run.resume, run.ranks)
         here.enter(self.checkpoints)
         self.running = True
+        self.wrapped.begin(self.accumulation)
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
             self.recounted.begin()
@@ -209,18 +210,19 @@ class Runtime:
         if self.forwards is not None:
             self.forwards.on = True
         self.recompute.on()
+        self.phases.begin(any(isinstance(item, (torch.nn.Module, Optimizer)) for item in objects.values()))
+        self.operations.begin()
         if self.strategy.hands_off:
             return []
         who = "ranks" if count == self.info.world_size else "groups of ranks"
         return [*_batch_notes(objects, deal, run.accumulate, who), *self._notes()]
 
-    def _within(self) -> int:
-        return BACKWARD if self._in_backward else STEP if self._in_step else 0
-
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = self._looks_after = False
-        self._in_backward = self._in_step = False
+        self.operations.end()
+        self.phases.end()
+        self.wrapped.end()
         here.enter(None)
         self.checkpoints.end()
         if self.forwards is not None:
@@ -234,11 +236,27 @@ class Runtime:
             self.accumulation.leave()
             self.accumulation = None
         if not ok:
-            self._reset()
+            self.wrapped.reset()
         self.workshop.leave()
         if self.lowered is not None:
             self.lowered.release(prepared.component for prepared in self.workshop.prepared)
         return [*notes, *self.loaders.end()]
+
+    def readings(self) -> list[Event]:
+        """Where the rank stands; from any thread, while a cell runs and just after."""
+        rank, now = self.info.rank, time.time()
+        waits = self.meeting.waits()
+        spent = Spent(
+            rank=rank,
+            time=now,
+            steps=self.steps.count,
+            seconds=self.phases.seconds(),
+            now=self.phases.word(self.steps.loading),
+            within=waits,
+        )
+        throughput = replace(self.steps.throughput(), operations=self.operations.total, fastest=self.operations.fastest)
+        progress = self.steps.progress()
+        return [spent, throughput] if progress is None else [spent, throughput, progress]
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
@@ -321,138 +339,11 @@ class Runtime:
             prepared.notes = []
         return list(dict.fromkeys(said))
 
-    def _reset(self) -> None:
-        for prepared in self.workshop.prepared:
-            prepared.reset()
-
-    def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
-                return old(tensors, grad_tensors, *args, **kwargs)
-            self.randomness.apart()
-            self.steps.backward()
-            self._in_backward, self._in_step = True, False  # a step before may have failed
-            run = old if self.scaling is None else self.scaling.backward(old)
-            try:
-                with ExitStack() as around:
-                    # One loss may go through several models; what it counts is the same for all of a strategy's.
-                    shares = [around.enter_context(prepared.backward()) for prepared in self.workshop.prepared]
-                    share = next((one for one in shares if one != 1.0), 1.0)
-                    if self.accumulation is not None:
-                        share *= around.enter_context(self.accumulation.backward())
-                    if share != 1.0:
-                        grad_tensors = _scaled(tensors, grad_tensors, share)
-                    return run(tensors, grad_tensors, *args, **kwargs)
-            except BaseException:
-                self._reset()
-                raise
-            finally:
-                self._in_backward = False
-
-        return backward
-
-    def _clip_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            if not self.running:
-                return old(parameters, max_norm, norm_type, *args, **kwargs)
-            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if self.accumulation is not None and not self.accumulation.due:
-                max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
-            for prepared in self.workshop.prepared:
-                norm = prepared.clip(held, max_norm, norm_type)
-                if norm is not None:
-                    return norm
-            return old(held, max_norm, norm_type, *args, **kwargs)
-
-        return clip
-
-    def _clip_value(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.running and self.accumulation is not None and not self.accumulation.due:
-                return None
-            if self.running:
-                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-                for prepared in self.workshop.prepared:
-                    prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
-            return old(parameters, *args, **kwargs)
-
-        return clip
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self.running:
-            return None
-        several = self.info.world_size > 1 and not self.strategy.hands_off
-        if several:
-            self.workshop.guard(optimizer)
-        if self.accumulation is not None:
-            self.accumulation.check(optimizer)
-        found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
-        if several and (common := _with_common_loss(*(found or (args, kwargs)))) is not None:
-            found = common
-        self._in_step = several
-        return found
-
-    def _scaler_scale(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.running and self.strategy.own_precision and scaler.is_enabled():
-                raise NotSupported(
-                    f"a GradScaler of your own cannot see the gradients under {type(self.strategy).__name__}, which "
-                    "scales losses by itself: leave the scaler out and write --precision 16-mixed, or take "
-                    "--strategy ddp"
-                )
-            return old(scaler, *args, **kwargs)
-
-        return scale
-
-    def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self.steps.calls
-            result = old(scaler, optimizer, *args, **kwargs)
-            if self.running and self.steps.calls == before:
-                self.steps.passed_over(optimizer)
-            return result
-
-        return step
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.running:
-            return
-        self._in_step = False
-        if self.scaling is not None and self.scaling.after_step(optimizer):
-            self.steps.passed_over(optimizer)
-        else:
-            self.steps.stepped(optimizer)
-
 
 UNLIKE = (
     "some ranks have made a copy of {name} that others have not: under fsdp models and their copies are divided among "
     "all ranks, together. Copy it on every rank, or use --strategy ddp"
 )
-
-
-def _with_common_loss(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments of `step`, whose closure now returns the mean of the ranks' losses. LBFGS decides by the loss when
-    it has searched enough: by losses of their own the ranks would part, and wait for each other for ever."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return None
-
-    def common() -> Any:
-        loss = closure()
-        return collectives.reduce(loss) if isinstance(loss, (torch.Tensor, float)) else loss
-
-    return ((args[0], common, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": common})
-
-
-def _scaled(tensors: Any, grads: Any, share: float) -> Any:
-    """The gradients a backward starts from, times `share`."""
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    given = [grads] * len(roots) if grads is None or isinstance(grads, torch.Tensor) else list(grads)
-    if any(grad is None and root.numel() != 1 for root, grad in zip(roots, given, strict=False)):
-        return grads  # torch says what is wrong
-    return [
-        torch.full_like(root, share) if grad is None else grad * share for root, grad in zip(roots, given, strict=False)
-    ]
 
 
 def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:

@@ -14,13 +14,30 @@ Where nothing is under way (no backward since the last step ended: an evaluation
 nothing to agree on, and a rank stops at its next batch.
 
 Only the main thread is stopped here; a loader that another thread iterates runs ahead of the training.
+
+In the same way the ranks of a run in the background agree on the step after which they put their weights aside for the
+notebook (checkpoints/aside.py), and go on.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from nbtrain.training.board import ENTERED, OPEN, RAISED, STEPS, STOP, TARGET, UNKNOWN, WAITING, Board
+from nbtrain.training.board import (
+    ASIDE,
+    ASIDE_AT,
+    ENTERED,
+    OPEN,
+    RAISED,
+    STEPS,
+    STOP,
+    TARGET,
+    UNKNOWN,
+    WAITING,
+    WISHES,
+    Board,
+)
 from nbtrain.training.steps import Steps
 
 PAUSE = 0.0005
@@ -36,8 +53,11 @@ class Stopping:
     def __init__(self, rank: int, steps: Steps) -> None:
         self.rank = rank
         self.steps = steps
+        self.put_aside: Callable[[int], None] = lambda request: None
         self._board: Board | None = None
         self._run = 0
+        self._aside = 0
+        """the last wish that was met"""
         steps.ended = self._ended
         steps.between = self._between
 
@@ -47,6 +67,7 @@ class Stopping:
             part = board.parts[self.rank]
             part[STEPS] = part[ENTERED] = part[WAITING] = 0
             part[OPEN] = run
+            self._aside = run * WISHES
 
     def end(self) -> None:
         self._board = None
@@ -58,12 +79,16 @@ class Stopping:
             return
         part = board.parts[self.rank]
         part[STEPS] = self.steps.ends  # said first, and then looked: one of both sides sees the other
-        if board.head[STOP] != self._run:
-            return
-        while board.head[TARGET] == UNKNOWN:  # nobody passes while it is being chosen
-            time.sleep(PAUSE)
-        if self.steps.ends >= board.head[TARGET]:
+        if board.head[ASIDE] > self._aside and self._due(board, ASIDE_AT):
+            self._aside = board.head[ASIDE]
+            self.put_aside(self._aside)
+        if board.head[STOP] == self._run and self._due(board, TARGET):
             self._raise(board)
+
+    def _due(self, board: Board, word: int) -> bool:
+        while board.head[word] == UNKNOWN:  # nobody passes while it is being chosen
+            time.sleep(PAUSE)
+        return self.steps.ends >= board.head[word]
 
     def _between(self) -> None:
         """Nothing is under way."""

@@ -1,27 +1,28 @@
-"""What shows a run while it goes on: one sink of events per file, and the choice among them."""
+"""What shows a run while it goes on: one view per file, and the choice among them."""
 
 from __future__ import annotations
 
 import os
-import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import nbtrain.probes as probes
 from nbtrain.errors import UsageError
-from nbtrain.events import Event, Sink
+from nbtrain.views.base import BUNDLE, Controls, Screen, View
+from nbtrain.watch.feed import Feed
 
-MONITORS = ("auto", "html", "text", "off")
+MONITORS = ("auto", "widget", "html", "text", "off")
 EXECUTORS = ("PAPERMILL_", "NBCLIENT_")
 """how the environment variables of programs begin that run notebooks without anybody looking"""
+WITHOUT_WIDGETS = ("Databricks",)
+"""environments whose pages do not load other people's widgets"""
+
+_said: set[str] = set()
 
 
 class NoView:
-    """`--monitor off`: a Sink that shows nothing."""
-
-    def opened(self, summary: str) -> None:
-        pass
-
-    def receive(self, event: Event) -> None:
-        pass
+    """`--monitor off`: shows nothing."""
 
     def tick(self, now: float) -> None:
         pass
@@ -30,31 +31,58 @@ class NoView:
         pass
 
 
-def choose(monitor: str, shell: Any) -> Sink:
+def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, screen: Screen) -> View:
     """The view for `--monitor`; `shell` is the running InteractiveShell, or None in a plain script.
 
-    A kernel cannot know whether a browser or nbconvert is at the other end, so there it is HTML, which carries
-    its text along; only where the environment says that nobody looks is it lines of text.
+    A kernel cannot know whether a browser or nbconvert is at the other end. So what it shows carries a text along, and
+    only where the environment says that nobody looks is it lines of text.
     """
     if monitor not in MONITORS:
         raise UsageError(f"unknown monitor {monitor!r}; there are: {', '.join(MONITORS)}")
     in_kernel = getattr(shell, "kernel", None) is not None
+    asked = monitor
     if monitor == "auto":
-        monitor = "html" if in_kernel and not any(name.startswith(EXECUTORS) for name in os.environ) else "text"
+        monitor = "widget" if in_kernel and not any(name.startswith(EXECUTORS) for name in os.environ) else "text"
     if monitor == "off":
         return NoView()
     if monitor == "text":
         from nbtrain.views.text import TextView
 
-        return TextView(_write)
+        return TextView(feed, screen)
     if not in_kernel:
-        raise UsageError("--monitor html needs a notebook, and this is a terminal; write --monitor text")
-    from nbtrain.views.html import HtmlView, notebook_display
+        raise UsageError(f"--monitor {monitor} needs a notebook, and this is a terminal; write --monitor text")
+    if monitor == "widget":
+        lacking = no_widget()
+        if not lacking:
+            from nbtrain.views.widget import WidgetView
 
-    return HtmlView(notebook_display())
+            return WidgetView(feed, controls, screen, at_once=asked == "widget")
+        if asked == "widget" and lacking not in _said:
+            _said.add(lacking)
+            screen.write("stdout", f"nbtrain: {lacking}; plain HTML is shown instead\n")
+    from nbtrain.views.html import HtmlView
+
+    return HtmlView(feed, screen, at_once=asked == "widget")
 
 
-def _write(text: str) -> None:
-    """To what sys.stdout is now: IPython and pytest replace it."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def no_widget() -> str:
+    """Why a widget would not be seen; empty where it would."""
+    where = probes.environment()
+    if where in WITHOUT_WIDGETS:
+        return f"{where} shows no widgets of other packages"
+    if not BUNDLE.is_file():
+        return "this nbtrain was installed without its front end"
+    try:
+        _version("anywidget")
+        widgets = int(_version("ipywidgets").split(".")[0])
+    except (PackageNotFoundError, ValueError) as error:
+        return f"widgets need anywidget and ipywidgets ({error})"
+    if widgets < 8 and where != "Colab":
+        return f"widgets need ipywidgets 8, and here it is {_version('ipywidgets')}"
+    return ""
+
+
+@cache
+def _version(name: str) -> str:
+    """Read from the disk once, and not for every cell."""
+    return version(name)

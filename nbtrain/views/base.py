@@ -1,196 +1,105 @@
-"""The figures every view shows: events in; rates, time left, latest metrics and words for them out."""
+"""What a view is, what it may use, and the words every view shows."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
-from nbtrain.events import Event, Failed, Finished, Memory, Metric, Progress, RankState, Throughput
+from nbtrain.watch.figures import Figures, RankFigures
 from nbtrain.words import size
 
+BUNDLE = Path(__file__).parent.parent / "static" / "widget.js"
+"""the front end, made of js/ when nbtrain is built"""
 QUIET = 2.0
 """a cell shorter than this (seconds) shows nothing"""
-WINDOW = 5.0
-"""rates are those of the last so many seconds"""
+PAUSE = 0.5
+"""seconds between two pictures of a run"""
 CURVES = 12
 """so many metrics are shown"""
-POINTS = 240
-"""a curve keeps at most so many points, spread over the whole run"""
 
 
-class Rate:
-    """How fast a total grows, judged by the last few seconds; None while that cannot be said."""
+class View(Protocol):
+    """Shows what a feed knows, below the line that says what was resolved. All calls come from the thread that watches
+    the run, after the feed's."""
 
-    def __init__(self) -> None:
-        self._totals: deque[tuple[float, float]] = deque()
+    def tick(self, now: float) -> None:
+        """About ten times a second, from when the cell begins on the ranks."""
 
-    def add(self, seconds: float, total: float) -> None:
-        totals = self._totals
-        if totals and (seconds < totals[-1][0] or total < totals[-1][1]):
-            totals.clear()  # a new epoch, a new count
-        totals.append((seconds, total))
-        while len(totals) > 2 and totals[1][0] <= seconds - WINDOW:
-            totals.popleft()
-
-    @property
-    def value(self) -> float | None:
-        if len(self._totals) < 2:
-            return None
-        (began, before), (now, total) = self._totals[0], self._totals[-1]
-        return (total - before) / (now - began) if now > began else None
+    def closed(self, ok: bool) -> None:
+        """The run ended."""
 
 
-class Curve:
-    """A metric over the whole run in few points: when there are too many, every other one goes."""
+class Screen(Protocol):
+    """Where a view shows itself."""
 
-    def __init__(self) -> None:
-        self.points: list[tuple[int, float]] = []
-        self.last = math.nan
-        self._every = 1
-        self._count = 0
+    def write(self, stream: str, text: str) -> None: ...
 
-    def add(self, step: int, value: float) -> None:
-        self.last = value
-        if self._count % self._every == 0 and math.isfinite(value):
-            self.points.append((step, value))
-            if len(self.points) > POINTS:
-                del self.points[1::2]
-                self._every *= 2
-        self._count += 1
+    def publish(
+        self, data: Mapping[str, Any], metadata: Mapping[str, Any], transient: Mapping[str, Any], update: bool
+    ) -> None: ...
 
 
-@dataclass(kw_only=True, slots=True)
-class RankFigures:
-    """What is known of one rank."""
+class Controls(Protocol):
+    """What the buttons of a view do."""
 
-    state: str = ""
-    note: str = ""
-    """beside the state: the exception that ended it"""
-    ended: bool = False
-    steps: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    step_rate: Rate = field(default_factory=Rate)
-    sample_rate: Rate = field(default_factory=Rate)
-    memory: int | None = None
-    peak: int = 0
-    progress: Progress | None = None
-    progress_rate: Rate = field(default_factory=Rate)
-    curves: dict[str, Curve] = field(default_factory=dict)
+    def do(self, command: str) -> tuple[bool, str]:
+        """`stop`, `stacks` or `kill`, from any thread: whether it is being done, and a sentence."""
 
-    def receive(self, event: Event) -> None:
-        if isinstance(event, Throughput):
-            self.steps, self.samples, self.seconds = event.steps, event.samples, event.seconds
-            self.step_rate.add(event.seconds, event.steps)
-            self.sample_rate.add(event.seconds, event.samples)
-        elif isinstance(event, Memory):
-            # where torch holds nothing on a device, the process is what counts
-            self.memory = event.reserved or event.process
-            self.peak = max(self.peak, event.peak, self.memory)
-        elif isinstance(event, Progress):
-            if self.progress is not None and event.epoch != self.progress.epoch:
-                self.progress_rate = Rate()
-            self.progress = event
-            self.progress_rate.add(event.time, event.done)
-        elif isinstance(event, Metric):
-            for name, value in event.values.items():
-                self.curves.setdefault(name, Curve()).add(event.step, float(value))
-        elif isinstance(event, RankState):
-            self.state = self.state if self.ended else event.state  # `idle` follows `done`
-        elif isinstance(event, Failed):
-            self.state, self.note = ("stopped", "") if event.interrupted else ("failed", event.name)
-            self.ended = True
-        elif isinstance(event, Finished):
-            self.state, self.ended = "done", True
-            self.steps = max(self.steps, event.steps)
+
+class Output:
+    """One output of the cell: shown once, and replaced from then on."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._id = ""
 
     @property
-    def steps_per_second(self) -> float | None:
-        return self._rate(self.step_rate, self.steps)
+    def shown(self) -> bool:
+        return bool(self._id)
 
-    @property
-    def samples_per_second(self) -> float | None:
-        return self._rate(self.sample_rate, self.samples)
-
-    def _rate(self, lately: Rate, total: int) -> float | None:
-        """Of the last seconds while it runs, of the whole run when it is over."""
-        if self.ended and self.seconds:
-            return total / self.seconds
-        return lately.value
-
-    @property
-    def left(self) -> float | None:
-        """Seconds to the end of the loader, when its length is known."""
-        rate = self.progress_rate.value
-        if self.ended or self.progress is None or self.progress.total is None or not rate:
-            return None
-        return max(0.0, self.progress.total - self.progress.done) / rate
+    def show(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+        update = self.shown
+        self._id = self._id or uuid.uuid4().hex
+        self._screen.publish(data, metadata or {}, {"display_id": self._id}, update)
 
 
-class Figures:
-    """One run, as far as its events tell."""
+class Waiting:
+    """Says when a view has to show itself: not in the first seconds of the cell, and then every so often."""
 
-    def __init__(self) -> None:
-        self.ranks: dict[int, RankFigures] = {}
+    def __init__(self, first: float, pause: float) -> None:
+        self.pause = pause
+        self._next = first
         self._began: float | None = None
-        self._now = 0.0
 
-    def receive(self, event: Event) -> None:
-        if event.rank not in self.ranks:
-            self.ranks[event.rank] = RankFigures()
-            self.ranks = dict(sorted(self.ranks.items()))
-        self.ranks[event.rank].receive(event)
-
-    def tick(self, now: float) -> float:
-        """Seconds since the first tick: a view lives by the session's clock and has none of its own."""
+    def over(self, now: float) -> bool:
         if self._began is None:
             self._began = now
-        self._now = now
-        return self.elapsed
+        if now - self._began < self._next:
+            return False
+        self._next = now - self._began + self.pause
+        return True
 
-    def close(self) -> None:
-        """The run ended; ranks that did not say how were let go."""
-        for figures in self.ranks.values():
-            if not figures.ended:
-                figures.state, figures.ended = "ended", True
 
-    @property
-    def elapsed(self) -> float:
-        return 0.0 if self._began is None else self._now - self._began
-
-    @property
-    def lead(self) -> RankFigures:
-        """The lowest rank speaks for all in what is equal on all: steps, progress, what was logged."""
-        return next(iter(self.ranks.values()), RankFigures())
-
-    @property
-    def curves(self) -> dict[str, Curve]:
-        """Those of the lowest rank that logged anything: `if rank == 1: log(...)` is seen too."""
-        return next((figures.curves for figures in self.ranks.values() if figures.curves), {})
-
-    @property
-    def samples_per_second(self) -> float | None:
-        rates = [rate for figures in self.ranks.values() if (rate := figures.samples_per_second) is not None]
-        return sum(rates) if rates else None
-
-    def words(self) -> list[str]:
-        """The run in a few words each, what is not known left out."""
-        lead = self.lead
-        found = [duration(self.elapsed)]
-        if lead.steps:
-            found.append(f"step {lead.steps:,}")
-        if rate := lead.steps_per_second:
-            found.append(f"{quantity(rate)} steps/s")
-        if rate := self.samples_per_second:
-            found.append(f"{quantity(rate)} samples/s")
-        if memory := _memories([figures.memory for figures in self.ranks.values() if figures.memory is not None]):
-            found.append(f"memory {memory}")
-        found += [f"{name} {metric(curve.last)}" for name, curve in list(self.curves.items())[:CURVES]]
-        if lead.progress is not None:
-            found.append(place(lead))
-        found += [f"rank {rank}: {f.state} {f.note}".rstrip() for rank, f in self.ranks.items() if f.state == "failed"]
-        return found
+def words(figures: Figures) -> list[str]:
+    """The run in a few words each, what is not known left out."""
+    lead, ranks = figures.lead, figures.ranks
+    found = [duration(figures.elapsed)]
+    if lead.steps:
+        found.append(f"step {lead.steps:,}")
+    if rate := lead.steps_per_second:
+        found.append(f"{quantity(rate)} steps/s")
+    if rate := figures.samples_per_second:
+        found.append(f"{quantity(rate)} samples/s")
+    if memory := _memories([one.memory for one in ranks.values() if one.memory is not None]):
+        found.append(f"memory {memory}")
+    found += [f"{name} {metric(series.last)}" for name, series in list(figures.metrics.items())[:CURVES]]
+    if lead.progress is not None:
+        found.append(place(lead))
+    found += [f"rank {rank}: {one.words} {one.note}".rstrip() for rank, one in ranks.items() if one.tone == "bad"]
+    return found
 
 
 def place(figures: RankFigures) -> str:

@@ -65,6 +65,8 @@ def main() -> None:
     config = pickle.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    import torch  # noqa: F401  while what is wrong with it still goes where the kernel reads it
+
     from nbtrain.worker.main import Rank
     from nbtrain.worker.shell import make_shell
 

@@ -3,74 +3,35 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import gc
 import math
-import multiprocessing
 import os
-import pickle
-import signal
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import FunctionType, TracebackType
+from dataclasses import replace
 from typing import Any
 
 import nbtrain.registry as registry
-from nbtrain.errors import CannotTravel, NbtrainError
-from nbtrain.events import Adopted, Event, Failed, Finished, Pulled, RankState, Repacked
-from nbtrain.exchange.parcel import Parcel
+from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
-from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.specs import RunSpec
 from nbtrain.training.board import ABORT, OPEN, RAISED, TAKEN, Board
+from nbtrain.worker.birth import RankConfig
+from nbtrain.worker.failing import Failing, where_it_stood
 from nbtrain.worker.group import Group
 from nbtrain.worker.heap import give_back
 from nbtrain.worker.homeward import KERNEL, LIMIT, Home, Homeward
-from nbtrain.worker.interrupts import Interrupts, cut_a_step_short
+from nbtrain.worker.interrupts import Interrupts
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
 from nbtrain.worker.output import Outputs
+from nbtrain.worker.place import settle, surround
 from nbtrain.worker.shell import RankShell
 from nbtrain.worker.stack import answer_in
 from nbtrain.worker.streams import adopt as adopt_streams
 from nbtrain.worker.streams import collect as collect_streams
 from nbtrain.worker.surroundings import Taken
 from nbtrain.worker.twins import Twins
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankConfig:
-    """What a rank is told when it is born."""
-
-    info: RankInfo
-    directory: str
-    """private to the user; the channel's sockets and the group's store lie in it"""
-    secret: bytes = field(repr=False)
-    """by which the kernel knows this process"""
-    backend: str
-    generation: int
-    """which pool of this process's it belongs to"""
-    store: str
-    """where the process group meets"""
-    board: str
-    """memory that all ranks and the kernel see"""
-    texts: tuple[str, ...]
-    """the files behind its file descriptors 1 and 2"""
-    stack: str
-    """the file in which it says where it is"""
-    environ: Mapping[str, str]
-    """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
-
-
-def dies_with_its_parent() -> None:
-    """Linux ends this process when the one that forked it ends, however it ends."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 class Rank:
@@ -91,12 +52,12 @@ class Rank:
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
             self.twins.inherit(table)
+        self.failing = Failing(self.info.rank, shell, self.twins)
         self.runtime: Any = None
         self._randomness: Any = None
         """every runtime's, one after another"""
         self._runs_as: Any = None
         self._found: tuple[Any, dict[str, Any]] | None = None
-        self._environ: dict[str, str] = {}
         self._last: tuple[Run, dict[str, Any]] | None = None
         """the last run, and the names it was given"""
         self._lead = 0
@@ -117,7 +78,7 @@ class Rank:
         try:
             self._take_place()
         except BaseException as error:  # an exit code alone would tell nobody why
-            self._fail(error, self._lines_of(error))
+            self._fail(error, self.failing.lines_of(error))
             raise
         gc.freeze()  # what was imported stays: a collection after a failed cell need not look at it
         self._state("ready")
@@ -149,39 +110,9 @@ class Rank:
 
     def _take_place(self) -> None:
         """Threads, device, process group: what makes this process a rank."""
-        import torch
-
-        info = self.info
-        torch.set_num_threads(info.threads)
-        own = {"MPLBACKEND": os.environ["MPLBACKEND"]}
-        for name in set(os.environ) - set(self.config.environ):
-            del os.environ[name]
-        os.environ.update(self.config.environ)
-        self._environ = {
-            **own,
-            "RANK": str(info.rank),
-            "WORLD_SIZE": str(info.world_size),
-            "LOCAL_RANK": str(info.local_rank),
-            "LOCAL_WORLD_SIZE": str(info.world_size // info.nodes),
-            "GROUP_RANK": str(info.node),
-            "GROUP_WORLD_SIZE": str(info.nodes),
-            "OMP_NUM_THREADS": str(info.threads),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
-            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
-        }
-        if self.config.backend == "gloo":
-            # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
-            self._environ["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
-        os.environ.update(self._environ)
-        self.taken = Taken(self.shell, self._environ)
-        # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
-        multiprocessing.current_process()._config["tempdir"] = self.config.directory  # type: ignore[attr-defined]
-        if info.device.startswith("cuda"):
-            torch.cuda.set_device(info.device)
-        elif info.device.startswith("xla"):
-            from nbtrain.strategies._xla.library import take_place
-
-            take_place(info)
+        own = surround(self.info, self.config.backend, self.config.environ)
+        self.taken = Taken(self.shell, own)
+        settle(self.info, self.config.directory)
         self.group.form(self.config.store)
 
     def _close(self) -> None:
@@ -204,7 +135,7 @@ class Rank:
         try:
             ready = self._prepare(run)
         except BaseException as error:
-            self._fail(error, self._lines_of(error))
+            self._fail(error, self.failing.lines_of(error))
             return
         names, lead, running = ready
         if self.info.rank not in run.ranks:
@@ -214,10 +145,10 @@ class Rank:
         self._last = run, names
         steps = self.runtime.steps
         self.outputs.outlet.begin(running)
-        self.meters.begin(steps, run.number)
+        self.meters.begin(self.runtime.readings, run.number)
         failure, lines = self._execute(run)
         self._notes = tuple(self.runtime.end(failure is None))
-        self.meters.end(steps)
+        self.meters.end()
         if failure is not None:
             self.outputs.outlet.announce()
             self._fail(failure, lines, run.number)
@@ -258,7 +189,7 @@ class Rank:
                 notes=self._notes,
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
-            self._fail(error, self._lines_of(error))
+            self._fail(error, self.failing.lines_of(error))
         else:
             self.outputs.finish()
             unsaid = self.outputs.outlet.unsaid()
@@ -301,7 +232,7 @@ class Rank:
                 with only(run.ranks, self.info.world_size):
                     failure, lines = self.shell.run(run.code, run.filename, run.quiet)
                 if failure is None and (late := self.runtime.checkpoints.late()) is not None:
-                    return late, self._lines_of(late)
+                    return late, self.failing.lines_of(late)
                 return failure, lines
             finally:
                 if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
@@ -400,20 +331,10 @@ class Rank:
 
     def _fail(self, error: BaseException, lines: list[str], number: int = 0) -> None:
         """`number`: of the run whose code raised."""
-        interrupted = self._is_interruption(error)
-        failed = Failed(
-            rank=self.info.rank, time=time.time(), name=type(error).__name__, text=_text(error), lines=tuple(lines),
-            exception=None if interrupted else self._packed(error), interrupted=interrupted,
-            frames=_frames(error.__traceback__) if interrupted else (),
-        )  # fmt: skip
+        failed = self.failing.told(error, lines, self._is_interruption(error))
         if number:
-            steps = self.runtime.steps
-            failed = replace(
-                failed, steps=steps.count, calls=steps.calls, entered=self.runtime.meeting.count,
-                between=_is_stop(error), pieces=bool(self.twins.pieces), grouped=self.group.intact,
-                # A closure's first backward is between two steps too, though an optimizer has called it.
-                whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),
-            )  # fmt: skip
+            pieces, intact = bool(self.twins.pieces), self.group.intact
+            failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
         self._finish(failed)
         self.shell.let_go_of_errors()
 
@@ -438,55 +359,3 @@ class Rank:
         if isinstance(error, KeyboardInterrupt):  # the cell may raise one of its own
             return self.board.parts[self.info.rank][RAISED] == number
         return isinstance(error, RuntimeError) and self._gave_up == number
-
-    def _packed(self, error: BaseException) -> bytes | None:
-        """The exception itself, so that the notebook can raise one of the same type."""
-        cls = type(error)
-        # Pickle would call an `__init__` of the user's once more, with what it had given to its base.
-        plain = isinstance(cls.__init__, FunctionType) and cls.__reduce__ is BaseException.__reduce__
-        try:
-            whole = (cls, error.args, vars(error)) if plain else error
-            parcel: Parcel | None = self.twins.alone("exception", whole)
-        except (CannotTravel, Exception):  # its class may do anything when it is pickled
-            return None
-        return None if parcel is None else pickle.dumps(parcel, 5)
-
-    def _lines_of(self, error: BaseException) -> list[str]:
-        if isinstance(error, NbtrainError):
-            return [f"{type(error).__name__}: {error}"]
-        made = self.shell.InteractiveTB.structured_traceback(type(error), error, _in_cells(error.__traceback__))
-        return list(made)
-
-
-def _in_cells(trace: TracebackType | None) -> TracebackType | None:
-    """From the first line of the notebook's on, if there is one: what has called it is not the user's."""
-    at = trace
-    while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
-        at = at.tb_next
-    return at or trace
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # its class is the user's
-        return "<its __str__ raises>"
-
-
-def _is_stop(error: BaseException) -> bool:
-    from nbtrain.training.stopping import Stopped
-
-    return isinstance(error, Stopped)
-
-
-def _frames(trace: TracebackType | None) -> tuple[tuple[str, int, str], ...]:
-    found = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        found.append((code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return tuple(found[::-1])
-
-
-def _loopback() -> str:
-    return "lo" if sys.platform == "linux" else "lo0"

@@ -17,7 +17,7 @@ import pytest
 from tests.faults.scene import COMBINATIONS, Combination, Scene, announced
 
 SEED = int(os.environ.get("SEED", "0"))
-PRESSES = 200 if os.environ.get("FAULTS") == "all" else 12
+PRESSES = 200 if os.environ.get("FAULTS") == "all" else 8
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(180)]
 
 STEPS = 150

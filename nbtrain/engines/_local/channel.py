@@ -14,9 +14,9 @@ import pickle
 import secrets
 import selectors
 import socket
-import struct
 from collections.abc import Iterable
 
+from nbtrain.beacon.readers import of_this_user
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, RankState
 from nbtrain.messages import Message
@@ -28,8 +28,6 @@ PATIENCE = 5.0
 """Seconds in which a rank that is there must take some of what it is sent: Stop waits as long."""
 STRANGERS = 64
 """Connections that have not said a name; one more, and the oldest goes. A rank says its own as it connects."""
-PEER = struct.Struct("iII")
-"""What the system tells of who connected: process, user, group."""
 
 
 class Channel:
@@ -128,7 +126,7 @@ class Channel:
                 f"no rank can connect: {error.strerror}. Close files that the notebook has open, or allow more of them "
                 "(`ulimit -n`), and run the cell again."
             ) from error
-        if not _of_this_user(connection):
+        if not of_this_user(connection):
             connection.close()
             return
         if len(self._strangers) == STRANGERS:
@@ -211,11 +209,3 @@ def _received(connection: socket.socket, size: int) -> bytes | None:
         return None
     except OSError:
         return b""
-
-
-def _of_this_user(connection: socket.socket) -> bool:
-    """The directory lets nobody else in; where the system tells who connected, it is asked too."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-    return bool(PEER.unpack(told)[1] == os.geteuid())

@@ -166,7 +166,8 @@ class Nursery:
             return pid
         code = 1
         try:
-            from nbtrain.worker.main import Rank, dies_with_its_parent
+            from nbtrain.worker.birth import dies_with_its_parent
+            from nbtrain.worker.main import Rank
 
             dies_with_its_parent()
             os.setpgid(0, 0)

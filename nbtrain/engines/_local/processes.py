@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from nbtrain.engines.base import Death
 
 if TYPE_CHECKING:
-    from nbtrain.worker.main import RankConfig
+    from nbtrain.worker.birth import RankConfig
 
 
 class Processes(Protocol):

@@ -7,6 +7,7 @@ changed is told to the others first, so that all of them raise.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import platform
@@ -42,8 +43,8 @@ from nbtrain.training.streams import restore
 
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
-_writing = Writing()
-"""A process writes one at a time, whatever strategy its cells have."""
+_writing, _aside = Writing(), Writing()
+"""A process writes one at a time, whatever strategy its cells have; and one that the notebook waits for."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on: it does so once."""
 
@@ -202,17 +203,29 @@ class Checkpoints:
         source = opening.together(place_of(path), self.say)
         unbroken.together(lambda: self._load(source, chosen, bool(objects)))
 
+    def save_aside(self, place: Path) -> None:
+        """At the end of a step, for the notebook; what becomes of it is not the cell's concern."""
+        if not self.refused and (chosen := Objects.of(self.in_use())):
+            _aside.finish()
+            self._save(place, chosen, full_format=False, in_a_step=True, writing=_aside)
+
     # --- saving ----------------------------------------------------------------------------------
 
     def _save(
-        self, place: Path, chosen: Objects, full_format: bool, in_a_step: bool = False, keep: int | None = None
+        self,
+        place: Path,
+        chosen: Objects,
+        full_format: bool,
+        in_a_step: bool = False,
+        keep: int | None = None,
+        writing: Writing = _writing,
     ) -> None:
-        late = self.late()
+        late = self.late() if writing is self.writing else None
         mine: dict[str, Any] = {}
 
         def make() -> None:
             try:
-                self.writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, mine))
+                writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, mine))
             except BaseException as error:  # from here on the others count on what this rank writes
                 if (made := mine.get("made")) is not None:
                     give_up(made, self.rank, error)
@@ -349,14 +362,19 @@ class Checkpoints:
     # --- loading ---------------------------------------------------------------------------------
 
     def _load(self, source: Source, chosen: Objects, asked: bool) -> None:
+        match = self.restore(source, chosen, asked)
+        if match.optimizers or not chosen.modules:
+            self._go_on(source.about, chosen)
+
+    def restore(self, source: Source, chosen: Objects, asked: bool) -> Match:
+        """What these objects hold, and nothing else. `asked`: the user named them."""
         names = Names(chosen.modules, self._modules())
         found: list[Match] = []
         with self._outside():
             agree(lambda: found.append(compare(source, chosen, names, asked)))
             match = found[0]
             unbroken.changing(lambda: self._restore(source, chosen, names, match))
-        if match.optimizers or not chosen.modules:
-            self._go_on(source.about, chosen)
+        return match
 
     def _restore(self, source: Source, chosen: Objects, names: Names, match: Match) -> None:
         make_state(source, chosen, names, match, self._pieces())
@@ -428,14 +446,16 @@ class Checkpoints:
         counts = [0]
         for optimizer in optimizers:
             counts.append(_taken.get(optimizer, 0) + (self.steps.taken.get(optimizer, 0) if self.steps else 0))
-            counts += [_number(state.get("step")) for state in list(optimizer.state.values())[:1]]
+            known = (_number(state.get("step")) for state in list(optimizer.state.values()))
+            counts.append(next((number for number in known if number is not None), 0))
         return max(counts)
 
 
-def _number(value: Any) -> int:
+def _number(value: Any) -> int | None:
+    """None: it does not say. Of a parameter that lives on another rank the state's numbers are NaN here."""
     if isinstance(value, torch.Tensor):
-        return int(value) if value.numel() == 1 and not value.is_meta else 0
-    return int(value) if isinstance(value, (int, float)) else 0
+        value = value.item() if value.numel() == 1 and not value.is_meta else None
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _version() -> str:

@@ -1,0 +1,119 @@
+// What is in the address decides what is shown: see index.html.
+
+import { FakeRun } from "./fake.js";
+
+const asked = new URLSearchParams(location.search);
+const number = (name, otherwise) => Number(asked.get(name) ?? otherwise);
+
+const run = new FakeRun({
+  ranks: number("ranks", 4),
+  gpu: asked.has("gpu"),
+  metrics: number("metrics", 4),
+  slow: asked.has("slow") ? number("slow", 0) : null,
+  waits: asked.get("waits") ?? "data",
+  long: asked.has("long"),
+});
+
+// As anywidget hands it to a widget.
+class Model {
+  constructor(start) {
+    this._values = { start };
+    this._listeners = [];
+    this.sent = [];
+  }
+
+  get(name) {
+    return this._values[name];
+  }
+
+  on(name, listener) {
+    this._listeners.push([name, listener]);
+  }
+
+  off(name, listener) {
+    this._listeners = this._listeners.filter(([a, b]) => a !== name || b !== listener);
+  }
+
+  say(message) {
+    for (const [name, listener] of this._listeners) if (name === "msg:custom") listener(message, []);
+  }
+
+  send(message) {
+    this.sent.push(message);
+    if (message.kind !== "command") return;
+    const words = { stop: "stopping after this step", kill: "killed", stacks: STACKS }[message.command];
+    setTimeout(() => this.say({ kind: "ack", id: message.id, command: message.command, ok: true, text: words }), 300);
+  }
+}
+
+const STACKS = `rank 0: in all_reduce of 1,024 for 3 s
+  Cell In[7], line 5: loss.backward()
+  torch/autograd/graph.py:841: return Variable._execution_engine.run_backward(...)
+rank 1: in forward
+  Cell In[7], line 3: out = model(batch)`;
+
+// In place of the server.
+class Socket extends EventTarget {
+  static OPEN = 1;
+  readyState = 1;
+
+  constructor() {
+    super();
+    window.demo.socket = this;
+    setTimeout(() => this.dispatchEvent(new Event("open")));
+  }
+
+  send() {}
+
+  say(message) {
+    this.dispatchEvent(new MessageEvent("message", { data: JSON.stringify(message) }));
+  }
+}
+
+window.demo = { run, FakeRun };
+const folder = "../../nbtrain/static/";
+const sheet = (name) =>
+  document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href: folder + name }));
+let say;
+const place = document.getElementById("nbtrain");
+
+if (asked.has("page")) {
+  sheet("page.css");
+  window.WebSocket = Socket;
+  await import(`${folder}page.js`);
+  await new Promise((later) => setTimeout(later, 50));
+  const { kernel, devices } = run.run;
+  const memory = (rank) => 3.1e8 + 4e6 * rank;
+  const ranks = devices.map((device, rank) => ({ rank, pid: 4712 + rank, device, memory: memory(rank) }));
+  const pool = (id, notebook, state, own) => {
+    const about = { kernel: id, pid: 4711, notebook, engine: "local", state, run: own, ranks };
+    window.demo.socket.say({ kernel: id, about });
+  };
+  window.demo.kernels = [kernel, "77aa0f1e-idle"];
+  window.demo.tell = () => {
+    pool(kernel, "work/digits.ipynb", "running", run.run);
+    pool("77aa0f1e-idle", "", "idle", null);
+    window.demo.socket.say({ kernel, message: run.all() });
+  };
+  say = (message) => asked.has("empty") || window.demo.socket.say({ kernel, message });
+  if (!asked.has("empty")) window.demo.tell();
+} else {
+  sheet("widget.css");
+  document.body.classList.add("plain");
+  document.body.classList.toggle("dark", asked.has("dark"));
+  const model = new Model(asked.has("empty") ? null : run.all());
+  const { default: widget } = await import(`${folder}widget.js`);
+  const { initialize, render } = widget();
+  initialize({ model });
+  window.demo.model = model;
+  window.demo.show = () => (window.demo.close = render({ model, el: place }));
+  window.demo.show();
+  say = (message) => asked.has("empty") || model.say(message);
+}
+
+for (let i = 0; i < number("ticks", 300); i++) say(run.news());
+const how = asked.get("end");
+const words = how === "failed" ? "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" : "";
+if (how) say(run.end(how, words));
+else if (!asked.has("still")) setInterval(() => say(run.news()), 100);
+window.demo.ready = true;

@@ -1,0 +1,134 @@
+// One run, all of it: used by the widget in a notebook and by the server's page.
+
+import { seconds, steps } from "./axis.js";
+import { Board } from "./board.js";
+import { Controls } from "./controls.js";
+import { drawing, element } from "./dom.js";
+import { metric, percent, quantity, size, whole } from "./format.js";
+import { Head } from "./head.js";
+import { Split } from "./split.js";
+import { NAMES } from "./phases.js";
+import { charts } from "./store.js";
+import { Table } from "./table.js";
+import { Tabs } from "./tabs.js";
+import { DISTINCT, Theme } from "./theme.js";
+import "./style.css";
+import "./charts.css";
+
+const NONE = new Map();
+const LOOKS = {
+  "speed/samples": { title: "samples per second", word: quantity, zero: true },
+  "speed/steps": { title: "steps per second", word: quantity, zero: true },
+  "compute/tflops": { title: "computing", unit: "TFLOP/s", word: quantity, zero: true },
+  "compute/share": { title: "share of the device's peak", word: percent, zero: true },
+  "memory/used": { title: "memory in use", word: size, zero: true },
+  "memory/allocated": { title: "allocated by torch", word: size, zero: true },
+  "memory/reserved": { title: "reserved by torch", word: size, zero: true },
+  "memory/retries": { title: "times it had to make room", word: whole, zero: true },
+};
+
+// Of each page: the charts of the feed that it shows, and what it says when there are none, now and after the run.
+const PAGES = {
+  Metrics: [["metric"], "Nothing logged yet: log(loss=loss) in the loop draws a curve here.", "Nothing was logged."],
+  Speed: [["speed", "compute"], "No step counted yet.", "No step was counted."],
+  Memory: [["memory"], "Memory has not been measured yet.", "Memory was not measured."],
+  Step: [["phases"], "Not known yet what a step is made of.", "It is not known what a step was made of."],
+};
+
+// What has a name of its own goes by it, what nbtrain measures by its chart as well.
+const keyed = (chart, [name, curves]) => [name in NAMES || chart === "metric" ? name : `${chart}/${name}`, curves];
+
+export class Panel {
+  constructor(place, store, commands) {
+    this._store = store;
+    this._tables = new Table();
+    this._controls = new Controls(commands);
+    this._head = new Head(this._controls);
+    this.node = element("section", { class: "nbt-root", "aria-label": "training run" });
+    place.append(this.node);
+    this._theme = new Theme(this.node);
+    this._axes = [steps(), seconds()];
+    const [step, time] = this._axes;
+    const board = (axis, look) => new Board({ axis, theme: this._theme, look });
+    this._pages = new Map([
+      ["Metrics", board(step, (name) => ({ word: metric }))],
+      ["Speed", board(time, (name) => LOOKS[name] ?? { word: quantity })],
+      ["Memory", board(time, (name) => LOOKS[name] ?? { word: size })],
+      ["Step", new Split({ axis: time, theme: this._theme })],
+    ]);
+    this._legend = element("div", { class: "nbt-legend nbt-ranks" });
+    this._touched = false;
+    const nodes = new Map([...this._pages].map(([name, page]) => [name, page.node]));
+    this._tabs = new Tabs(nodes, () => {
+      this._touched = true;
+      this.update();
+    });
+    const bar = element("div", { class: "nbt-tab-row" }, this._tabs.list, this._legend);
+    this.node.append(...this._head.nodes, this._tables.node, bar, ...nodes.values());
+    this._away = [store.subscribe(() => this.update()), this._theme.subscribe(() => this._name())];
+    this._clock = setInterval(() => this._head.update(store), 1000);
+    this.update();
+  }
+
+  update() {
+    const store = this._store;
+    if (store.run?.id !== this._run) this._anew(store.run?.id);
+    this._head.update(store);
+    this._controls.update(store);
+    this._tables.update(store.ranks);
+    const found = charts(store.series);
+    const known = new Set(found.keys());
+    // Where nothing is logged, the pace is what there is to see.
+    if (!this._touched) this._tabs.show(this._shows(known));
+    this._page(found, Boolean(store.ended));
+    this._name();
+  }
+
+  close() {
+    clearInterval(this._clock);
+    for (const end of this._away) end();
+    for (const page of this._pages.values()) page.close();
+    this._theme.close();
+    this.node.remove();
+  }
+
+  // The next run of the same pool: what was looked at and said was the last one's.
+  _anew(id) {
+    this._run = id;
+    for (const axis of this._axes) axis.zoom(null);
+    this._controls.forget();
+  }
+
+  _shows(known) {
+    return known.has("metric") || !known.has("speed") ? "Metrics" : "Speed";
+  }
+
+  _page(found, ended) {
+    const name = this._tabs.shown;
+    const [charts, now, afterwards] = PAGES[name];
+    const shown = charts.flatMap((chart) => [...(found.get(chart) ?? NONE)].map((one) => keyed(chart, one)));
+    this._pages.get(name).update(new Map(shown), ended ? afterwards : now);
+  }
+
+  // Which line is which rank's. Of more than can be told apart only the cursor tells.
+  _name() {
+    const ranks = [...this._store.ranks.keys()].sort((a, b) => a - b);
+    const many = ranks.length < 2 || ranks.length > DISTINCT || this._tabs.shown === "Step";
+    const state = many ? "" : `${ranks.join()} ${this._theme.dark}`;
+    if (state === this._named) return;
+    this._named = state;
+    this._legend.replaceChildren(...(many ? [] : ranks.map((rank) => this._key(rank))));
+  }
+
+  _key(rank) {
+    const look = {
+      stroke: this._theme.rank(rank),
+      "stroke-width": 2,
+      "stroke-dasharray": this._theme.dash(rank).join(" "),
+    };
+    const line = drawing("line", { x1: 0, x2: 26, y1: 4, y2: 4, ...look });
+    const picture = drawing("svg", { width: 26, height: 8, "aria-hidden": "true" });
+    picture.append(line);
+    return element("span", { class: "nbt-key" }, picture, `rank ${rank}`);
+  }
+}

@@ -1,0 +1,118 @@
+// What is known of one run: the messages of its feed in, a state out that views read.
+
+import { Series } from "./series.js";
+
+const PATIENCE = 2000; // milliseconds until everything is asked for once more
+
+const nextFrame = (callback) => requestAnimationFrame(callback);
+
+export class Store {
+  // `ask()` is called when a message was missed: whoever sends them should send everything again.
+  constructor(ask = () => {}, { frame = nextFrame, clock = () => performance.now() } = {}) {
+    this._ask = ask;
+    this._frame = frame;
+    this._clock = clock;
+    this._listeners = new Set();
+    this._due = false;
+    this._asked = -Infinity;
+    this._seq = null;
+    this.run = null;
+    this.now = 0; // seconds since the run began, when `heard`
+    this.heard = null; // on this page's clock
+    this.ranks = new Map(); // rank -> its row
+    this.progress = null;
+    this.series = new Map(); // "chart/name/rank" -> Series
+    this.ended = null;
+    this.acks = new Map(); // id of a command -> what became of it
+  }
+
+  // Seconds since the run began, now.
+  get elapsed() {
+    if (this.ended || this.heard === null) return this.now;
+    return this.now + this.silence;
+  }
+
+  // Seconds since anything was heard of a run that goes on.
+  get silence() {
+    return this.ended || this.heard === null ? 0 : (this._clock() - this.heard) / 1000;
+  }
+
+  receive(message) {
+    if (message.kind === "ack") this.acks.set(message.id, message);
+    else if (message.kind === "all") this._begin(message);
+    else if (message.kind === "news" || message.kind === "end") {
+      if (this._seq !== null && message.seq <= this._seq) return; // known already
+      // What came is shown all the same: a busy kernel may not answer before its cell ends.
+      if (this._seq === null || message.seq > this._seq + 1) this.ask();
+      this._add(message);
+    } else return;
+    this._changed();
+  }
+
+  ask() {
+    if (this._clock() - this._asked < PATIENCE) return;
+    this._asked = this._clock();
+    this._ask();
+  }
+
+  // `listener(store)` is called at most once a frame. Returns what ends that.
+  subscribe(listener) {
+    this._listeners.add(listener);
+    return () => this._listeners.delete(listener);
+  }
+
+  _begin(message) {
+    this._asked = -Infinity;
+    this._heard(message);
+    this.run = message.run;
+    this.ranks = new Map(message.ranks.map((row) => [row.rank, { ...row }]));
+    this.progress = message.progress;
+    this.ended = message.ended;
+    this.series = new Map(Object.entries(message.series).map(([key, one]) => [key, Series.from(one)]));
+  }
+
+  _add(message) {
+    this._heard(message);
+    for (const row of message.ranks ?? []) this.ranks.set(row.rank, { ...this.ranks.get(row.rank), ...row });
+    for (const [key, [xs, ys]] of Object.entries(message.points ?? {})) {
+      if (!this.series.has(key)) this.series.set(key, new Series());
+      const series = this.series.get(key);
+      xs.forEach((x, i) => series.add(x, ys[i]));
+    }
+    if (message.progress !== undefined) this.progress = message.progress;
+    if (message.ended !== undefined) this.ended = message.ended;
+  }
+
+  _heard(message) {
+    this._seq = message.seq;
+    this.now = message.now;
+    this.heard = this._clock();
+  }
+
+  _changed() {
+    if (this._due) return;
+    this._due = true;
+    this._frame(() => {
+      this._due = false;
+      for (const listener of [...this._listeners]) listener(this);
+    });
+  }
+}
+
+// What the views show of the keys: chart -> name -> rank -> Series, names in the order they came, ranks in theirs.
+export function charts(series) {
+  const found = new Map();
+  for (const [key, one] of series) {
+    const [begin, end] = [key.indexOf("/"), key.lastIndexOf("/")];
+    if (begin < 0 || end <= begin) continue;
+    const [chart, name, rank] = [key.slice(0, begin), key.slice(begin + 1, end), Number(key.slice(end + 1))];
+    if (!found.has(chart)) found.set(chart, new Map());
+    const names = found.get(chart);
+    if (!names.has(name)) names.set(name, new Map());
+    names.get(name).set(rank, one);
+  }
+  for (const names of found.values()) {
+    for (const [name, ranks] of names) names.set(name, new Map([...ranks].sort(([a], [b]) => a - b)));
+  }
+  return found;
+}

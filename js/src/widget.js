@@ -1,0 +1,41 @@
+// The widget's front end, as anywidget calls it. The state belongs to the widget, not to one of its views: a widget may
+// be shown twice or not yet, and no message is lost meanwhile.
+
+import { Commands } from "./jupyter.js";
+import { Panel } from "./panel.js";
+import { Store } from "./store.js";
+
+export default function widget() {
+  let store = null;
+
+  function initialize({ model }) {
+    const send = (message) => {
+      try {
+        model.send(message);
+      } catch {
+        // a saved notebook without a kernel: what is there is all there is
+      }
+    };
+    store = new Store(() => send({ kind: "hello" }));
+    store.send = send;
+    const begin = () => model.get("start")?.kind === "all" && store.receive(model.get("start"));
+    const hear = (message) => store.receive(message);
+    begin();
+    model.on("change:start", begin);
+    model.on("msg:custom", hear);
+    // What came before this was there to hear it, and what a page that was loaded again has missed.
+    if (!store.ended) store.ask();
+    return () => {
+      model.off("change:start", begin);
+      model.off("msg:custom", hear);
+    };
+  }
+
+  function render({ model, el }) {
+    if (!store) initialize({ model });
+    const panel = new Panel(el, store, new Commands(store, { send: store.send }));
+    return () => panel.close();
+  }
+
+  return { initialize, render };
+}

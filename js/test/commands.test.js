@@ -1,0 +1,101 @@
+import assert from "node:assert/strict";
+import { afterEach, mock, test } from "node:test";
+
+import { Commands } from "../src/jupyter.js";
+import { Store } from "../src/store.js";
+
+const SERVER = { base: "/a/b/", headers: { "X-XSRFToken": "x" }, token: "" };
+
+afterEach(() => mock.restoreAll());
+
+function running(background = false) {
+  const store = new Store(() => {}, { frame: (callback) => callback(), clock: () => 0 });
+  const run = { id: "r", summary: "", kernel: "k-1", background };
+  store.receive({ kind: "all", seq: 0, run, now: 0, ranks: [], progress: null, series: {}, ended: null });
+  return store;
+}
+
+// `answers`: the end of an address -> what the server says there; what is not there is 404.
+function serve(answers) {
+  const asked = [];
+  mock.method(globalThis, "fetch", async (url, { body, headers }) => {
+    asked.push([url, JSON.parse(body), headers]);
+    const found = Object.entries(answers).find(([end]) => url.endsWith(end));
+    if (!found) return { ok: false, status: 404 };
+    return { ok: true, status: found[1] ? 200 : 204, json: async () => found[1] };
+  });
+  return asked;
+}
+
+async function run(store, command, options) {
+  const said = [];
+  await new Commands(store, options).run(command, (words, tone) => said.push([words, tone]));
+  return said;
+}
+
+test("the server's own extension comes first", async () => {
+  const asked = serve({ "/command": { ok: true, text: "stopping after this step" } });
+  const said = await run(running(), "stop", { find: () => SERVER, send: assert.fail });
+  const [[url, body, headers], ...more] = asked;
+  assert.equal(url, "/a/b/nbtrain/api/pools/k-1/command");
+  assert.deepEqual([body.command, headers["X-XSRFToken"], more.length], ["stop", "x", 0]);
+  assert.match(body.id, /^[0-9a-f]+$/);
+  assert.deepEqual(said.at(-1), ["stopping after this step", "good"]);
+});
+
+test("what is refused is said", async () => {
+  serve({ "/command": { ok: false, text: "nothing runs" } });
+  assert.deepEqual((await run(running(), "stop", { find: () => SERVER })).at(-1), ["nothing runs", "bad"]);
+});
+
+test("to stop, the kernel is interrupted next", async () => {
+  const asked = serve({ "/interrupt": null });
+  const said = await run(running(), "stop", { find: () => SERVER, send: assert.fail });
+  assert.equal(asked.at(-1)[0], "/a/b/api/kernels/k-1/interrupt");
+  assert.equal(said.at(-1)[0], "stop: the kernel was interrupted");
+});
+
+for (const [command, background] of [
+  ["kill", false],
+  ["stacks", false],
+  ["stop", true],
+]) {
+  test(`${command}${background ? " of a run in the background" : ""} never interrupts the kernel`, async () => {
+    const asked = serve({ "/interrupt": null });
+    const store = running(background);
+    const send = ({ id }) => store.receive({ kind: "ack", id, command, ok: true, text: "heard" });
+    const said = await run(store, command, { find: () => SERVER, send });
+    assert.ok(asked.every(([url]) => !url.endsWith("/interrupt")));
+    assert.deepEqual(said.at(-1), ["heard", "good"]);
+  });
+}
+
+test("without a server the kernel is asked, and a busy one said to be busy", async () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const store = running();
+  const sent = [];
+  const said = [];
+  const done = new Commands(store, { find: () => null, send: (message) => sent.push(message) }).run(
+    "stop",
+    (...words) => said.push(words),
+  );
+  assert.deepEqual([sent[0].kind, sent[0].command], ["command", "stop"]);
+  mock.timers.tick(1600);
+  assert.match(said.at(-1)[0], /the kernel is busy .* ■/);
+  store.receive({ kind: "ack", id: sent[0].id, command: "stop", ok: true, text: "stopping" });
+  await done;
+  assert.deepEqual(said.at(-1), ["stopping", "good"]);
+  mock.timers.reset();
+});
+
+test("a run that ends meanwhile needs no answer", async () => {
+  const store = running();
+  const end = { kind: "end", seq: 1, now: 1, ended: { how: "done", text: "" }, ranks: [], points: {} };
+  const said = await run(store, "stop", { find: () => null, send: () => store.receive(end) });
+  assert.deepEqual(said.at(-1), ["the run has ended", "good"]);
+});
+
+test("nobody to ask is said", async () => {
+  const said = await run(running(), "kill", { find: () => null });
+  assert.match(said.at(-1)[0], /nobody answered/);
+});

@@ -1,0 +1,116 @@
+"""All runs that are kept, as a table and as data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from html import escape
+from typing import Any, overload
+
+from nbtrain import tables
+from nbtrain.errors import UsageError
+from nbtrain.runs.courses import Course
+from nbtrain.runs.plots import draw
+from nbtrain.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
+from nbtrain.watch import shelf
+from nbtrain.watch.record import Record, Unreadable
+
+
+def history(all: bool = False) -> History:
+    """The runs of this notebook, the oldest first; with `all` also those of the user's other notebooks."""
+    where = shelf.folder()
+    found = []
+    for number, path in shelf.files(where) if where is not None else []:
+        with suppress(OSError, Unreadable):  # another notebook may just have removed it
+            found.append(Run(Record(number, path)))
+    return History([run for run in found if all or _is_here(run.settings)], everywhere=all)
+
+
+def _is_here(settings: Mapping[str, Any]) -> bool:
+    """A run of this notebook, or of this kernel where notebooks have no names."""
+    module = sys.modules.get("IPython.core.getipython")
+    shell = module.get_ipython() if module is not None else None
+    notebook = shelf.notebook(shell.user_ns if shell is not None else {})
+    return bool(settings["notebook"] == notebook if notebook else settings["kernel"] == shelf.kernel())
+
+
+class History(Measured):
+    """Runs: `history()[12]` is run 12, `history()[-1]` the last one. What all of them have measured is there at once,
+    with a column `run`."""
+
+    _keys = ("run",)
+
+    def __init__(self, runs: Sequence[Run], everywhere: bool = False) -> None:
+        self._runs = list(runs)
+        self._everywhere = everywhere
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs)
+
+    def __reversed__(self) -> Iterator[Run]:
+        return reversed(self._runs)
+
+    @overload
+    def __getitem__(self, which: int) -> Run: ...
+    @overload
+    def __getitem__(self, which: slice) -> History: ...
+    def __getitem__(self, which: int | slice) -> Run | History:
+        if isinstance(which, slice):
+            return History(self._runs[which], self._everywhere)
+        if not self._runs:
+            raise IndexError(self._nothing)
+        if which < 0:
+            return self._runs[which]
+        found = next((run for run in self._runs if run.number == which), None)
+        if found is None:
+            there = ", ".join(str(run.number) for run in self._runs[-12:])
+            raise IndexError(f"there is no run {which} here" + (f"; the last ones are {there}" if there else ""))
+        return found
+
+    @property
+    def frame(self) -> Any:
+        """The table as data: one row for each run."""
+        return frame([run.data() for run in self._runs], self._keys)
+
+    def plot(self, *names: str, ax: Any = None) -> Any:
+        """Runs compared: metrics by their names, `throughput` or `memory`, of each run's lowest rank."""
+        if not names:
+            names = tuple(dict.fromkeys(name for run in self._runs for name in run.names()))[:PANELS]
+        if not names:
+            raise UsageError("there is nothing to plot: these runs have logged nothing")
+        return draw([self._compared(name) for name in names], ax)
+
+    def __repr__(self) -> str:
+        return tables.text(*self._table(), wide=WIDE) if self._runs else self._nothing
+
+    def _repr_html_(self) -> str:
+        return tables.STYLE + tables.html(*self._table()) if self._runs else f"<p>{escape(self._nothing)}</p>"
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        return [{"run": run.number, **row} for run in self._runs for row in run.rows(kind)]
+
+    def _compared(self, name: str) -> Course:
+        if not self._runs:
+            raise UsageError(self._nothing)
+        found = [(run, one) for run in self._runs if (one := run.course(name)) is not None]
+        if not found or name == "phases":
+            raise UsageError(f"none of these {len(self)} runs has anything called {name!r} that could be compared")
+        curves = {f"run {run.number} {run.settings['strategy']}": next(iter(one.curves.values())) for run, one in found}
+        return replace(found[0][1], curves=curves)
+
+    def _table(self) -> tuple[tables.Row, list[tables.Row]]:
+        if not self._everywhere:
+            return HEAD, [run.row() for run in self._runs]
+        books = [run.settings["notebook"].rpartition("/")[2] for run in self._runs]
+        return (*HEAD, "notebook"), [(*run.row(), book) for run, book in zip(self._runs, books, strict=True)]
+
+    @property
+    def _nothing(self) -> str:
+        if shelf.folder() is None:
+            return "no runs are kept: NBTRAIN_HISTORY is off"
+        return "no runs yet" if self._everywhere else "no runs of this notebook yet (all: those of others, too)"

@@ -1,0 +1,242 @@
+"""One run that is over, or goes on: what it was, what it logged and measured, how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from nbtrain import tables, words
+from nbtrain.errors import UsageError
+from nbtrain.events import PHASES
+from nbtrain.runs import courses
+from nbtrain.runs.plots import draw, svg
+from nbtrain.views.base import duration, metric, quantity
+from nbtrain.watch.record import Record
+
+HEAD: tables.Row = (
+    "run", "when", "cell", "strategy", "ranks", "steps", "last metrics", "samples/s", "memory, peak", "took", "ended",
+)  # fmt: skip
+LAST, PANELS = 4, 6
+"""metrics in a line of the table, and in a picture for which none is named"""
+WIDE = 28
+"""characters of a column"""
+
+
+class Measured:
+    """What runs have measured: DataFrames where pandas is there, else lists of dicts."""
+
+    _keys: tuple[str, ...] = ()
+    """columns that say of which run a row is"""
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> Any:
+        """What log() said, one row for each rank and step."""
+        return self._frame("metrics")
+
+    @property
+    def memory(self) -> Any:
+        """Bytes: of the process, and what torch has allocated and reserved on its device."""
+        return self._frame("memory")
+
+    @property
+    def throughput(self) -> Any:
+        """Steps and samples since the cell began, and how many a second lately."""
+        return self._frame("throughput")
+
+    @property
+    def phases(self) -> Any:
+        """Seconds that were spent in each phase of a step since the cell began."""
+        return self._frame("phases")
+
+    @property
+    def use(self) -> Any:
+        """Cores that each process kept busy, and the part of its GPU."""
+        return self._frame("use")
+
+    def _frame(self, kind: str) -> Any:
+        return frame(self.rows(kind), (*self._keys, *courses.columns(kind)))
+
+
+class Run(Measured):
+    """One run."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.number = record.number
+        """stays the same as long as the run is kept"""
+        self.settings = record.settings
+        """what was asked for, and what it ran with"""
+        self.figures = record.figures
+        """the run in a few numbers: steps, samples, rates, peak memory, the last value of each metric"""
+        self.seconds = record.seconds
+        """how long it took, or has taken so far"""
+        self.began = datetime.fromtimestamp(record.settings["began"])
+
+    @property
+    def ended(self) -> str:
+        """done, stopped, failed and why, running, or lost: its kernel died, and this is when it was heard of last."""
+        how, text = self._record.how, self._record.text
+        if how == "lost":
+            return f"lost at {_when(self.settings['began'] + self.seconds, '%H:%M:%S')}"
+        return f"{how}: {text}" if text else how
+
+    def plot(self, *names: str, ax: Any = None) -> Any:
+        """Metrics by their names, `throughput`, `memory` or `phases`; without names, all metrics."""
+        wanted = names or self.names()
+        if not wanted:
+            raise UsageError(f"run {self.number} has logged nothing, and was too short to be measured")
+        return draw([self._course(name) for name in wanted], ax)
+
+    def __repr__(self) -> str:
+        lines = [f"run {self.number}: {self._title}", *(f"  {left:<10}{right}" for left, right in self._lines())]
+        head, *rows = self._summary()
+        return "\n".join([*lines, *(["", tables.text(head, rows)] if rows else [])])
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<tr><td>{escape(left)}</td><td>{escape(right)}</td></tr>" for left, right in self._lines())
+        head, *rows = self._summary()
+        there = [course for name in self.names() if (course := self.course(name))]
+        return (
+            f"{tables.STYLE}<p><strong>run {self.number}</strong> {escape(self._title)}</p>"
+            f'<table class="nbt-table"><tbody>{lines}</tbody></table>'
+            f"{tables.html(head, rows) if rows else ''}{svg(there) if there else ''}"
+        )
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        if kind == "metrics":
+            return self._record.metrics()
+        return courses.throughput(self._record) if kind == "throughput" else self._record.table(kind)
+
+    @property
+    def _title(self) -> str:
+        said = self.settings.get("summary") or ""
+        return said or " · ".join(filter(None, [self._strategy, self._ranks, *self.settings.get("notes", ())]))
+
+    @property
+    def _strategy(self) -> str:
+        """With its options, as they are typed."""
+        settings = self.settings
+        precision = "" if settings["precision"] == "32" else settings["precision"]
+        return " ".join(filter(None, [settings["strategy"], words.flags(settings["options"]), precision]))
+
+    @property
+    def _ranks(self) -> str:
+        devices, count = self.settings["devices"], self.settings["world_size"]
+        few = list(dict.fromkeys(devices))
+        return f"{len(devices)} × {few[0]}" if len(few) == 1 else f"{count}: {', '.join(few)}"
+
+    @property
+    def _cell(self) -> str:
+        number, source = self.settings["cell"], self.settings["source"]
+        return source if number is None else f"[{number}] {source}"
+
+    def row(self) -> tables.Row:
+        """Of the history's table."""
+        figures = self.figures
+        last = [f"{name} {metric(value)}" for name, value in figures["last"].items()]
+        more = [f"and {len(last) - LAST} more"] if len(last) > LAST else []
+        rate, peak = figures["samples_per_second"], figures["peak_memory"]
+        return (
+            str(self.number), _when(self.settings["began"], "%H:%M"), _cut(self._cell, 2 * WIDE), self._strategy,
+            self._ranks, f"{figures['steps']:,}" if figures["steps"] else "", ", ".join(last[:LAST] + more),
+            quantity(rate) if rate else "", words.size(peak) if peak else "", _took(self.seconds), self.ended,
+        )  # fmt: skip
+
+    def data(self) -> dict[str, Any]:
+        """The same as data."""
+        settings, figures = self.settings, self.figures
+        names = ("notebook", "cell", "source", "strategy", "precision", "world_size")
+        numbers = ("steps", "samples", "samples_per_second", "steps_per_second", "peak_memory")
+        found = {
+            "run": self.number, "began": self.began, **{name: settings[name] for name in names},
+            **{name: figures[name] for name in numbers}, "seconds": self.seconds, "ended": self.ended,
+        }  # fmt: skip
+        return found | {f"{name}_" if name in found else name: value for name, value in figures["last"].items()}
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        settings, figures = self.settings, self.figures
+        yield "when", f"{self.began:%d %b %Y %H:%M:%S}, {_took(self.seconds)}, {self.ended}"
+        if settings["notebook"]:
+            yield "notebook", settings["notebook"]
+        yield "cell", self._cell
+        if settings["asked"]:
+            yield "options", words.flags(settings["asked"])
+        yield "versions", ", ".join(f"{name} {version}" for name, version in settings["versions"].items() if version)
+        if figures["steps"]:
+            rates = (("samples/s", figures["samples_per_second"]), ("steps/s", figures["steps_per_second"]))
+            said = [f"{quantity(rate)} {unit}" for unit, rate in rates if rate]
+            yield "steps", ", ".join([f"{figures['steps']:,}", *said])
+        if spent := self._spent():
+            yield "a step", spent
+        if figures["peak_memory"]:
+            yield "memory", f"{words.size(figures['peak_memory'])} at most, of one rank"
+        there, logged = self._record.kept
+        if there < logged:
+            yield "logged", f"{logged:,} values; {there:,} are kept, the lowest and highest of neighbours among them"
+
+    def _spent(self) -> str:
+        """What a step was made of, on the lowest rank."""
+        rows = self._record.table("phases")
+        last = [row for row in rows if row["rank"] == rows[0]["rank"]][-1:]
+        if not last or not last[0]["steps"]:
+            return ""
+        spent = [(phase, 1000 * last[0][phase] / last[0]["steps"]) for phase in PHASES]
+        return ", ".join(f"{phase} {quantity(ms)} ms" for phase, ms in spent if ms >= 0.005)
+
+    def _summary(self) -> list[tables.Row]:
+        """Its metrics, those of all ranks together."""
+        found: list[tables.Row] = [("metric", "first", "lowest", "highest", "last")]
+        for name in courses.logged(self._record):
+            course = self.course(name)
+            assert course is not None
+            ys = [y for _, points in course.curves.values() for y in points]
+            last = self.figures["last"].get(name, ys[-1])
+            finite = [y for y in ys if y == y] or ys
+            found.append((name, *map(metric, (ys[0], min(finite), max(finite), last))))
+        return found
+
+    def names(self) -> list[str]:
+        """What is plotted if nothing is named."""
+        logged = courses.logged(self._record)[:PANELS]
+        return logged or [name for name in courses.MEASURED[:2] if self.course(name)]
+
+    def course(self, name: str) -> courses.Course | None:
+        return courses.course(self._record, name)
+
+    def _course(self, name: str) -> courses.Course:
+        found = self.course(name)
+        if found is None:
+            there = [one for one in (*courses.logged(self._record), *courses.MEASURED) if self.course(one)]
+            instead = f"there are {', '.join(there)}" if there else "it was too short to be measured"
+            raise UsageError(f"run {self.number} has nothing called {name!r}; {instead}")
+        return found
+
+
+def frame(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Any:
+    """`columns`: what there is even if there are no rows."""
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows, columns=None if rows else list(columns))
+
+
+def _took(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
+def _when(seconds: float, clock: str) -> str:
+    """Today the time is enough."""
+    moment, now = datetime.fromtimestamp(seconds), datetime.fromtimestamp(time.time())
+    day = "" if moment.date() == now.date() else "%d %b " if moment.year == now.year else "%d %b %Y "
+    return moment.strftime(day + clock)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 2] + " …"

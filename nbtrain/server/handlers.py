@@ -1,0 +1,182 @@
+"""The routes. Each asks who it is, and the server's authorizer what he may do with the resource "nbtrain".
+
+What a route is told is the id of a kernel and one of a few commands: no process, no path, no address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+from collections.abc import Awaitable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler, JupyterHandler
+from jupyter_server.base.websocket import WebSocketMixin
+from tornado import web, websocket
+
+from nbtrain.beacon.light import COMMANDS
+from nbtrain.beacon.record import KERNEL_ID
+from nbtrain.server.pools import NoPool, Pools, Silent
+
+try:
+    from jupyter_server.auth.decorator import ws_authenticated
+except ImportError:  # before 2.13
+
+    def ws_authenticated(method: Any) -> Any:  # type: ignore[misc]
+        def inner(self: Any, *args: Any) -> Any:
+            if self.current_user is None:
+                raise web.HTTPError(403)
+            return method(self, *args)
+
+        return inner
+
+
+RESOURCE = "nbtrain"
+SETTING = "nbtrain_pools"
+UNSENT = 1000
+"""Messages that a browser may leave unread, half a minute of a few runs. One more, and it has to come anew."""
+OWN = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "form-action 'none'; base-uri 'none'"
+)
+PAGE = Template(Path(__file__).with_name("page.html").read_text())
+TYPES = {".js": "text/javascript", ".css": "text/css"}
+
+
+class Api(APIHandler):
+    auth_resource = RESOURCE
+
+    @property
+    def pools(self) -> Pools:
+        found: Pools = self.settings[SETTING]
+        return found
+
+    async def ask(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self.pools.ask(kernel, request)
+        except NoPool:
+            raise web.HTTPError(404, f"kernel {kernel} has no ranks") from None
+        except Silent:
+            raise web.HTTPError(504, f"kernel {kernel} does not answer: it is stopped, or busy in C code") from None
+
+
+class Which(Api):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        self.finish(json.dumps(await self.pools.abouts()))
+
+
+class Run(Api):
+    @web.authenticated
+    @authorized
+    async def get(self, kernel: str) -> None:
+        run = (await self.ask(kernel, {"command": "run"})).get("run")
+        if run is None:
+            raise web.HTTPError(404, f"kernel {kernel} has run no cell on its ranks")
+        self.finish(json.dumps(run))
+
+
+class Command(Api):
+    @web.authenticated
+    @authorized(action="execute")
+    async def post(self, kernel: str) -> None:
+        try:
+            command = json.loads(self.request.body)["command"]
+        except (ValueError, KeyError, TypeError):
+            command = None
+        if not isinstance(command, str) or command not in COMMANDS:
+            raise web.HTTPError(400, f"the command is one of {', '.join(COMMANDS)}")
+        self.finish(json.dumps(await self.ask(kernel, {"command": command})))
+
+
+class Stream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
+    """What all kernels say, to one browser."""
+
+    auth_resource = RESOURCE
+
+    @ws_authenticated
+    @authorized
+    async def get(self) -> None:
+        await super().get()
+
+    def open(self) -> None:
+        super().open()
+        self._unsent: asyncio.Queue[str] = asyncio.Queue(UNSENT)
+        self._sending = asyncio.ensure_future(self._send())
+        self._pools: Pools = self.settings[SETTING]
+        self._pools.join(self)
+
+    def take(self, message: str) -> None:
+        """One more for this browser; never waits."""
+        try:
+            self._unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            self._pools.leave(self)
+            self.close(1013, "too slow")
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                await self.write_message(await self._unsent.get())
+        except websocket.WebSocketClosedError:
+            pass
+
+    def on_message(self, message: str | bytes) -> None:
+        try:
+            kernel = json.loads(message)["again"]
+        except (ValueError, KeyError, TypeError):
+            kernel = None
+        if isinstance(kernel, str) and KERNEL_ID.fullmatch(kernel):
+            self._pools.again(self, kernel)
+        else:
+            self.close(1008, 'nothing can be said here but {"again": kernel id}')
+
+    def on_close(self) -> None:
+        if hasattr(self, "_pools"):
+            self._pools.leave(self)
+            self._sending.cancel()
+        super().on_close()
+
+
+class Page(JupyterHandler):
+    auth_resource = RESOURCE
+
+    @web.authenticated
+    @authorized
+    def get(self) -> None:
+        _ = self.xsrf_token  # sets the cookie that the page's commands have to show
+        config = json.dumps({"baseUrl": self.base_url}).replace("<", "\\u003c")
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.finish(PAGE.substitute(static=html.escape(self.base_url + "nbtrain/static/"), config=config))
+
+    @property
+    def content_security_policy(self) -> str:
+        """Nothing from elsewhere, and no script or style but the page's own files."""
+        return f"{super().content_security_policy}; {OWN}"
+
+
+class Static(JupyterHandler, web.StaticFileHandler):
+    """The page's script and style."""
+
+    auth_resource = RESOURCE
+
+    @web.authenticated
+    @authorized
+    def get(self, path: str) -> Awaitable[None]:  # type: ignore[override]
+        return web.StaticFileHandler.get(self, path)
+
+    @web.authenticated
+    @authorized
+    def head(self, path: str) -> Awaitable[None]:  # type: ignore[override]
+        return web.StaticFileHandler.get(self, path, False)
+
+    def get_content_type(self) -> str:
+        return TYPES.get(Path(self.absolute_path or "").suffix, "application/octet-stream")
+
+    def set_extra_headers(self, path: str) -> None:
+        self.set_header("Cache-Control", "no-cache")  # asked each time whether it is a new one

@@ -1,0 +1,36 @@
+"""A cell that is not to run after all, found out when IPython has already begun with it."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from IPython.core.error import InputRejected
+
+SAID = "KeyboardInterrupt: stopped while it waited for the run in the background; the cell was not run"
+
+
+class NotRun(InputRejected):
+    """Shown in one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+class Refusal:
+    """Callbacks cannot keep a cell from running; what is done to its tree can."""
+
+    def __init__(self, shell: Any) -> None:
+        self._transformers: list[Any] = shell.ast_transformers
+
+    def enter(self) -> None:
+        """The cell that is about to run is not to."""
+        self._transformers.append(self)
+
+    def leave(self) -> None:
+        if self in self._transformers:
+            self._transformers.remove(self)
+
+    def visit(self, tree: ast.AST) -> ast.AST:
+        self.leave()
+        raise NotRun(SAID)

@@ -1,0 +1,57 @@
+"""Tables of short texts: for a terminal, and for a notebook's page, whose fonts and colours they take."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from html import escape
+
+Row = tuple[str, ...]
+
+WIDE = 44
+"""so many characters a cell has in a line of text"""
+SHORT = 12
+"""cells of so few are not broken into lines on a page"""
+
+STYLE = """<style>
+.nbt-table{border-collapse:collapse;font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);margin:0 0 8px}
+.nbt-table th,.nbt-table td{text-align:left!important;vertical-align:top;padding:3px 14px 3px 0!important;
+ border:0!important;background:none!important;color:inherit}
+.nbt-table th{font-weight:500;opacity:.65}
+.nbt-table thead tr{border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))!important}
+.nbt-table span{white-space:nowrap}
+.nbt-table code{background:none;padding:0;color:inherit}
+</style>"""
+
+
+def text(head: Row, rows: Sequence[Row], wide: int = WIDE) -> str:
+    return "\n".join(_lines(head, rows, wide))
+
+
+def html(head: Row, rows: Sequence[Row]) -> str:
+    """Without the style, which stands once above all tables of an output."""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = ""
+    for name, *cells in rows:
+        body += f"<tr><td><code>{escape(name)}</code></td>" + "".join(f"<td>{_whole(cell)}</td>" for cell in cells)
+        body += "</tr>"
+    return f'<table class="nbt-table"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _lines(head: Row, rows: Sequence[Row], wide: int) -> Iterable[str]:
+    cells = [[textwrap.wrap(cell, wide, break_on_hyphens=False) or [""] for cell in row] for row in (head, *rows)]
+    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(head))]
+    for number, row in enumerate(cells):
+        for at in range(max(map(len, row))):
+            line = [cell[at] if at < len(cell) else "" for cell in row]
+            yield "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip()
+        if not number:
+            yield "  ".join("─" * width for width in widths)
+
+
+def _whole(cell: str) -> str:
+    """Options are not broken at their hyphens, and what is short not at all."""
+    if len(cell) <= SHORT:
+        return f"<span>{escape(cell)}</span>"
+    parts = (f"<span>{escape(part)}</span>" if part.startswith("-") else escape(part) for part in cell.split(" "))
+    return " ".join(parts)

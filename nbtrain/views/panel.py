@@ -1,0 +1,112 @@
+"""The widget itself. A file of its own: anywidget takes a while to import, and is not needed for a short cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anywidget
+import traitlets
+
+import nbtrain.probes as probes
+from nbtrain.views.base import BUNDLE, Controls
+from nbtrain.watch.feed import Feed
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+FETCH = ("Colab", "VS Code")
+KEPT = 100
+"""answers to commands that are remembered"""
+
+_resting: list[Panel] = []
+"""whose run is over"""
+
+
+class Panel(anywidget.AnyWidget):
+    """What the page knows is what the feed told it; what it asks for goes to the controls."""
+
+    _esm = BUNDLE
+    _css = BUNDLE.with_suffix(".css")
+    _model_module_version = traitlets.Unicode("*").tag(sync=True)
+    _view_module_version = traitlets.Unicode("*").tag(sync=True)
+    start = traitlets.Dict().tag(sync=True)
+    """what it begins with: everything until then"""
+
+    def __init__(self, feed: Feed, controls: Controls | None) -> None:
+        while _resting:
+            _resting.pop().close()
+        self.greeted = False
+        """the page has said that it is there"""
+        self._feed = feed
+        self._controls = controls
+        self._answers: dict[Any, dict[str, Any]] = {}
+        self._unsubscribe: Callable[[], None] = feed.subscribe(self._tell)
+        super().__init__(start=feed.everything(), **_versions())
+        _hear_at_once(self)
+        self.on_msg(self._hear)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What shows it, as a mimebundle without words."""
+        return {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of the bundle: on Colab it says where the front end finds what draws widgets."""
+        found = self._repr_mimebundle_()
+        return dict(found[1]) if isinstance(found, tuple) else {}
+
+    def rest(self) -> None:
+        """The run is over. A page that was loaded again while it went on has not got the picture that took this one's
+        place, and shows the widget until the next one appears."""
+        self._unsubscribe()
+        _resting.append(self)
+
+    def close(self) -> None:
+        layout = self.layout
+        super().close()
+        if layout is not None:
+            layout.close()  # every widget has one
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+        """A page that is loaded again asks for it, and gets what is known by then."""
+        state = super().get_state(key, drop_defaults)
+        if key is None and "start" in state:
+            state["start"] = self._feed.everything()
+        return state
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self.send(message)
+
+    def _hear(self, widget: Any, content: Any, buffers: Any) -> None:
+        """In the main thread, or, while a cell runs, in one of ipykernel's own."""
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if kind == "hello":
+            self.greeted = True
+            self.send(self._feed.everything())
+        elif kind == "command":
+            self.send(self._answer(content.get("id"), str(content.get("command"))))
+
+    def _answer(self, number: Any, command: str) -> dict[str, Any]:
+        """A page that is not sure to have been heard asks once more."""
+        if number not in self._answers:
+            ok, text = self._controls.do(command) if self._controls is not None else (False, "nothing can be done here")
+            if len(self._answers) >= KEPT:
+                self._answers.clear()
+            self._answers[number] = {"kind": "ack", "id": number, "command": command, "ok": ok, "text": text}
+        return self._answers[number]
+
+
+def _versions() -> dict[str, str]:
+    """A Jupyter server's anywidget may be another version than the kernel's, and the two understand each other. Other
+    front ends fetch the one they are told."""
+    if probes.environment() not in FETCH:
+        return {}
+    own = anywidget.AnyWidget.class_traits()["_model_module_version"].default_value
+    return {"_model_module_version": own, "_view_module_version": own}
+
+
+def _hear_at_once(panel: Panel) -> None:
+    """ipykernel 7.4 answers a page in the thread that has last sent to it, which is the one that is busy with the cell:
+    its own choice was the better one."""
+    if hasattr(panel.comm, "_reply_subshell_for"):
+        panel.comm._reply_subshell_for = lambda data, default: default

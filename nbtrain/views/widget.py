@@ -1,0 +1,68 @@
+"""The run as a dashboard that moves and has buttons; when the run is over, a picture of it takes its place, which is
+there without a kernel too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbtrain.views.base import PAUSE, QUIET, Controls, Output, Screen, Waiting, words
+from nbtrain.views.page import bundle
+from nbtrain.watch.feed import Feed
+
+AGAIN = (0.5, 2.0, 6.0)
+"""Seconds between which it is told everything once more after it has appeared, unless the page has said that it is
+there: what was sent before is lost, and a busy kernel may not hear that it is asked."""
+
+
+class WidgetView:
+    """A view that shows a widget, and then what the run was."""
+
+    def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
+        self._feed = feed
+        self._controls = controls
+        self._screen = screen
+        self._output = Output(screen)
+        self._waiting = Waiting(0.0 if at_once else QUIET, AGAIN[0])
+        self._panel: Any = None
+        self._told = 0
+        self._plain = False
+        """there is no widget after all"""
+
+    @property
+    def comm_id(self) -> str:
+        """Of the comm that the page speaks through; empty before there is one."""
+        comm = self._panel.comm if self._panel is not None else None
+        return "" if comm is None else comm.comm_id
+
+    def tick(self, now: float) -> None:
+        if self._told > len(AGAIN) and not self._plain:
+            return
+        self._waiting.pause = PAUSE if self._plain else (*AGAIN, 0.0)[self._told]
+        if not self._waiting.over(now) or not self._feed.figures.ranks:
+            return
+        self._told += 1
+        if self._plain:
+            self._output.show(bundle(self._feed.figures, saved=False))
+        elif self._panel is None:
+            self._appear()
+        elif not self._panel.greeted:
+            self._panel.start = self._feed.everything()
+
+    def closed(self, ok: bool) -> None:
+        if self._output.shown:
+            self._output.show(bundle(self._feed.figures, saved=True))
+        if self._panel is not None:
+            self._panel.rest()
+
+    def _appear(self) -> None:
+        try:
+            from nbtrain.views.panel import Panel
+
+            self._panel = Panel(self._feed, self._controls)
+        except Exception as error:  # a package that does not fit must not end a training
+            self._plain = True
+            reason = f"{type(error).__name__}: {error}"
+            self._screen.write("stdout", f"nbtrain: no widget ({reason}); plain HTML is shown instead\n")
+            return
+        said = {"text/plain": " · ".join(words(self._feed.figures))}
+        self._output.show(self._panel.shown | said, self._panel.metadata)

@@ -1,0 +1,189 @@
+"""A run as messages that JSON can hold: for the widget, for whoever asks the kernel from outside.
+
+A reader subscribes, and asks for `everything`; from there on it adds the `news`. Messages are numbered, so that one
+that has missed something knows, and asks again.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from threading import RLock
+from typing import Any
+
+from nbtrain.events import Event
+from nbtrain.watch.figures import Figures
+from nbtrain.watch.series import Series, number, points
+
+EVERY = 0.095
+"""seconds between two messages, at least: a clock that ticks ten times a second is not always on time"""
+SILENCE = 1.0
+"""and at most: the reader's clock is set by them"""
+FEW = 32
+"""buckets of one curve in one message; each is two points at most"""
+NEWS = 4096
+"""of all curves in one message"""
+ALL = 32768
+"""of all curves in the message that holds everything"""
+
+Message = dict[str, Any]
+Callback = Callable[[Message], None]
+
+
+class Feed:
+    """A Sink. Its calls come from the one thread that watches the run; `everything` and `subscribe` from any."""
+
+    def __init__(self, run: Mapping[str, Any]) -> None:
+        """`run`: what is fixed: id, cell, summary, strategy, devices, began, kernel, background."""
+        self.run = dict(run)
+        self.figures = Figures(self.run.get("began"), tuple(self.run.get("devices", ())))
+        self.ended: dict[str, str] | None = None
+        self._lock = RLock()
+        self._callbacks: list[Callback] = []
+        self._outbox: list[Message] = []
+        self._number = 0
+        self._sent: float | None = None
+        self._anew = False
+        """what is fixed has changed"""
+        self._touched: set[int] = set()
+        """ranks of which there is news"""
+        self._rows: dict[int, dict[str, Any]] = {}
+        """as they were told last"""
+        self._progress: dict[str, Any] | None = None
+        self._points: dict[str, Series] = {}
+        """what was added to curves since"""
+
+    # -- what comes in -------------------------------------------------------------------
+
+    def opened(self, summary: str) -> None:
+        """Once more when the cell begins on the ranks: from then on it is timed."""
+        with self._lock:
+            self._anew = bool(self._callbacks)
+            self.run |= {"summary": summary, "began": time.time()}
+            self.figures.begin(self.run["began"])
+
+    def receive(self, event: Event) -> None:
+        with self._lock:
+            self.figures.receive(event)
+            self._touched.add(event.rank)
+
+    def line(self, rank: int, text: str) -> None:
+        """What a rank printed."""
+        with self._lock:
+            self.figures.of(rank).printed(text)
+            self._touched.add(rank)
+
+    def tick(self, now: float) -> None:
+        with self._lock:
+            self.figures.tick(now)
+            if self.ended is None and self._callbacks and (self._sent is None or now - self._sent >= EVERY):
+                self._collect()
+                if not self._outbox and (self._sent is None or now - self._sent >= SILENCE):
+                    self._post("news", ranks=[], points={})
+        self._deliver(now)
+
+    def closed(self, ok: bool, text: str = "") -> None:
+        """`text`: what to say about it."""
+        with self._lock:
+            self.figures.close(ok)
+            self._collect()
+            self.ended = {"how": self.figures.ending, "text": text}
+            rows = [figures.row() for figures in self.figures.ranks.values()]
+            self._post("end", ended=self.ended, ranks=rows, points={}, progress=self.figures.progress)
+        self._deliver(self._sent)
+
+    # -- what goes out -------------------------------------------------------------------
+
+    def subscribe(self, callback: Callback) -> Callable[[], None]:
+        """Called with every message from now on, by the thread that ticks; what is returned ends that.
+
+        Subscribe first and ask for `everything` then: what happens in between is in it.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            self.figures.point = self._point
+
+        return lambda: self._unsubscribe(callback)
+
+    def _unsubscribe(self, callback: Callback) -> None:
+        with self._lock:
+            self._callbacks = [one for one in self._callbacks if one is not callback]
+            if not self._callbacks:
+                self.figures.point = None
+                self._points.clear()
+                self._outbox.clear()
+
+    def everything(self) -> Message:
+        """The run until now. What subscribers have not been told yet becomes news before it."""
+        with self._lock:
+            self._collect()
+            series = self.figures.series()
+            few = max(16, ALL // max(1, len(series)))
+            return {
+                "kind": "all",
+                "seq": self._number,
+                "run": dict(self.run),
+                "now": number(self.figures.elapsed),
+                "ranks": [figures.row() for figures in self.figures.ranks.values()],
+                "progress": self.figures.progress,
+                "series": {key: one.at_most(few).message() for key, one in series.items()},
+                "ended": self.ended,
+            }
+
+    def _collect(self) -> None:
+        """A message of all that is new, if there is any, and anybody to hear it."""
+        if not self._callbacks or self.ended is not None:
+            return
+        if self._anew:
+            self._anew = False
+            self._clear()
+            self._number += 1
+            self._outbox.append(self.everything())
+            return
+        rows = [row for rank in sorted(self._touched) if len(row := self._changed(rank)) > 1]
+        self._touched.clear()
+        few = max(2, min(FEW, NEWS // max(1, len(self._points))))
+        found = {key: [*points(series.at_most(few))] for key, series in self._points.items()}
+        self._points = {}
+        news: dict[str, Any] = {"ranks": rows, "points": found}
+        progress = self.figures.progress
+        if progress != self._progress:
+            self._progress = news["progress"] = progress
+        if rows or found or "progress" in news:
+            self._post("news", **news)
+
+    def _clear(self) -> None:
+        self._touched.clear()
+        self._points = {}
+        self._rows = {rank: figures.row() for rank, figures in self.figures.ranks.items()}
+        self._progress = self.figures.progress
+
+    def _changed(self, rank: int) -> dict[str, Any]:
+        before, row = self._rows.get(rank, {}), self.figures.of(rank).row()
+        self._rows[rank] = row
+        return {name: value for name, value in row.items() if name == "rank" or before.get(name, self) != value}
+
+    def _point(self, key: str, x: float, y: float) -> None:
+        if key not in self._points:
+            self._points[key] = Series(FEW)
+        self._points[key].add(x, y)
+
+    def _post(self, kind: str, **content: Any) -> None:
+        if self._callbacks:
+            self._number += 1
+            self._outbox.append({"kind": kind, "seq": self._number, "now": number(self.figures.elapsed), **content})
+
+    def _deliver(self, now: float | None) -> None:
+        with self._lock:
+            messages, self._outbox = self._outbox, []
+            callbacks = self._callbacks
+        if messages:
+            self._sent = now
+        for callback in callbacks:
+            try:
+                for message in messages:
+                    callback(message)
+            except Exception as error:  # who looks at a training must never be able to end it
+                self._unsubscribe(callback)
+                warnings.warn(f"one who watched this run is told no more: {error!r}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,360 @@
+"""The figures of a run: events in; rates, time left, what each rank is doing and curves out."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.events import (
+    PHASES,
+    Event,
+    Failed,
+    Finished,
+    Memory,
+    Metric,
+    Phases,
+    Progress,
+    RankState,
+    Throughput,
+    Use,
+)  # fmt: skip
+from nbtrain.watch.series import LIMIT, Series, number
+
+WINDOW = 5.0
+"""rates are those of the last so many seconds"""
+METRICS = 64
+"""so many are kept of one rank"""
+BUCKETS = LIMIT // 4
+"""of a curve over time: what comes twice a second fills them in half an hour"""
+LASTS = 0.9
+"""seconds after which a rank that waits is said to wait"""
+LINE = 240
+"""characters of a printed line"""
+
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_TONES = {
+    "running": "busy", "waiting for data": "wait", "done": "good", "failed": "bad", "dead": "bad",
+}  # fmt: skip
+
+Point = Callable[[str, float, float], None]
+"""takes the name of a curve (`memory/used`), x and y"""
+
+
+class Rate:
+    """How fast a total grows, judged by the last few seconds; None while that cannot be said."""
+
+    def __init__(self) -> None:
+        self._totals: deque[tuple[float, float]] = deque()
+
+    def add(self, seconds: float, total: float) -> None:
+        totals = self._totals
+        if totals and (seconds < totals[-1][0] or total < totals[-1][1]):
+            totals.clear()  # a new epoch, a new count
+        totals.append((seconds, total))
+        while len(totals) > 2 and totals[1][0] <= seconds - WINDOW:
+            totals.popleft()
+
+    @property
+    def value(self) -> float | None:
+        if len(self._totals) < 2:
+            return None
+        (began, before), (now, total) = self._totals[0], self._totals[-1]
+        return (total - before) / (now - began) if now > began else None
+
+
+@dataclass(kw_only=True, slots=True)
+class RankFigures:
+    """What is known of one rank."""
+
+    rank: int = 0
+    device: str = ""
+    state: str = ""
+    """what it said last; `words` is what people read"""
+    note: str = ""
+    """beside the state: the exception that ended it"""
+    ended: bool = False
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    step_rate: Rate = field(default_factory=Rate)
+    sample_rate: Rate = field(default_factory=Rate)
+    operation_rate: Rate = field(default_factory=Rate)
+    fastest: float = 0.0
+    memory: int | None = None
+    peak: int = 0
+    measured: Memory | None = None
+    use: Use | None = None
+    phases: Phases | None = None
+    lasting: bool = False
+    """it has been in the same phase of the same step for a while"""
+    line: str = ""
+    """what it printed last"""
+    progress: Progress | None = None
+    progress_rate: Rate = field(default_factory=Rate)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    """what the user's own `log` said, by name"""
+    curves: dict[str, Series] = field(default_factory=dict)
+    """all else over time, by chart and name"""
+    _since: Phases | None = None
+    _counted: Phases | None = None
+    _text: str = ""
+
+    def receive(self, event: Event, seconds: float, point: Point) -> None:
+        """`seconds`: since the run began. `point` is told of what was added to a curve."""
+        if isinstance(event, Throughput):
+            self._speed(event, seconds, point)
+        elif isinstance(event, Memory):
+            self._memory(event, seconds, point)
+        elif isinstance(event, Phases):
+            self._phases(event, seconds, point)
+        elif isinstance(event, Use):
+            self.use = event
+        elif isinstance(event, Progress):
+            if self.progress is not None and event.epoch != self.progress.epoch:
+                self.progress_rate = Rate()
+            self.progress = event
+            self.progress_rate.add(event.time, event.done)
+        elif isinstance(event, Metric):
+            for name, value in event.values.items():
+                if name not in self.metrics and len(self.metrics) < METRICS:
+                    self.metrics[name] = Series()
+                if name in self.metrics:
+                    self.metrics[name].add(event.step, float(value))
+                    point(f"metric/{name}", event.step, float(value))
+        else:
+            self._state(event)
+
+    def printed(self, text: str) -> None:
+        """Whatever it wrote; a progress bar writes one line over and over."""
+        *whole, self._text = re.split(r"[\r\n]+", (self._text + text)[-4 * LINE :])
+        said = [line for line in (*whole, self._text) if (_COLOURS.sub("", line)).strip()]
+        if said:
+            self.line = _COLOURS.sub("", said[-1]).strip()[:LINE]
+
+    def _speed(self, event: Throughput, seconds: float, point: Point) -> None:
+        self.steps, self.samples, self.seconds = event.steps, event.samples, event.seconds
+        self.step_rate.add(event.seconds, event.steps)
+        self.sample_rate.add(event.seconds, event.samples)
+        self._add("speed/samples", seconds, self.sample_rate.value, point)
+        self._add("speed/steps", seconds, self.step_rate.value, point)
+        if event.operations:
+            self.fastest = event.fastest
+            self.operation_rate.add(event.seconds, event.operations)
+            rate = self.operation_rate.value
+            self._add("compute/tflops", seconds, None if rate is None else rate / 1e12, point)
+            self._add("compute/share", seconds, self.share, point)
+
+    def _memory(self, event: Memory, seconds: float, point: Point) -> None:
+        self.measured = event
+        # where torch holds nothing on a device, the process is what counts
+        self.memory = event.reserved or event.process
+        self.peak = max(self.peak, event.peak, self.memory)
+        self._add("memory/used", seconds, self.memory, point)
+        if event.reserved:
+            self._add("memory/allocated", seconds, event.allocated, point)
+            self._add("memory/reserved", seconds, event.reserved, point)
+            self._add("memory/retries", seconds, event.retries, point)
+
+    def _phases(self, event: Phases, seconds: float, point: Point) -> None:
+        self.phases = event
+        since = self._since
+        if since is None or (since.now, since.within, since.steps) != (event.now, event.within, event.steps):
+            since = self._since = event
+        self.lasting = event.time - since.time >= LASTS
+        if self._counted is None or event.steps < self._counted.steps:
+            self._counted = event
+        elif steps := event.steps - self._counted.steps:
+            spent = [now - then for now, then in zip(event.seconds, self._counted.seconds, strict=True)]
+            for phase, took in zip(PHASES, spent, strict=True):
+                self._add(f"phases/{phase}", seconds, 1000 * max(0.0, took) / steps, point)
+            self._counted = event
+
+    def _state(self, event: Event) -> None:
+        if isinstance(event, RankState):
+            if event.state == "dead":
+                self.state, self.note, self.ended = "dead", "; ".join(event.notes), True
+            elif not self.ended:  # `idle` follows `done`
+                self.state = event.state
+        elif isinstance(event, Failed):
+            self.state, self.note = ("stopped", "") if event.interrupted else ("failed", event.name)
+            self.ended = True
+        elif isinstance(event, Finished):
+            if not self.ended:  # what was stopped, or has failed, may still bring home what it did
+                self.state, self.ended = "done", True
+            self.steps = max(self.steps, event.steps)
+
+    def _add(self, curve: str, seconds: float, value: float | None, point: Point) -> None:
+        if value is None:
+            return
+        if curve not in self.curves:
+            self.curves[curve] = Series(BUCKETS)
+        self.curves[curve].add(seconds, value)
+        point(curve, seconds, value)
+
+    @property
+    def words(self) -> str:
+        """What it is doing."""
+        if self.state == "running" and self.lasting and self.phases is not None:
+            if self.phases.within:
+                return self.phases.within
+            if self.phases.now == "data":
+                return "waiting for data"
+        return self.state
+
+    @property
+    def tone(self) -> str:
+        """quiet, busy, wait, good or bad."""
+        words = self.words
+        return "wait" if words != self.state else _TONES.get(words, "quiet")
+
+    @property
+    def steps_per_second(self) -> float | None:
+        return self._rate(self.step_rate, self.steps)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self._rate(self.sample_rate, self.samples)
+
+    def _rate(self, lately: Rate, total: int) -> float | None:
+        """Of the last seconds while it runs, of the whole run when it is over."""
+        if self.ended and self.seconds:
+            return total / self.seconds
+        return lately.value
+
+    @property
+    def share(self) -> float | None:
+        """Of what its device can compute at most, lately."""
+        rate = self.operation_rate.value
+        return None if rate is None or not self.fastest else rate / self.fastest
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end of the loader, when its length is known."""
+        rate = self.progress_rate.value
+        if self.ended or self.progress is None or self.progress.total is None or not rate:
+            return None
+        return max(0.0, self.progress.total - self.progress.done) / rate
+
+    def row(self) -> dict[str, Any]:
+        """What a table says of it."""
+        memory = self.measured
+        return {
+            "rank": self.rank,
+            "device": self.device,
+            "state": self.words,
+            "detail": self.note,
+            "tone": self.tone,
+            "ended": self.ended,
+            "step": self.steps,
+            "rate": number(self.samples_per_second),
+            "memory": self.memory,
+            "peak": self.peak,
+            "limit": memory.limit if memory else 0,
+            "process": memory.process if memory else 0,
+            "allocated": memory.allocated if memory else 0,
+            "reserved": memory.reserved if memory else 0,
+            "retries": memory.retries if memory else 0,
+            "use": number(self.use.processor) if self.use else None,
+            "card": number(self.use.card) if self.use else None,
+            "line": self.line,
+        }
+
+
+class Figures:
+    """One run, as far as its events tell."""
+
+    def __init__(self, began: float | None = None, devices: tuple[str, ...] = ()) -> None:
+        """`began`: seconds since the epoch; without it the first event is the beginning."""
+        self.ranks: dict[int, RankFigures] = {}
+        self.point: Callable[[str, float, float], None] | None = None
+        """is told of each point that is added to a curve: its key (`memory/used/0`), x and y"""
+        self.ending = ""
+        """how the run ended"""
+        self._devices = devices
+        self.begin(began)
+
+    def begin(self, began: float | None) -> None:
+        """The clock stands at zero then."""
+        self._began = began
+        self._dated = began is not None
+        self._first: float | None = None
+        self._now = 0.0
+
+    def of(self, rank: int) -> RankFigures:
+        if rank not in self.ranks:
+            device = self._devices[rank] if rank < len(self._devices) else ""
+            self.ranks[rank] = RankFigures(rank=rank, device=device)
+            self.ranks = dict(sorted(self.ranks.items()))
+        return self.ranks[rank]
+
+    def receive(self, event: Event) -> None:
+        if self._began is None:
+            self._began = event.time
+        self.of(event.rank).receive(event, max(0.0, event.time - self._began), self._pointer(event.rank))
+
+    def _pointer(self, rank: int) -> Point:
+        told = self.point
+        if told is None:
+            return _nobody
+        return lambda curve, x, y: told(f"{curve}/{rank}", x, y)
+
+    def tick(self, now: float) -> float:
+        """Seconds since the run began, or since the first tick: it lives by the session's clock."""
+        if self._first is None:
+            before = time.time() - self._began if self._dated and self._began is not None else 0.0
+            self._first = now - max(0.0, before)
+        self._now = now
+        return self.elapsed
+
+    def close(self, ok: bool) -> None:
+        """The run ended; ranks that did not say how were let go."""
+        for figures in self.ranks.values():
+            if not figures.ended:
+                figures.state, figures.ended = "ended", True
+        bad = any(figures.tone == "bad" for figures in self.ranks.values())
+        self.ending = "done" if ok else "failed" if bad else "stopped"
+
+    @property
+    def elapsed(self) -> float:
+        return 0.0 if self._first is None else self._now - self._first
+
+    @property
+    def lead(self) -> RankFigures:
+        """The lowest rank speaks for all in what is equal on all: steps, progress, what was logged."""
+        return next(iter(self.ranks.values()), RankFigures())
+
+    @property
+    def metrics(self) -> dict[str, Series]:
+        """Those of the lowest rank that logged anything: `if rank == 1: log(...)` is seen too."""
+        return next((figures.metrics for figures in self.ranks.values() if figures.metrics), {})
+
+    @property
+    def samples_per_second(self) -> float | None:
+        rates = [rate for figures in self.ranks.values() if (rate := figures.samples_per_second) is not None]
+        return sum(rates) if rates else None
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        progress = self.lead.progress
+        if progress is None:
+            return None
+        left = self.lead.left
+        left = None if left is None or not math.isfinite(left) else round(left, 1)
+        return {"epoch": progress.epoch + 1, "done": progress.done, "total": progress.total, "left": left}
+
+    def series(self) -> dict[str, Series]:
+        """All curves by their keys: `metric/loss/0`, `memory/used/0`."""
+        found: dict[str, Series] = {}
+        for rank, figures in self.ranks.items():
+            found |= {f"metric/{name}/{rank}": series for name, series in figures.metrics.items()}
+            found |= {f"{curve}/{rank}": series for curve, series in figures.curves.items()}
+        return found
+
+
+def _nobody(curve: str, x: float, y: float) -> None:
+    pass

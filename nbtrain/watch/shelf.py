@@ -1,0 +1,132 @@
+"""Where the files of past runs lie: one a run, in a folder of the user's own; the oldest go when there are many.
+
+Several notebooks write there at once. Numbers are taken by making the file, and whoever writes one holds a lock on it,
+which ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+RUNS = 200
+"""so many are kept"""
+TOTAL = 400_000_000
+"""and so many bytes"""
+_NAME = re.compile(r"(\d{5,})\.jsonl")
+_PROCESS = uuid.uuid4().hex
+
+
+def folder() -> Path | None:
+    """None: nothing is to be kept (`NBTRAIN_HISTORY=off`)."""
+    named = os.environ.get("NBTRAIN_HISTORY", "")
+    if named.strip().lower() == "off":
+        return None
+    if named:
+        return Path(os.path.abspath(os.path.expanduser(named)))
+    data = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share") / "nbtrain" / "history"
+
+
+def files(where: Path) -> list[tuple[int, Path]]:
+    """(number, file), the oldest first."""
+    try:
+        names = os.listdir(where)
+    except OSError:
+        return []
+    return sorted((int(found[1]), where / name) for name in names if (found := _NAME.fullmatch(name)))
+
+
+def create(where: Path) -> tuple[Path, int]:
+    """A new file, open to be appended to, and locked. Makes room for it."""
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    there = files(where)
+    _make_room(there)
+    number = there[-1][0] + 1 if there else 1
+    while True:
+        path = where / f"{number:05}.jsonl"
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        except FileExistsError:  # another notebook was faster
+            number += 1
+            continue
+        _lock(file, "LOCK_EX")
+        return path, file
+
+
+def release(file: int) -> None:
+    """Let go of the lock, also where a child that was forked has the file open."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def is_written(path: Path) -> bool:
+    """Some process has the run in hand."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock(file, "LOCK_SH")  # others may ask at the same time
+    finally:
+        os.close(file)
+
+
+def notebook(namespace: Mapping[str, Any]) -> str:
+    """Its path; empty where nobody says it."""
+    return str(namespace.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
+
+
+def kernel() -> str:
+    """Its id, which outlives a restart; of a plain process one that nobody else has."""
+    module = sys.modules.get("ipykernel.kernelapp")
+    app = module.IPKernelApp if module is not None else None
+    if app is None or not app.initialized():
+        return _PROCESS
+    # As the server's page names it; programs that run notebooks have other names for the file than servers.
+    return Path(app.instance().connection_file).stem.removeprefix("kernel-") or _PROCESS
+
+
+def _lock(file: int, kind: str) -> bool:
+    """False: another has it. Where locks are not to be had, nobody has one."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, getattr(fcntl, kind) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # some file systems have none
+            return True
+    return True
+
+
+def _make_room(there: list[tuple[int, Path]]) -> None:
+    """For one more."""
+    sizes = dict(_sizes(there))
+    count, total = len(sizes) + 1, sum(sizes.values())
+    for path, size in sizes.items():
+        if count <= RUNS and total <= TOTAL:
+            return
+        if is_written(path):
+            continue
+        with suppress(OSError):
+            path.unlink()
+            count, total = count - 1, total - size
+
+
+def _sizes(there: list[tuple[int, Path]]) -> Iterator[tuple[Path, int]]:
+    for _, path in there:
+        with suppress(OSError):
+            yield path, path.stat().st_size

@@ -1,0 +1,57 @@
+"""Threads, variables and a device: what makes a process a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+
+from nbtrain.specs import RankInfo
+
+
+def surround(info: RankInfo, backend: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The kernel's variables in place of those that this process was born with; returned are those of the rank's own.
+    Before torch computes anything: how many threads there are is settled then."""
+    import torch
+
+    torch.set_num_threads(info.threads)
+    own = {"MPLBACKEND": os.environ["MPLBACKEND"]}
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
+    own = {
+        **own,
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.world_size // info.nodes),
+        "GROUP_RANK": str(info.node),
+        "GROUP_WORLD_SIZE": str(info.nodes),
+        "OMP_NUM_THREADS": str(info.threads),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
+    }
+    if backend == "gloo":
+        # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
+        own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
+    os.environ.update(own)
+    return own
+
+
+def settle(info: RankInfo, directory: str) -> None:
+    """On its device. `directory`: private to the user."""
+    import torch
+
+    # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
+    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    if info.device.startswith("cuda"):
+        torch.cuda.set_device(info.device)
+    elif info.device.startswith("xla"):
+        from nbtrain.strategies._xla.library import take_place
+
+        take_place(info)
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform == "linux" else "lo0"

@@ -1,0 +1,465 @@
+"""What is known of a run: curves in bounded memory, what each rank is doing, and the messages about it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput, Use
+from nbtrain.watch.feed import Feed
+from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
+from nbtrain.watch.series import LIMIT, Series, number, points
+
+MB = 10**6
+NAN = math.nan
+
+
+def logged(rank: int, step: int, **values: float) -> Event:
+    return Metric(rank=rank, time=0.0, step=step, values=values)
+
+
+def speed(rank: int, seconds: float, steps: int, samples: int = 0, operations: float = 0.0) -> Event:
+    return Throughput(
+        rank=rank, time=1000 + seconds, steps=steps, samples=samples, seconds=seconds,
+        operations=operations, fastest=4e12,
+    )  # fmt: skip
+
+
+def phases(seconds: float, steps: int, now: str = "", within: str = "", **spent: float) -> Event:
+    each = tuple(spent.get(phase, 0.0) for phase in PHASES)
+    return Phases(rank=0, time=1000 + seconds, steps=steps, seconds=each, now=now, within=within)
+
+
+def state(name: str, rank: int = 0, *notes: str) -> Event:
+    return RankState(rank=rank, time=1000, state=name, notes=notes)
+
+
+def figures_of(*events: Event) -> Figures:
+    figures = Figures(1000.0, ("cpu", "cuda:1"))
+    for event in events:
+        figures.receive(event)
+    return figures
+
+
+# curves
+
+
+def test_a_curve_keeps_every_point_while_it_can() -> None:
+    series = Series()
+    for x in range(LIMIT - 1):
+        series.add(x, x * 0.5)
+    assert series.width == 1
+    assert list(series.x) == list(range(LIMIT - 1))
+    assert series.low == series.high
+    series.add(LIMIT - 1, 7.0)
+    assert (len(series), series.width, series.count, series.last) == (LIMIT // 2, 2, LIMIT, 7.0)
+
+
+def test_a_long_curve_stays_small_and_loses_no_extreme() -> None:
+    generator = random.Random(1)
+    values = [generator.random() for _ in range(300_000)]
+    values[123_456], values[234_567] = 9.0, -9.0
+    series = Series()
+    for x, y in enumerate(values):
+        series.add(x, y)
+    assert LIMIT // 2 <= len(series) < LIMIT
+    for at, (begin, low, high) in enumerate(series.buckets()):
+        assert begin == at * series.width
+        part = values[int(begin) : int(begin) + series.width]
+        assert (low, high) == (min(part), max(part))
+    assert (series.count, series.last) == (300_000, values[-1])
+
+
+def test_what_is_not_finite_is_a_gap() -> None:
+    series = Series(limit=4)
+    for x, y in enumerate((1.0, NAN, math.inf)):
+        series.add(x, y)
+    assert list(series.buckets()) == [(0, 1.0, 1.0)]
+    assert series.message() == {
+        "x": [0, 1, 2], "low": [1, None, None], "high": [1, None, None], "last": None, "count": 3, "width": 1,
+    }  # fmt: skip
+    series.add(3, 5.0)
+    assert list(series.buckets()) == [(0, 1.0, 1.0), (2, 5.0, 5.0)]  # a gap goes when something is beside it
+
+
+def test_fewer_buckets_of_the_same_curve() -> None:
+    series = Series()
+    for x in range(1000):
+        series.add(x, -x if x % 2 else x)
+    few = series.at_most(100)
+    assert (len(few), few.count, few.last, few.width) == (63, 1000, -999, 16)
+    assert max(few.high) == 998
+    assert min(few.low) == -999
+    assert len(series) == 1000
+    assert series.at_most(1000) is series
+    few.add(1000, 3.0)
+    assert (len(few), few.count) == (63, 1001)  # the last bucket is half full
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 31, 32, 1000])
+def test_many_points_become_few_with_the_same_extremes_and_end(count: int) -> None:
+    generator = random.Random(count)
+    values = [generator.gauss(0, 1) for _ in range(count)]
+    whole, few = Series(), Series(limit=32)
+    for x, y in enumerate(values):
+        whole.add(x, y)
+        few.add(x, y)
+    xs, ys = points(few)
+    again = Series()
+    for x, y in zip(xs, ys, strict=True):
+        again.add(x or 0, NAN if y is None else y)
+    assert len(ys) <= 64
+    assert (min(again.low), max(again.high)) == (number(min(values)), number(max(values)))
+    assert again.last == number(values[-1])
+    assert xs == sorted(x for x in xs if x is not None)
+
+
+def test_points_end_with_a_gap_if_that_came_last() -> None:
+    few = Series(limit=4)
+    for x, y in enumerate((1.0, 2.0, 3.0, 4.0, 5.0, NAN)):
+        few.add(x, y)
+    assert points(few)[1] == [1, 2, 3, 4, 5, None]
+
+
+def test_numbers_are_short_and_finite() -> None:
+    assert [number(v) for v in (0.1 + 0.2, 3.0, 1e300, NAN, -math.inf, 123456789.123, None)] == [
+        0.3, 3, 1e300, None, None, 123456789, None,
+    ]  # fmt: skip
+    assert isinstance(number(3.0), int)
+
+
+# what a rank does
+
+
+def test_a_row_says_everything() -> None:
+    figures = figures_of(
+        state("running", 1),
+        speed(1, 1, 10, 320),
+        speed(1, 2, 20, 640),
+        Memory(
+            rank=1, time=1002, process=900 * MB, allocated=100 * MB, reserved=200 * MB, peak=700 * MB,
+            limit=80_000 * MB, retries=2,
+        ),
+        Use(rank=1, time=1002, processor=1.50000001, card=0.83),
+    )  # fmt: skip
+    figures.ranks[1].printed("loss 3\n")
+    assert figures.ranks[1].row() == {
+        "rank": 1, "device": "cuda:1", "state": "running", "detail": "", "tone": "busy", "ended": False, "step": 20,
+        "rate": 320, "memory": 200 * MB, "peak": 700 * MB, "limit": 80_000 * MB, "process": 900 * MB,
+        "allocated": 100 * MB, "reserved": 200 * MB, "retries": 2, "use": 1.5, "card": 0.83, "line": "loss 3",
+    }  # fmt: skip
+    assert figures_of(state("starting")).lead.row()["memory"] is None
+
+
+def test_a_rank_that_waits_for_long_says_for_what() -> None:
+    figures = figures_of(state("running"), phases(1, 5, "data"), phases(1.5, 5, "data"))
+    assert figures.lead.words == "running"
+    figures.receive(phases(2, 5, "data"))
+    assert (figures.lead.words, figures.lead.tone) == ("waiting for data", "wait")
+    figures.receive(phases(2.5, 6, "data"))
+    assert figures.lead.words == "running"
+    for second in (3, 4):
+        figures.receive(phases(second, 7, "communication", "in all_reduce of 1,024"))
+    assert (figures.lead.words, figures.lead.tone) == ("in all_reduce of 1,024", "wait")
+    for second in (5, 6):
+        figures.receive(phases(second, 8, "forward"))
+    assert (figures.lead.words, figures.lead.tone) == ("running", "busy")
+    figures.receive(Finished(rank=0, time=1007, steps=8))
+    assert (figures.lead.words, figures.lead.tone) == ("done", "good")
+
+
+def test_a_rank_that_died_stays_dead() -> None:
+    figures = figures_of(state("running"), state("dead", 0, "killed by signal 9"), state("idle"))
+    assert (figures.lead.words, figures.lead.note, figures.lead.tone) == ("dead", "killed by signal 9", "bad")
+    figures.close(False)
+    assert figures.ending == "failed"
+
+
+@pytest.mark.parametrize(("ok", "how"), [(True, "done"), (False, "stopped")])
+def test_how_a_run_ended(ok: bool, how: str) -> None:
+    stopped = Failed(rank=0, time=0, name="KeyboardInterrupt", text="", lines=(), interrupted=True)
+    figures = figures_of(stopped, Finished(rank=0, time=1, steps=7))  # with what it has done until then
+    assert (figures.lead.words, figures.lead.steps) == ("stopped", 7)
+    figures.close(ok)
+    assert figures.ending == how
+
+
+def test_the_last_printed_line() -> None:
+    figures = RankFigures()
+    for text, seen in (
+        ("one\ntwo", "two"),
+        (" and more\n\n", "two and more"),
+        ("\r 10%\r 20%", "20%"),
+        ("\r\x1b[31m 30%\x1b[0m", "30%"),
+        ("\n \n", "30%"),
+        ("x" * 10_000, "x" * LINE),
+    ):
+        figures.printed(text)
+        assert figures.line == seen
+    assert len(figures._text) <= 4 * LINE
+
+
+# curves of a rank
+
+
+def test_curves_of_a_rank() -> None:
+    figures = figures_of(
+        logged(0, 3, loss=0.5),
+        speed(0, 0.5, 1, 8, operations=1e12),
+        speed(0, 1.5, 3, 24, operations=3e12),
+        Memory(rank=0, time=1001, process=9, reserved=8, allocated=7, retries=1),
+        phases(1, 10, data=1.0, forward=2.0),
+        phases(2, 20, data=1.5, forward=2.2, rest=0.1),
+        phases(3, 20, data=2.5, forward=2.2, rest=0.1),
+    )
+    seen = {key: list(series.buckets())[-1][::2] for key, series in figures.series().items()}
+    assert seen == {
+        "metric/loss/0": (3, 0.5),
+        "speed/samples/0": (1.5, 16),
+        "speed/steps/0": (1.5, 2),
+        "compute/tflops/0": (1.5, 2),
+        "compute/share/0": (1.5, 0.5),
+        "memory/used/0": (1, 8),
+        "memory/allocated/0": (1, 7),
+        "memory/reserved/0": (1, 8),
+        "memory/retries/0": (1, 1),
+        "phases/data/0": (2, 50),
+        "phases/forward/0": (2, pytest.approx(20)),
+        "phases/backward/0": (2, 0),
+        "phases/communication/0": (2, 0),
+        "phases/optimizer/0": (2, 0),
+        "phases/rest/0": (2, pytest.approx(10)),
+    }
+    cpu = figures_of(Memory(rank=0, time=1001, process=9), speed(0, 1, 1), speed(0, 2, 2))
+    assert set(cpu.series()) == {"memory/used/0", "speed/samples/0", "speed/steps/0"}
+
+
+def test_a_run_of_days_is_kept_in_bounded_memory() -> None:
+    figures = figures_of()
+    for tick in range(3 * BUCKETS):
+        figures.receive(speed(0, tick / 2, tick))
+        figures.receive(logged(0, tick, **{f"weight {tick}": 1.0}))
+    assert len(figures.lead.metrics) == METRICS
+    assert all(len(series) < BUCKETS for series in figures.lead.curves.values())
+
+
+def test_time_left_is_finite_or_not_said() -> None:
+    figures = figures_of()
+    for second in (0, 1):
+        figures.receive(Progress(rank=0, time=second, done=10 * second, total=40, epoch=1))
+    assert figures.progress == {"epoch": 2, "done": 10, "total": 40, "left": 3.0}
+    assert figures_of(Progress(rank=0, time=0, done=1, total=None, epoch=0)).progress == {
+        "epoch": 1, "done": 1, "total": None, "left": None,
+    }  # fmt: skip
+    assert Figures().progress is None
+
+
+def test_a_run_begins_when_it_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = lambda: 1010.0  # noqa: E731
+    monkeypatch.setattr("time.time", clock)
+    figures = Figures(1004.0)
+    assert [figures.tick(now) for now in (50.0, 51.5)] == [6.0, 7.5]
+    assert [Figures().tick(50.0)] == [0.0]
+
+
+# messages
+
+
+RUN = {
+    "id": "ab", "cell": 3, "summary": "", "strategy": "ddp", "devices": ["cpu", "cpu"], "began": 1000.0, "kernel": "",
+    "background": False,
+}  # fmt: skip
+
+
+class Reader:
+    """Somebody who watches: what it knows is what it was told."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.messages: list[dict[str, Any]] = []
+        self.leave = feed.subscribe(self.hear)
+        self.begin(feed.everything())
+
+    def begin(self, everything: dict[str, Any]) -> None:
+        self.seq = everything["seq"]
+        self.rows = {row["rank"]: dict(row) for row in everything["ranks"]}
+        self.progress = everything["progress"]
+        self.ended = everything["ended"]
+        self.last = {key: series["last"] for key, series in everything["series"].items()}
+        self.counts = {key: series["count"] for key, series in everything["series"].items()}
+
+    def hear(self, message: dict[str, Any]) -> None:
+        json.dumps(message, allow_nan=False)
+        self.messages.append(message)
+        if message["kind"] == "all":
+            self.begin(message)
+            return
+        if message["seq"] <= self.seq:  # it was in `everything`
+            return
+        assert message["seq"] == self.seq + 1
+        self.seq = message["seq"]
+        for row in message["ranks"]:
+            self.rows.setdefault(row["rank"], {}).update(row)
+        for key, (xs, ys) in message["points"].items():
+            assert len(xs) == len(ys) <= 64
+            self.last[key] = ys[-1]
+            self.counts[key] = self.counts.get(key, 0) + len(ys)
+        self.progress = message.get("progress", self.progress)
+        self.ended = message.get("ended", self.ended)
+
+    def agrees(self) -> bool:
+        everything = self.feed.everything()
+        return (
+            self.rows == {row["rank"]: row for row in everything["ranks"]}
+            and self.progress == everything["progress"]
+            and self.ended == everything["ended"]
+            and self.last == {key: series["last"] for key, series in everything["series"].items()}
+        )
+
+
+@pytest.fixture
+def feed() -> Feed:
+    feed = Feed(RUN)
+    feed.figures = Figures()  # its clock begins with the first tick
+    return feed
+
+
+def test_who_listens_knows_all_that_is_known(feed: Feed) -> None:
+    feed.receive(state("running"))
+    feed.receive(logged(0, 0, loss=2.0))
+    reader = Reader(feed)
+    assert (reader.rows[0]["state"], reader.last) == ("running", {"metric/loss/0": 2})
+    for tick in range(1, 100):
+        feed.receive(speed(0, tick / 20, tick, 8 * tick))
+        feed.receive(logged(tick % 2, tick, loss=1 / tick, accuracy=NAN))
+        feed.receive(Progress(rank=0, time=tick / 20, done=tick, total=200, epoch=0))
+        feed.line(1, f"step {tick}\n")
+        feed.tick(tick / 20)
+        if tick == 50:
+            late = Reader(feed)
+    feed.receive(Finished(rank=0, time=5, steps=99))
+    feed.closed(True, "3 names came home")
+    for one in (reader, late):
+        assert one.agrees()
+        assert one.ended == {"how": "done", "text": "3 names came home"}
+        assert one.counts["metric/loss/0"] == 50
+    assert reader.rows[1]["line"] == "step 99"
+    assert [message["kind"] for message in late.messages[-2:]] == ["news", "end"]
+    after = Reader(feed)
+    assert (after.ended, after.rows) == (reader.ended, reader.rows)
+
+
+def test_news_come_ten_times_a_second_and_say_only_what_has_changed(feed: Feed) -> None:
+    reader = Reader(feed)
+    feed.receive(state("running"))
+    feed.receive(state("running", 1))
+    for tick in range(1, 101):
+        feed.receive(logged(0, tick, loss=tick))
+        feed.tick(tick / 100)
+    assert 10 <= len(reader.messages) <= 11
+    assert [row["rank"] for row in reader.messages[0]["ranks"]] == [0, 1]
+    assert all(message["ranks"] == [] and "progress" not in message for message in reader.messages[1:])
+    assert reader.messages[1]["points"] == {"metric/loss/0": [[*range(2, 12)]] * 2}
+    feed.receive(Use(rank=1, time=0, processor=0.5))
+    feed.tick(2)
+    assert reader.messages[-1]["ranks"] == [{"rank": 1, "use": 0.5}]
+
+
+def test_a_run_in_which_nothing_happens_still_tells_the_time(feed: Feed) -> None:
+    reader = Reader(feed)
+    for tick in range(51):
+        feed.tick(tick / 10)
+    assert [message["now"] for message in reader.messages] == [0, 1, 2, 3, 4, 5]
+
+
+def test_many_points_make_a_small_message_that_keeps_the_extremes(feed: Feed) -> None:
+    reader = Reader(feed)
+    for step in range(50_000):
+        feed.receive(logged(0, step, loss=-7 if step == 33_333 else step % 10))
+    for step in range(100):
+        feed.receive(logged(1, 0, **{f"weight {name}": float(step) for name in range(METRICS)}))
+    feed.tick(0)
+    (message,) = reader.messages
+    assert min(message["points"]["metric/loss/0"][1]) == -7
+    assert len(json.dumps(message)) < 100_000
+    assert reader.agrees()
+    assert len(json.dumps(feed.everything())) < 1_500_000
+
+
+def test_everything_of_many_long_curves_is_bounded(feed: Feed) -> None:
+    for name in range(40):
+        for step in range(3000):
+            feed.receive(logged(0, step, **{f"w{name}": step / 7}))
+    series = feed.everything()["series"]
+    assert {len(one["x"]) for one in series.values()} == {750}
+    assert {one["count"] for one in series.values()} == {3000}
+    assert len(json.dumps(feed.everything())) < 1_500_000
+
+
+def test_a_first_line_that_comes_late_is_told(feed: Feed) -> None:
+    feed.opened("ddp")
+    reader = Reader(feed)
+    feed.receive(state("running"))
+    feed.opened("ddp · 2 ranks")
+    feed.tick(0)
+    feed.receive(state("dead"))
+    feed.tick(1)
+    assert [message["kind"] for message in reader.messages] == ["all", "news"]
+    assert reader.messages[0]["run"]["summary"] == "ddp · 2 ranks"
+    assert reader.agrees()
+
+
+def test_nothing_is_kept_for_nobody(feed: Feed) -> None:
+    reader = Reader(feed)
+    reader.leave()
+    for step in range(1000):
+        feed.receive(logged(0, step, loss=1.0))
+        feed.tick(step)
+    assert not reader.messages
+    assert not feed._points
+    assert not feed._outbox
+
+
+def test_who_cannot_listen_is_left_and_the_run_goes_on(feed: Feed) -> None:
+    def fails(message: dict[str, Any]) -> None:
+        raise OSError("the page is gone")
+
+    feed.subscribe(fails)
+    reader = Reader(feed)
+    feed.receive(state("running"))
+    with pytest.warns(RuntimeWarning, match=r"is told no more: OSError\('the page is gone'\)"):
+        feed.tick(0)
+    feed.receive(state("dead"))
+    feed.tick(1)
+    assert reader.agrees()
+
+
+def test_everything_may_be_asked_for_from_other_threads(feed: Feed) -> None:
+    """Each answer fits the messages before and after it."""
+    reader = Reader(feed)
+    found: list[dict[str, Any]] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.001):  # without a pause it would keep the lock for itself
+            found.append(feed.everything())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for step in range(3000):
+        feed.receive(logged(0, step, loss=step))
+        feed.tick(step / 10)
+    over.set()
+    asking.join()
+    feed.closed(True)
+    assert reader.counts["metric/loss/0"] == 3000
+    told = {one["seq"]: one["points"]["metric/loss/0"][1][-1] for one in reader.messages if one.get("points")}
+    assert len(found) > 1
+    for everything in found:
+        if everything["series"] and everything["seq"]:
+            assert everything["series"]["metric/loss/0"]["last"] == told[everything["seq"]]
