@@ -26,6 +26,34 @@ def test_the_clock_runs_between_cells_only() -> None:
     assert clock.released
 
 
+def test_what_comes_after_has_no_part_in_the_decision() -> None:
+    """A cell that begins while the clock's own thread is still busy with it knows that the ranks are gone."""
+    told = threading.Event()
+    clock = Idle(lambda: True, seconds=0, after=lambda: told.wait(30) and None)
+    clock.start()
+    assert clock._timer is not None
+    clock._timer.join(0.2)
+    clock.stop()
+    assert clock.released
+    told.set()
+
+
+def test_ranks_given_back_are_known_to_be_gone_before_the_news_of_it(kernel: Kernel) -> None:
+    assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
+    assert kernel.run("%%distributed --devices 2\nx.append(rank)").error is None
+    seen = kernel.run(
+        "from nbtrain.magics.extension import _LOADED\n"
+        "from nbtrain.session.idle import Idle\n"
+        "(extension,) = _LOADED.values(); ranks = extension.state.session.ranks\n"
+        "clock = ranks._idle = Idle(ranks._give_back, 0); ranks.rest(); clock._timer.join(10)\n"
+        "heard, ranks.listen = ranks.listen, lambda seconds: None\n"
+        "print(ranks.have(ranks.pool.spec)); ranks.listen = heard"
+    )
+    assert seen.error is None
+    assert "idle for 30 minutes" in seen.stdout
+    assert kernel.run("%%distributed --devices 2\nx.append(rank)\nprint(x)").error is None
+
+
 def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
     """As on a GPU, with the clock set to a moment: the CPU pool is given the same clock by hand."""
     assert kernel.run("%load_ext nbtrain\nx = [1]").error is None

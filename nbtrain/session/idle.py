@@ -15,25 +15,37 @@ MINUTES = 30
 class Idle:
     """A clock that runs between cells."""
 
-    def __init__(self, release: Callable[[], bool], seconds: float = MINUTES * 60) -> None:
+    def __init__(
+        self, release: Callable[[], bool], seconds: float = MINUTES * 60, after: Callable[[], None] = lambda: None
+    ) -> None:
         """`release` says whether the ranks were ended. It is called from the clock's own thread: it must not touch the
-        pool's sockets."""
+        pool's sockets. `after`: what to do then, from the same thread, when they were."""
         self.released = False
         self._release = release
+        self._after = after
         self._seconds = seconds
         self._timer: threading.Timer | None = None
+        self._deciding = threading.Lock()
 
     def start(self) -> None:
         self.stop()
         self._timer = threading.Timer(self._seconds, self._over)
+        self._timer.args = [self._timer]
         self._timer.daemon = True
         self._timer.start()
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join(0.5)
-            self._timer = None
+        """From here on the ranks are not ended; `released` says whether they were before."""
+        with self._deciding:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join(0.5)
 
-    def _over(self) -> None:
-        self.released = self._release()
+    def _over(self, timer: threading.Timer) -> None:
+        with self._deciding:
+            if self._timer is not timer:
+                return  # a cell had begun while this thread was waking up
+            self.released = self._release()
+        if self.released:
+            self._after()

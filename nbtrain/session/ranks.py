@@ -86,7 +86,7 @@ class Ranks:
             self.listen(0)
         except PoolError as error:  # who forks the ranks is gone, and they with it
             note = f"nbtrain: {str(error).splitlines()[0]}; new ones are started"
-        if self.deaths:
+        if self.deaths or self._given_back:  # news of a death comes when it comes; what we ended ourselves is known
             note = f"nbtrain: {self._why_gone()}; {'a new one is' if self._replace() else 'new ones are'} started"
         if self.pool is not None and self.pool.spec != spec:
             self._keep(difference(self.pool.spec, spec))
@@ -133,13 +133,17 @@ class Ranks:
         """Those that died since the last cell; whether the others could stay."""
         assert self.pool is not None
         dead = self.gone
-        if len(dead) == len(self.pool.ranks) or (self._idle is not None and self._idle.released):
+        if self._given_back or len(dead) == len(self.pool.ranks):
             mourn(self.traffic, self.shell.user_ns)
             self.lose()
             return False
         self.regroup(dead)
         self.forget()
         return True
+
+    @property
+    def _given_back(self) -> bool:
+        return self._idle is not None and self._idle.released
 
     @property
     def gone(self) -> set[int]:
@@ -149,7 +153,7 @@ class Ranks:
         return {death.rank for death in self.deaths} | ({info.rank for info in self.pool.ranks} - self._ready)
 
     def _why_gone(self) -> str:
-        if self._idle is not None and self._idle.released:
+        if self._given_back:
             return f"the ranks had been idle for {MINUTES} minutes and gave their GPUs back"
         return f"{self.deaths[0]} since the last cell"
 
@@ -168,7 +172,7 @@ class Ranks:
             raise
         self._new_traffic()
         if spec.kind == "cuda":
-            self._idle = Idle(self._give_back)
+            self._idle = Idle(self._give_back, after=self.on_idle)
 
     def fork(self, spec: PoolSpec, traffic: Traffic) -> None:
         """Ranks that are copies of this process, made after `traffic` knows what they hold."""
@@ -301,7 +305,6 @@ class Ranks:
         if pool is None or traffic is None or self.left is not None or handles(traffic.table, worth=True):
             return False
         pool.kill()
-        self.on_idle()
         return True
 
     # -- talking to them -----------------------------------------------------------------
