@@ -303,17 +303,19 @@ def test_magics_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> 
         assert shell.find_cell_magic("nbtrain") is None
 
 
-def test_loading_is_quick_and_loads_no_torch() -> None:
+def test_loading_loads_nothing_that_takes_time() -> None:
+    """How long it takes is measured in bench_start."""
     code = (
-        "import sys, time; from IPython.core.interactiveshell import InteractiveShell as S\n"
+        "import sys; from IPython.core.interactiveshell import InteractiveShell as S\n"
         "from traitlets.config import Config; c = Config(); c.HistoryManager.enabled = False\n"
-        "s = S.instance(config=c); t = time.perf_counter(); s.extension_manager.load_extension('nbtrain')\n"
-        "print((time.perf_counter() - t, 'torch' in sys.modules, s.find_cell_magic('distributed') is not None))"
+        "s = S.instance(config=c); before = set(sys.modules); s.extension_manager.load_extension('nbtrain')\n"
+        "news = sorted({name.partition('.')[0] for name in set(sys.modules) - before})\n"
+        "print((news, s.find_cell_magic('distributed') is not None))"
     )
-    run = [sys.executable, "-c", code]
-    told = [ast.literal_eval(subprocess.check_output(run, text=True)) for _ in range(3)]
-    assert all(not torch and found for _, torch, found in told)
-    assert min(seconds for seconds, _, _ in told) < 0.15
+    news, found = ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert found
+    assert "nbtrain" in news
+    assert not {"torch", "numpy", "zmq", "cloudpickle", "anywidget", "ipywidgets", "pandas"} & set(news)
 
 
 # Names of the ranks
