@@ -222,7 +222,13 @@ class Outputs:
         self.outlet = Outlet(rank, send)
         self._drains = [Drain(1, "stdout", files[0], taken[0]), Drain(2, "stderr", files[1], taken[1])]
         self._streams = Stream("stdout", self.outlet, 1), Stream("stderr", self.outlet, 2)
+        self._draining = threading.Lock()
+        """what was read by one thread is in the outlet before another one reads on, or says that this was all"""
+        os.register_at_fork(after_in_child=self._in_child)
         self.take_back()
+
+    def _in_child(self) -> None:
+        self._draining = threading.Lock()
 
     def take_back(self) -> None:
         """A cell may have put something else in their place."""
@@ -230,10 +236,11 @@ class Outputs:
         sys.stderr = sys.__stderr__ = self._streams[1]  # type: ignore[misc, assignment]
 
     def drain(self) -> None:
-        for drain in self._drains:
-            text = drain.read()
-            if text:
-                self.outlet.write(drain.stream, text)
+        with shielded(), self._draining:
+            for drain in self._drains:
+                text = drain.read()
+                if text:
+                    self.outlet.write(drain.stream, text)
 
     def finish(self) -> None:
         """Everything written so far is on its way when this returns."""
