@@ -63,6 +63,10 @@ def test_it_goes_on_while_the_rank_waits(kernel: Kernel) -> None:
         assert of("Memory", rank)[0]["process"] > 2**20
         assert of("Memory", rank)[0]["limit"] == probes.memory().limit
         assert 0 <= of("Use", rank)[-1]["processor"] < 0.9, "it sleeps"
+    order = json.loads(notebook("print(json.dumps([(kind, event.rank) for kind, event in heard]))").stdout)
+    for rank in (0, 1):
+        kinds_of_it = [kind for kind, of_rank in order if of_rank == rank]
+        assert kinds_of_it[-1] == "Finished", "what came later would be taken for the next cell's"
 
 
 def test_use_is_that_since_the_last_reading() -> None:

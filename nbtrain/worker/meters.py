@@ -28,6 +28,8 @@ class Meters:
         self._readings: Callable[[], Iterable[Event]] | None = None
         self._began = 0.0
         self._awake = outputs.outlet.waiting
+        self._saying = threading.Lock()
+        """nothing is said of a cell after `end`: it would be taken for the next one's"""
         threading.Thread(target=self._loop, name="nbtrain-meters", daemon=True).start()
 
     def begin(self, readings: Callable[[], Iterable[Event]], number: int) -> None:
@@ -40,7 +42,8 @@ class Meters:
 
     def end(self) -> None:
         """The cell is over; where it stood is said once more, if it took long enough to be said at all."""
-        readings, self._readings = self._readings, None
+        with self._saying:
+            readings, self._readings = self._readings, None
         if readings is not None and time.monotonic() - self._began >= SPEED_EVERY:
             self._say(readings)
 
@@ -57,17 +60,18 @@ class Meters:
                 self._look(self._number)
             self._outputs.drain()
             self._outputs.outlet.flush()
-            readings, now = self._readings, time.monotonic()
-            if readings is None:
-                continue
-            self._awake.set()
-            self._outputs.outlet.announce()
-            if now - self._began < SPEED_EVERY:
-                continue
-            if now - speed >= SPEED_EVERY:
-                speed = now
-                self._say(readings)
-            if now - use >= USE_EVERY:
-                use = now
-                self._send(self._gauges.use())
-                self._send(self._gauges.memory())
+            with self._saying:
+                readings, now = self._readings, time.monotonic()
+                if readings is None:
+                    continue
+                self._awake.set()
+                self._outputs.outlet.announce()
+                if now - self._began < SPEED_EVERY:
+                    continue
+                if now - speed >= SPEED_EVERY:
+                    speed = now
+                    self._say(readings)
+                if now - use >= USE_EVERY:
+                    use = now
+                    self._send(self._gauges.use())
+                    self._send(self._gauges.memory())
