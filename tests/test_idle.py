@@ -8,6 +8,13 @@ import time
 from nbtrain.session.idle import Idle
 from tests.kernels import Kernel
 
+RANKS = """
+from nbtrain.magics.extension import _LOADED
+from nbtrain.session.idle import Idle
+(extension,) = _LOADED.values(); ranks = extension.state.session.ranks
+"""
+"""Those of the notebook: on a CPU they have no clock, and are given one by hand, set to a moment."""
+
 
 def test_the_clock_runs_between_cells_only() -> None:
     over = threading.Event()
@@ -28,11 +35,15 @@ def test_the_clock_runs_between_cells_only() -> None:
 
 def test_what_comes_after_has_no_part_in_the_decision() -> None:
     """A cell that begins while the clock's own thread is still busy with it knows that the ranks are gone."""
-    told = threading.Event()
-    clock = Idle(lambda: True, seconds=0, after=lambda: told.wait(30) and None)
+    telling, told = threading.Event(), threading.Event()
+
+    def tell() -> None:
+        telling.set()
+        told.wait(30)
+
+    clock = Idle(lambda: True, seconds=0, after=tell)
     clock.start()
-    assert clock._timer is not None
-    clock._timer.join(0.2)
+    assert telling.wait(30)
     clock.stop()
     assert clock.released
     told.set()
@@ -42,10 +53,7 @@ def test_ranks_given_back_are_known_to_be_gone_before_the_news_of_it(kernel: Ker
     assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
     assert kernel.run("%%distributed --devices 2\nx.append(rank)").error is None
     seen = kernel.run(
-        "from nbtrain.magics.extension import _LOADED\n"
-        "from nbtrain.session.idle import Idle\n"
-        "(extension,) = _LOADED.values(); ranks = extension.state.session.ranks\n"
-        "clock = ranks._idle = Idle(ranks._give_back, 0); ranks.rest(); clock._timer.join(10)\n"
+        RANKS + "clock = ranks._idle = Idle(ranks._give_back, 0); ranks.rest(); clock._timer.join(10)\n"
         "heard, ranks.listen = ranks.listen, lambda seconds: None\n"
         "print(ranks.have(ranks.pool.spec)); ranks.listen = heard"
     )
@@ -55,14 +63,10 @@ def test_ranks_given_back_are_known_to_be_gone_before_the_news_of_it(kernel: Ker
 
 
 def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
-    """As on a GPU, with the clock set to a moment: the CPU pool is given the same clock by hand."""
     assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
     assert kernel.run("%%distributed --devices 2\nx.append(rank + world_size)").error is None
     seen = kernel.run(
-        "from nbtrain.magics.extension import _LOADED\n"
-        "from nbtrain.session.idle import Idle\n"
-        "(extension,) = _LOADED.values(); ranks = extension.state.session.ranks\n"
-        "ranks._idle = Idle(ranks._give_back, 0.1); ranks.rest()\n"
+        RANKS + "ranks._idle = Idle(ranks._give_back, 0.1); ranks.rest()\n"
         "import time; pids = ranks.pool.pids().values(); print(len(pids))"
     )
     assert seen.stdout == "2\n", seen.error
@@ -82,10 +86,7 @@ def test_idle_ranks_that_hold_a_failed_cells_steps_live_on(kernel: Kernel) -> No
     step = "m(torch.ones(1, 1)).sum().backward()"
     assert kernel.run(f"%%distributed --devices 2\n{step}; o.step(); o.zero_grad(); {step}; raise ValueError").error
     seen = kernel.run(
-        "from nbtrain.magics.extension import _LOADED\n"
-        "from nbtrain.session.idle import Idle\n"
-        "(extension,) = _LOADED.values(); ranks = extension.state.session.ranks\n"
-        "clock = ranks._idle = Idle(ranks._give_back, 0.01); ranks.rest(); clock._timer.join(10)\n"
+        RANKS + "clock = ranks._idle = Idle(ranks._give_back, 0.01); ranks.rest(); clock._timer.join(10)\n"
         "print(clock.released)"
     )
     assert seen.stdout == "False\n", seen.error
