@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbtrain.specs import RankInfo
+    from nbtrain.strategies.estimates import Estimate, Profile, World
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -184,6 +185,12 @@ class Strategy:
         the device meta; or hollow, with one number in memory. In the last two cases each rank gets what it keeps of
         them afterwards, so that no rank ever has the whole."""
         return "filled"
+
+    def estimate(self, profile: Profile, world: World) -> Estimate | None:
+        """What the rank with the most will hold, and what one rank sends, with these options. None: that is not known.
+        Arithmetic only: it is asked in the notebook, before there are ranks (and `place`). Raises a `UsageError` where
+        the model cannot be trained like that."""
+        return None
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`).
