@@ -147,6 +147,24 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tried(Event):
+    """What a trial has shown of this rank."""
+
+    memory: int
+    """bytes at the most, besides what it had before: of its card, or of its process"""
+    steps: int
+    """that were timed"""
+    seconds: float
+    """that those took"""
+    samples: int
+    """that its loaders gave it meanwhile"""
+    batch: int
+    """samples of a batch; 0: no loader gave it one"""
+    grown: bool = True
+    """a loader's batch could be made larger, if that was asked for"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Event):
     """The cell ended well on this rank."""
 
@@ -169,6 +187,8 @@ class Finished(Event):
     """the process group is as it was; a cell may have destroyed it"""
     notes: tuple[str, ...] = ()
     """sentences for the user"""
+    tried: Tried | None = None
+    """of a trial, which brings nothing home"""
     began: RankState | None = None
     """the `running` of a cell so short that it was not sent by itself"""
 

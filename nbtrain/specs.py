@@ -92,11 +92,29 @@ def difference(old: PoolSpec, new: PoolSpec) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A cell is run for a few steps, to see what it takes. Nothing of it comes home."""
+
+    steps: int
+    """that are timed"""
+    warm: int = 2
+    """before those"""
+    memory: int = 0
+    """bytes that a rank may come to have besides what it has; 0: as many as there are"""
+    batch: float = 1.0
+    """so many times as many samples are in a loader's batch"""
+    names: Mapping[str, Any] = field(default_factory=dict)
+    """what these names of the notebook hold meanwhile"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
     """How one cell is to be run."""
 
     pool: PoolSpec
     strategy: str = "single"
+    chosen: bool = False
+    """by `--strategy auto`"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """the strategy's own options"""
     precision: str = "32"
@@ -129,3 +147,4 @@ class RunSpec:
     monitor: str = "auto"
     log_to: str = ""
     """the notebook's name of what metrics are handed to as they come; the object itself stays in the kernel"""
+    trial: Trial | None = None

@@ -219,6 +219,14 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--output", False),
         (None, "--monitor", False),
         (None, "--log-to", False),
+        (None, "--compare", False),
+        (None, "--steps", False),
+        (None, "--find-batch", False),
+        (None, "--find-model", False),
+        (None, "--grow", False),
+        (None, "--memory", False),
+        (None, "--bandwidth", False),
+        (None, "--batch", False),
     ]
 
 

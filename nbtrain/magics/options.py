@@ -31,6 +31,10 @@ class Option:
     default: Any = False
     pool: bool = False
     """it decides which processes there are: `%distributed start` takes it"""
+    lasts: bool = True
+    """`%distributed --option` alone makes it a default"""
+    trial: bool = False
+    """with it a cell is only tried: nothing of it comes home"""
 
     @property
     def flag(self) -> str:
@@ -159,6 +163,71 @@ OPTIONS: tuple[Option, ...] = (
         default="",
         help="what log() says is also handed to this: a SummaryWriter of TensorBoard, or anything else of the notebook "
         "with add_scalar(tag, value, step)",
+    ),
+    Option(
+        name="compare",
+        metavar="A,B,…",
+        read=values.strategies,
+        default=(),
+        lasts=False,
+        trial=True,
+        help="the cell's loop for a few steps under each of these strategies and presets (all: every one that is "
+        "available); the notebook stays as it is, and a table says memory, speed and which is best",
+    ),
+    Option(
+        name="steps",
+        metavar="K",
+        read=values.count,
+        default=10,
+        help="so many steps of the loop are timed, after two that are not; for --compare, --find-batch, --find-model "
+        "and --grow",
+    ),
+    Option(
+        name="find_batch",
+        lasts=False,
+        trial=True,
+        help="the largest batch that fits, found by trying: with --compare under each strategy",
+    ),
+    Option(
+        name="find_model",
+        metavar="NAME=1,2,4,8",
+        read=values.sizes,
+        default=None,
+        lasts=False,
+        trial=True,
+        help="the largest of these values for a name of the notebook with which the cell's model fits; the cell makes "
+        "the model, and reads the name",
+    ),
+    Option(
+        name="grow",
+        metavar="1,2,4,8",
+        read=values.counts,
+        default=(),
+        lasts=False,
+        trial=True,
+        help="the cell's loop on so many ranks, one after another, and what that says of 8, 64 and 512",
+    ),
+    Option(
+        name="memory",
+        metavar="SIZE",
+        read=values.memory,
+        default=0,
+        help="2GB: what a rank may come to have while something is tried; otherwise what the device has",
+    ),
+    Option(
+        name="bandwidth",
+        metavar="SPEED",
+        read=values.bandwidth,
+        default=0.0,
+        help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s",
+    ),
+    Option(
+        name="batch",
+        metavar="NAME",
+        read=values.name,
+        default="",
+        lasts=False,
+        help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them",
     ),
 )  # fmt: skip
 

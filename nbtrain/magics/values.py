@@ -24,6 +24,9 @@ SWITCH: Mapping[str, bool] = {"true": True, "on": True, "false": False, "off": F
 """What may follow a switch; a default is taken back with `off`."""
 
 
+ALL = "all"
+
+
 class Unreadable(UsageError):
     """Neither a literal nor a name of the notebook."""
 
@@ -144,6 +147,68 @@ def seconds(flag: str, word: Word, notebook: Namespace) -> float:
     return float(value)
 
 
+def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
+    """`1,2,4,8`, or a name that holds them; in order, each once."""
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        value = None
+    found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in found) or len(found) < 2:
+        raise UsageError(f"{flag} {word.text}: {flag} takes two numbers of ranks or more, as in {flag} 1,2,4,8")
+    return tuple(sorted(set(found)))
+
+
+def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, ...]]:
+    """`layers=1,2,4,8` → the name, and what it is to hold; in the order in which they are given."""
+    name, equals, text = word.plain.partition("=")
+    try:
+        value = evaluate(text, notebook) if equals else None
+    except Unreadable:
+        value = None
+    found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
+    if not name.isidentifier() or not found or None in found:
+        raise UsageError(
+            f"{flag} {word.text}: {flag} takes a name of the notebook and the values to try, as in {flag} layers=2,4,8"
+        )
+    if name not in notebook:
+        raise UsageError(
+            f"{flag} {word.text}: the notebook has no {name!r}{similar(name, notebook)}; give it its present value in "
+            f"a cell above ({name} = {found[0]}), and let the %%distributed cell make the model with it"
+        )
+    return name, found
+
+
+_BYTES: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def memory(flag: str, word: Word, notebook: Namespace) -> int:
+    """`2GB`, `500MB`, `1.5GiB`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", word.plain.strip().lower())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{flag} {word.text}: {flag} takes a size, as in {flag} 2GB or {flag} 500MB")
+    unit = _BYTES[found[2]]
+    return int(float(found[1]) * (unit if not found[3] else 1024 ** list(_BYTES).index(found[2])))
+
+
+def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
+    """Bytes a second."""
+    from nbtrain.planning.bandwidth import read
+
+    try:
+        return read(word.plain)
+    except ValueError as error:
+        raise UsageError(f"{flag} {word.text}: {error}") from None
+
+
+def name(flag: str, word: Word, notebook: Namespace) -> str:
+    """A name that the notebook has."""
+    if word.plain not in notebook:
+        hint = similar(word.plain, (one for one in notebook if not one.startswith("_")))
+        raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {word.plain!r}{hint}")
+    return word.plain
+
+
 _UNITS: Mapping[str, int] = {"h": 3600, "m": 60, "s": 1}
 
 
@@ -242,3 +307,13 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
         f"{flag} {word.text}: there is no such strategy{similar(word.plain, known)}; there are {', '.join(own)}, "
         f"the presets {', '.join(presets.names())}, and any name of the notebook that holds an nbtrain.Strategy"
     )
+
+
+def strategies(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`ddp,fsdp`; `all`: those that nbtrain has."""
+    if word.plain == ALL:
+        return (ALL,)
+    parts = [part.strip() for part in word.plain.strip("[]()").split(",") if part.strip()]
+    if not parts:
+        raise UsageError(f"{flag} {word.text}: {flag} takes strategies and presets, as in {flag} ddp,fsdp, or {ALL}")
+    return tuple(dict.fromkeys(strategy(flag, Word(part), notebook) for part in parts))
