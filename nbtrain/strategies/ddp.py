@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.estimating import by_wire, replicated
 from nbtrain.strategies.replicated import Replicated
 from nbtrain.strategies.wire import Sending, Wire
 
@@ -22,6 +24,9 @@ class DDP(Strategy):
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options(Sending):
         """How gradients travel."""
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return replicated(profile, world, self.options.bucket_mb, by_wire(self.options.comm_dtype, world))
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
