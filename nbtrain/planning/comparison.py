@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbtrain.planning import comparison_table
+
 STATES = ("waiting", "running", "done", "failed")
 
 
@@ -79,3 +81,13 @@ class Comparison:
     def of(names: Iterable[tuple[str, str]], **what: Any) -> Comparison:
         """Nothing is measured yet. `names`: name and line of each row."""
         return Comparison(rows=tuple(Measured(name=name, line=line) for name, line in names), **what)
+
+    def data(self) -> dict[str, Any]:
+        """Plain data, for a front end."""
+        return comparison_table.data(self)
+
+    def __repr__(self) -> str:
+        return comparison_table.text(self)
+
+    def _repr_html_(self) -> str:
+        return comparison_table.html(self)
