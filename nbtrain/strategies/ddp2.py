@@ -25,6 +25,8 @@ from nbtrain.strategies._ddp2.meeting import Agreed, Offer, agree
 from nbtrain.strategies.alongside import MESH
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.cut_calls import Call, CutCalls
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.estimating import Sent, by_wire, divided, estimate, output, replicated, ring
 from nbtrain.strategies.own_stream import OwnStream
 from nbtrain.strategies.parts import cut, flatten
 from nbtrain.strategies.replicated import Replicated
@@ -139,6 +141,20 @@ class DDP2(Strategy):
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         nodes = self.place.nodes
         return rank * nodes // world_size, nodes
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        travels = by_wire(self.options.comm_dtype, world)
+        parts = world.ranks // world.nodes
+        if parts == 1:
+            return replicated(profile, world, self.options.bucket_mb, travels)
+        sent = Sent(profile, world, self.options.bucket_mb, travels)
+        return estimate(
+            profile,
+            world,
+            travelling=sent.travelling,
+            activations=divided(profile, parts),
+            sent=sent.bytes + ring(output(profile), parts) * world.accumulate,
+        )
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):

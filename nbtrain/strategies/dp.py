@@ -21,6 +21,8 @@ from torch import nn
 from nbtrain.strategies._dp.threads import Threads, carried
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.cut_calls import Call, CutCalls
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.estimating import divided, estimate
 from nbtrain.strategies.parts import cut, flatten
 from nbtrain.strategies.plans import alike
 from nbtrain.strategies.replicas import is_compiled, replica
@@ -149,6 +151,19 @@ class DP(Strategy):
     """Threads over the devices of one process."""
 
     threads = True
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        if world.devices == 1 or world.kind == "cpu":  # threads share the weights, and each has its part of the batch
+            return estimate(profile, world)
+        # The first device has the most: the others send it all their gradients at once, when they are whole.
+        whole = profile.gradients
+        return estimate(
+            profile,
+            world,
+            travelling=lambda arrived: whole if arrived >= whole else 0,
+            activations=divided(profile, world.devices),
+            sent=(world.devices - 1) * (profile.parameters + profile.buffers) * world.accumulate,
+        )
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         devices = [torch.device(name) for name in self.place.devices]

@@ -76,13 +76,13 @@ def moments(profile: Profile) -> Sequence[Moment]:
     return *profile.moments, Moment(last, profile.gradients)
 
 
-def trained(profile: Profile) -> list[Weight]:
+def trainable(profile: Profile) -> list[Weight]:
     return [weight for weight in profile.weights if weight.trains]
 
 
 def largest(profile: Profile) -> int:
     """Bytes of the largest gradient."""
-    return max((weight.bytes for weight in trained(profile)), default=0)
+    return max((weight.bytes for weight in trainable(profile)), default=0)
 
 
 def step_bytes(profile: Profile, world: World, share: float = 1.0) -> int:
@@ -183,3 +183,9 @@ def divided(profile: Profile, parts: int) -> Callable[[int], int]:
         return whole + math.ceil((activations - whole) / parts)
 
     return here
+
+
+def output(profile: Profile) -> int:
+    """Bytes of what the model returns."""
+    whole = [unit for unit in profile.units if not unit.path]
+    return (whole or profile.units)[-1].output if profile.units else 0

@@ -16,6 +16,8 @@ from nbtrain.strategies._horovod.learning_rate import ScaledRate
 from nbtrain.strategies._horovod.session import Session
 from nbtrain.strategies._horovod.wire import HorovodWire
 from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.estimating import replicated
 from nbtrain.strategies.replicated import Replicated
 from nbtrain.strategies.wire import InBuckets
 
@@ -54,6 +56,10 @@ class Horovod(Strategy):
         super().__init__(options, **given)
         self._session: Session | None = None
         self._count = 0
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        half = self.options.compression == "fp16"
+        return replicated(profile, world, self.options.bucket_mb, lambda size: 2 if half else max(size, 4))
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with

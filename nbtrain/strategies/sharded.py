@@ -8,7 +8,7 @@ default adds up gradients of several steps, where `optimizer.zero_grad()` sets t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ from nbtrain.strategies._sharded.library import OLD, library, make_oss, make_par
 from nbtrain.strategies._sharded.reducing import Reducing
 from nbtrain.strategies.averaged import norms_of, replicas_of
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
+from nbtrain.strategies.estimating import estimate, largest_share, ring, step_bytes, trainable
 from nbtrain.strategies.gradsync import GradSync
 from nbtrain.strategies.owned import Owned
 from nbtrain.strategies.replicated import Replicated
@@ -190,12 +192,38 @@ def divisible(component: Component) -> list[list[torch.Tensor]]:
     return list(kinds.values())
 
 
+def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
+    """As OSS deals them out: in their order, each to whom has least."""
+    load = [0] * ranks
+    found = []
+    for weight in weights:
+        found.append(load.index(min(load)))
+        load[found[-1]] += weight.numel
+    return found
+
+
 class Sharded(Strategy):
     """Data parallel training of whole models, with gradients and the optimizer's state divided among the ranks."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         pass
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        if world.ranks == 1:
+            return estimate(profile, world)
+        weights = trainable(profile)
+        owners = _owners(weights, world.ranks)
+        state = largest_share(weights, owners, lambda weight: weight.state)
+        mine = largest_share(weights, owners, lambda weight: weight.bytes)
+        return estimate(
+            profile,
+            world,
+            gradients=mine,  # the others' are let go of as they arrive there, which may be at the end of the backward
+            optimizer=state,
+            step=step_bytes(profile, world, mine / max(1, profile.gradients)),
+            sent=2 * ring(profile.gradients, world.ranks),
+        )
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         kinds = divisible(component)

@@ -8,7 +8,7 @@ schedulers, clipping and the loop's own lines find what they know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import LBFGS, Optimizer
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
+from nbtrain.strategies.estimating import Sent, by_wire, estimate, largest_share, ring, step_bytes, trainable, width
 from nbtrain.strategies.owned import Owned, dealt_out
 from nbtrain.strategies.replicated import Replicated
 from nbtrain.strategies.share_steps import ShareSteps
@@ -161,12 +163,45 @@ def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[],
     return arrived
 
 
+def _parcels(weights: Sequence[Weight], owners: Sequence[int], capacity: int) -> list[int]:
+    """Bytes of what is sent after a step, in order (`Shares._parcels`)."""
+    rows: list[list[int]] = [[] for _ in range(max(owners, default=0) + 1)]
+    room: dict[tuple[int, int], int] = {}
+    filling: dict[tuple[int, int], int] = {}
+    for weight, owner in zip(weights, owners, strict=True):
+        kind, row = (owner, width(weight)), rows[owner]
+        if room.get(kind, 0) < weight.bytes:
+            filling[kind], room[kind] = len(row), max(capacity, weight.bytes)
+            row.append(0)
+        row[filling[kind]] += weight.bytes
+        room[kind] -= weight.bytes
+    return [row[i] for i in range(max(map(len, rows))) for row in rows if i < len(row)]
+
+
 class Zero1(Strategy):
     """Data parallel training of whole models, with the optimizer's state divided among the ranks."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options(Sending):
         """How gradients travel."""
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        if world.ranks == 1:
+            return estimate(profile, world)
+        weights = trainable(profile)
+        owners = dealt_out([weight.numel for weight in weights], world.ranks)
+        share = largest_share(weights, owners, lambda weight: weight.state)
+        sent = Sent(profile, world, self.options.bucket_mb, by_wire(self.options.comm_dtype, world))
+        parcels = _parcels(weights, owners, int(self.options.bucket_mb * 2**20))
+        return estimate(
+            profile,
+            world,
+            optimizer=profile.state if profile.optimizer == "LBFGS" else share,
+            travelling=sent.travelling,
+            step=step_bytes(profile, world, share / max(1, profile.state)),
+            after=max(sum(parcels[i : i + AHEAD + 1]) for i in range(len(parcels))) if parcels else 0,
+            sent=sent.bytes + ring(profile.gradients, world.ranks),
+        )
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with
