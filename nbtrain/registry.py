@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
@@ -192,6 +193,24 @@ def strategy(name: str) -> Entry:
 
 def engine(name: str) -> Entry:
     return _lookup("engine", name, ENGINES)
+
+
+def missing(needs: Needs) -> str | None:
+    """Why something cannot be used in this environment, and the command that changes it."""
+    gone = [name for name in needs.packages if find_spec(name) is None]
+    return f"{', '.join(gone)} is not installed: pip install {' '.join(gone)}" if gone else None
+
+
+def lacking(needs: Needs) -> str | None:
+    """Why it cannot be used on this machine."""
+    import nbtrain.probes as probes  # on use: it brings psutil, and whoever reads the tables alone need not have it
+
+    if reason := missing(needs):
+        return reason
+    here = {"cpu", *(["cuda"] if probes.gpus() else []), *(["tpu"] if probes.tpus() else [])}
+    return (
+        None if here.intersection(needs.kinds) else f"runs on {' and '.join(needs.kinds)}, which this machine has not"
+    )
 
 
 def _lookup(what: str, name: str, known: Mapping[str, Entry]) -> Entry:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
@@ -135,7 +134,7 @@ class Resolver:
                 raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {len(names)}")
             if found.kind not in need.kinds:
                 raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {found.kind}")
-            if reason := missing(need):
+            if reason := registry.missing(need):
                 raise UsageError(f"{who}: {reason}")
         together = together and len(names) > 1  # with one device it is the pool that any strategy has
         self._ranks = 1 if together else len(names)
@@ -291,12 +290,6 @@ def _resume() -> tuple[str, bytes] | None:
     """Where loops go on, if a checkpoint was loaded in the notebook. Nothing is imported to find that out."""
     here = sys.modules.get("nbtrain.training.checkpoints.here")
     return here.resume() if here is not None else None
-
-
-def missing(needs: Needs) -> str | None:
-    """Why something cannot be used in this environment, and the command that changes it."""
-    gone = [name for name in needs.packages if find_spec(name) is None]
-    return f"{', '.join(gone)} is not installed: pip install {' '.join(gone)}" if gone else None
 
 
 def _nodes(request: Request, ranks: int, together: str) -> int:

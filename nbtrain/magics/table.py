@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbtrain import probes, registry, tables
+from nbtrain import registry, tables
 from nbtrain.errors import UsageError
 from nbtrain.magics.flags import flags_of
 from nbtrain.magics.own import checked, of_notebook
-from nbtrain.magics.resolve import missing
 from nbtrain.strategies import presets
 from nbtrain.tables import Row
 
@@ -79,10 +78,7 @@ def _checked(found: Any, where: str) -> tuple[str, str]:
 
 def _available(entry: registry.Entry) -> str:
     """Or why not, and the command that makes it so."""
-    here = {"cpu", *(["cuda"] if probes.gpus() else []), *(["tpu"] if probes.tpus() else [])}
-    reason = missing(entry.needs)
-    if reason is None and not here.intersection(entry.needs.kinds):
-        reason = f"runs on {' and '.join(entry.needs.kinds)}, which this machine has not"
+    reason = registry.lacking(entry.needs)
     return f"no: {reason}" if reason else "yes"
 
 

@@ -1,0 +1,113 @@
+"""Which strategy for which aim: rows of data, which the plan, `auto` and the error of want of memory share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GOALS = ("speed", "batch", "model")
+"""What is wanted: the fastest steps, the largest batch, the largest model."""
+LOSSES = ("no", "small", "any")
+"""What of the speed may be given for it."""
+
+RECOMPUTE = "--checkpoint-activations"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of training: a strategy or a preset, with or without computing activations again."""
+
+    name: str
+    """of the strategy or the preset"""
+    why: str
+    """what it saves, and what that costs: the end of a sentence that begins with its name"""
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} + {RECOMPUTE}" if self.recompute else self.name
+
+
+ORDER: tuple[Way, ...] = (
+    Way("single", "has one device, and nothing is sent"),
+    Way("ddp", "sends each gradient once and gathers nothing: with several devices nothing is faster"),
+    Way("sharded", "keeps a gradient and its optimizer's state on one rank, and sends hardly more than ddp"),
+    Way("zero1", "divides the optimizer's state among the ranks, and sends hardly more than ddp"),
+    Way("deepspeed_stage_1", "divides the optimizer's state among the ranks, and sends hardly more than ddp"),
+    Way("deepspeed_stage_2", "divides the optimizer's state and the gradients, and sends hardly more than ddp"),
+    Way("fsdp_shard_grad_op", "divides all but the weights that compute, which are gathered once a step"),
+    Way("fsdp", "divides everything; each layer is gathered when it computes, forward and backward: half as much again "
+        "is sent"),
+    Way("deepspeed_stage_3", "divides everything; each layer is gathered when it computes, and all is sent that fsdp "
+        "sends"),
+    Way("single", "computes activations again in the backward: about a third more to compute", recompute=True),
+    Way("ddp", "computes activations again in the backward: about a third more to compute", recompute=True),
+    Way("deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again", recompute=True),
+    Way("fsdp", "divides everything and computes activations again", recompute=True),
+    Way("deepspeed_stage_3", "divides everything and computes activations again", recompute=True),
+    Way("deepspeed_stage_2_offload", "keeps the optimizer's state in the machine's memory, and steps there"),
+    Way("fsdp_cpu_offload", "keeps everything in the machine's memory, and steps there"),
+    Way("deepspeed_stage_3_offload", "keeps everything in the machine's memory, and steps there"),
+    Way("fsdp_cpu_offload", "keeps everything in the machine's memory and computes activations again", recompute=True),
+    Way("deepspeed_stage_3_offload", "keeps everything in the machine's memory and computes activations again",
+        recompute=True),
+)  # fmt: skip
+"""Fastest first: what `auto`, and the plan where speed is wanted, take is the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One field of the guide."""
+
+    ways: tuple[str, ...]
+    """Way's names, the first choice first"""
+    why: str
+    recompute: bool = False
+    """activations are computed again besides"""
+
+
+GUIDE: Mapping[tuple[str, str], Advice] = {
+    ("batch", "no"): Advice(
+        ("sharded", "deepspeed_stage_2", "zero1"),
+        "what is no longer held twice makes room for samples, and no more is sent than under ddp",
+    ),
+    ("batch", "small"): Advice(
+        ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "sharded", "zero1"),
+        "dividing the weights, too, makes the most room for samples; a layer is gathered when it computes",
+    ),
+    ("batch", "any"): Advice(
+        ("fsdp", "deepspeed_stage_3", "ddp", "single"),
+        "activations grow with the batch, so computing them again makes more room than anything else",
+        recompute=True,
+    ),
+    ("model", "no"): Advice(
+        ("deepspeed_stage_2", "sharded", "zero1"),
+        "of Adam's twelve bytes for each weight's four, eight and the gradient's four are divided; no more is sent "
+        "than under ddp",
+    ),
+    ("model", "small"): Advice(
+        ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2"),
+        "weights, gradients and optimizer's state are all divided, so the model may grow with the number of ranks",
+    ),
+    ("model", "any"): Advice(
+        ("deepspeed_stage_3_offload", "fsdp_cpu_offload", "fsdp", "deepspeed_stage_3", "single"),
+        "what does not compute waits in the machine's memory, of which there is more than on cards",
+        recompute=True,
+    ),
+}
+
+
+def place(name: str, recompute: bool = False) -> int | None:
+    """Where this way stands in the order of speed. None: the guide does not speak of it."""
+    return next((at for at, way in enumerate(ORDER) if (way.name, way.recompute) == (name, recompute)), None)
+
+
+def recomputing() -> tuple[str, ...]:
+    """Names of the ways for which the guide weighs computing activations again."""
+    return tuple(way.name for way in ORDER if way.recompute)
+
+
+def less_than(name: str, recompute: bool = False) -> tuple[Way, ...]:
+    """Ways that need less memory, the fastest first. Of one that the guide does not speak of: all that save any."""
+    at = place(name, recompute)
+    after = ORDER[2:] if at is None else ORDER[at + 1 :]
+    return tuple(way for way in after if (way.name, way.recompute) != (name, recompute) and way.name != "single")
