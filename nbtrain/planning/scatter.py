@@ -15,8 +15,8 @@ INK = "color:var(--jp-ui-font-color1,currentColor)"
 ALONE = "color:#767676"
 """an image knows nothing of the page around it: read on light and on dark ground"""
 
-WIDTH, HEIGHT, SIDE = 740, 290, 190
-"""SIDE: what stands beside the plot has so much"""
+WIDTH, HEIGHT, SIDE, MARGIN = 740, 290, 190, 26
+"""SIDE: what stands beside the plot has so much; MARGIN: half of a number below the end of the axis"""
 LEFT, TOP, BOTTOM = 58, 26, 40
 LETTER, LINE = 6.4, 14
 """of a label, at the most on average; its height"""
@@ -53,7 +53,7 @@ def scatter(dots: Sequence[Dot], x: Axis, y: Axis, beside: Sequence[tuple[str, s
     dots = [dot for dot in dots if math.isfinite(dot.x) and math.isfinite(dot.y)]
     if not dots:
         return ""
-    plot = _Plot(dots, WIDTH - (SIDE if beside else 0) - 12)
+    plot = _Plot(dots, WIDTH - (SIDE if beside else 0) - MARGIN)
     drawn = _axes(plot, x, y) + _joined(dots, plot) + "".join(_dot(dot, plot, x, y) for dot in dots)
     drawn += _labels(dots, plot)
     if beside:
@@ -62,14 +62,14 @@ def scatter(dots: Sequence[Dot], x: Axis, y: Axis, beside: Sequence[tuple[str, s
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" font-family="system-ui,sans-serif" font-size="11" fill="currentColor" style="{INK}">'
-        f"<title>{escape(told)}</title>{drawn}</svg>"
+        f"<title>{_said(told)}</title>{drawn}</svg>"
     )
 
 
 def image(svg: str, alt: str) -> str:
     """The same as an image, which every page shows: those that do not trust a notebook take drawings out."""
     data = base64.b64encode(svg.replace(INK, ALONE, 1).encode()).decode()
-    return f'<img alt="{escape(alt)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{_said(alt)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
 
 
 def ticks(low: float, high: float, about: int = TICKS) -> list[float]:
@@ -110,16 +110,16 @@ class _Plot:
 
 
 def _axes(plot: _Plot, x: Axis, y: Axis) -> str:
-    drawn = f'<text x="0" y="11" font-weight="600">{escape(y.title)}</text>'
-    drawn += f'<text x="{plot.right:.0f}" y="{HEIGHT - 6}" text-anchor="end" font-weight="600">{escape(x.title)}</text>'
+    drawn = f'<text x="0" y="11" font-weight="600">{_said(y.title)}</text>'
+    drawn += f'<text x="{plot.right:.0f}" y="{HEIGHT - 6}" text-anchor="end" font-weight="600">{_said(x.title)}</text>'
     for value in plot.ys:
         at = plot.y(value)
         drawn += (
             f'<path d="M{LEFT} {at:.1f}H{plot.right:.0f}" stroke="currentColor" stroke-opacity=".15"/>'
-            f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" font-size="10">{escape(y.words(value))}</text>'
+            f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end" font-size="10">{_said(y.words(value))}</text>'
         )
     for value in plot.xs:
-        at, said = plot.x(value), escape(x.words(value))
+        at, said = plot.x(value), _said(x.words(value))
         drawn += (
             f'<path d="M{at:.1f} {plot.foot}v4" stroke="currentColor" stroke-opacity=".5"/>'
             f'<text x="{at:.1f}" y="{plot.foot + 15}" text-anchor="middle" font-size="10">{said}</text>'
@@ -137,7 +137,7 @@ def _joined(dots: Sequence[Dot], plot: _Plot) -> str:
 
 def _dot(dot: Dot, plot: _Plot, x: Axis, y: Axis) -> str:
     at = f'cx="{plot.x(dot.x):.1f}" cy="{plot.y(dot.y):.1f}"'
-    told = escape(f"{dot.label}: {x.words(dot.x)}, {y.words(dot.y)} {y.title}".removeprefix(": "))
+    told = _said(f"{dot.label}: {x.words(dot.x)}, {y.words(dot.y)} {y.title}".removeprefix(": "))
     ring = f'<circle {at} r="{RADIUS + 3.5}" fill="none" stroke="{BOLD}" stroke-width="1.5"/>' if dot.best else ""
     fill = BOLD if dot.best else PLAIN
     radius = RADIUS if dot.label else RADIUS - 2
@@ -161,7 +161,7 @@ def _labels(dots: Sequence[Dot], plot: _Plot) -> str:
             to = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
             drawn += f'<path d="M{x:.1f} {y:.1f}L{to[0]:.1f} {to[1]:.1f}" stroke="currentColor" stroke-opacity=".45"/>'
         weight = f' font-weight="600" fill="{BOLD}"' if dot.best else ""
-        drawn += f'<text x="{box[0]:.1f}" y="{box[3] - 3.5:.1f}"{weight}>{escape(label)}</text>'
+        drawn += f'<text x="{box[0]:.1f}" y="{box[3] - 3.5:.1f}"{weight}>{_said(label)}</text>'
     return drawn
 
 
@@ -190,14 +190,19 @@ def _beside(names: Sequence[tuple[str, str]]) -> str:
     """Names that have no point, each with its reason below it."""
     drawn, y = "", 10
     for name, why in names[:BESIDE]:
-        drawn += f'<text y="{y}" font-weight="600" fill="{BAD}">{escape(short(name, WRAPPED - 4))}</text>'
+        drawn += f'<text y="{y}" font-weight="600" fill="{BAD}">{_said(short(name, WRAPPED - 4))}</text>'
         lines = textwrap.wrap(why, WRAPPED, max_lines=2, placeholder=" …")
         for number, line in enumerate(lines, 1):
-            drawn += f'<text y="{y + number * 13}" font-size="10">{escape(line)}</text>'
+            drawn += f'<text y="{y + number * 13}" font-size="10">{_said(line)}</text>'
         y += 13 * (len(lines) + 1) + 5
     if len(names) > BESIDE:
         drawn += f'<text y="{y}" font-size="10">and {len(names) - BESIDE} more</text>'
     return drawn
+
+
+def _said(text: str) -> str:
+    """Escaped; without what would make the image unreadable as a whole, such as colours of a terminal."""
+    return escape("".join(letter if letter.isprintable() else " " for letter in text))
 
 
 def short(text: str, longest: int) -> str:
