@@ -69,6 +69,8 @@ class Profile:
     """of floating point, in one step; 0: not counted"""
     recomputed: tuple[str, ...] = ()
     """classes of what computes its activations again"""
+    step_together: int = 0
+    """the same where torch steps all weights at once (`foreach`), as it does on GPUs"""
     notes: tuple[str, ...] = ()
     """what it assumes, in sentences"""
 

@@ -1,0 +1,111 @@
+"""What an optimizer comes to keep, and what its step takes for a moment: one step of its own code, on shapes alone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbtrain.planning.tracing import Memory, size, tensors
+from nbtrain.training.precision import changed
+
+Like = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Stepped:
+    name: str
+    state: dict[int, int] = field(default_factory=dict)
+    """bytes, by the weight's id"""
+    step: int = 0
+    step_together: int = 0
+    """where torch steps all weights at once, as it does on GPUs"""
+    notes: tuple[str, ...] = ()
+
+
+def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor], like: Like) -> Stepped:
+    """`weights`: by the id of the real one, what stands for it, with a gradient if it came to have one. Called where
+    tensors are only shapes; `like` makes such a tensor of a real one."""
+    if optimizer is None:
+        trained = [one for one in weights.values() if one.requires_grad]
+        assumed = torch.optim.AdamW(trained)
+        found = step(assumed, {id(one): one for one in trained}, lambda tensor: tensor)
+        by_id = {id(one): key for key, one in weights.items()}
+        found.state = {by_id[key]: count for key, count in found.state.items()}
+        found.notes = ("no optimizer was found, so AdamW is assumed", *found.notes)
+        return found
+    found = Stepped(type(optimizer).__name__)
+    try:
+        found.state, found.step = _run(optimizer, weights, like, together=False)
+    except Exception as error:  # it wants a closure, or numbers that are not there
+        found.state = {
+            key: sum(map(size, tensors(optimizer.state.get(real)))) for key, real in _held(optimizer, weights)
+        }
+        found.notes = (
+            f"the step of {found.name} could not be tried ({type(error).__name__}), so its state is counted as it is "
+            "now: make one step first",
+        )
+        return found
+    try:
+        found.step_together = _run(optimizer, weights, like, together=True)[1]
+    except Exception:  # not all of torch's optimizers can
+        found.step_together = found.step
+    return found
+
+
+def _held(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    return [(id(p), p) for group in optimizer.param_groups for p in group["params"] if id(p) in weights]
+
+
+def _run(
+    optimizer: Optimizer, weights: Mapping[int, torch.Tensor], like: Like, together: bool
+) -> tuple[dict[int, int], int]:
+    twin = _twin(optimizer, weights, like, together)
+    held = list(weights.values())
+    gradients = [one.grad for one in held if one.grad is not None]
+    apart = [*held, *gradients, *tensors(list(twin.state.values()))]
+    memory = Memory(apart, numbers=True)
+    with memory:
+        twin.step()
+    state = {key: sum(map(size, tensors(twin.state.get(weights[key])))) for key, _ in _held(optimizer, weights)}
+    fused = all(group.get("fused") for group in optimizer.param_groups)  # all of it in one kernel
+    return state, 0 if fused else max(memory.high().bytes - memory.live, 0)
+
+
+def _twin(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], like: Like, together: bool) -> Any:
+    """The same optimizer, of what stands for its weights."""
+    twin: Any = object.__new__(type(optimizer))
+    # A scheduler has put a `step` there that counts those of the real one.
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            vars(twin)[name] = OrderedDict()
+        elif isinstance(value, dict | list):
+            vars(twin)[name] = type(value)(value) if type(value) in (dict, list) else value
+    twin.param_groups = [_group(group, weights, together) for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    for key, real in _held(optimizer, weights):
+        if real in optimizer.state:
+            twin.state[weights[key]] = {name: changed(value, like) for name, value in optimizer.state[real].items()}
+    return twin
+
+
+def _group(group: dict[str, Any], weights: Mapping[int, torch.Tensor], together: bool) -> dict[str, Any]:
+    new = {name: _number(value) if name != "params" else value for name, value in group.items()}
+    new["params"] = [weights[id(p)] for p in group["params"] if id(p) in weights]
+    if new.get("capturable"):
+        new["capturable"] = False
+    if new.get("fused"):
+        new["fused"] = None
+    if "foreach" in new and new["foreach"] is None:
+        new["foreach"] = together
+    return new
+
+
+def _number(value: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return 1e-3 if isinstance(value, torch.Tensor) and value.numel() == 1 else value
