@@ -21,7 +21,7 @@ from benchmarks.tables_cells import NOTEBOOK
 from benchmarks.tables_layout import Sheet, megabytes, spread, times
 from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
-from benchmarks.tables_search import largest
+from nbtrain.planning.search import largest
 from nbtrain import probes, registry
 from tests.kernels import Kernel
 

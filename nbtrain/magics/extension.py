@@ -10,7 +10,8 @@ from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, manual, verbs
+from nbtrain.magics import cells, completion, manual, trials, verbs
+from nbtrain.magics.options import BY_NAME
 from nbtrain.magics.parse import Request, parse_ranks
 from nbtrain.magics.resolve import check_flags
 from nbtrain.magics.state import OpenSession, Session, State
@@ -139,6 +140,19 @@ class Extension:
         self, name: str, line: str, body: str, request: Request, base: Request, ranks: tuple[int, ...] | None = None
     ) -> object:
         cell = cells.locate(self.shell, name, line, body, self.state.seen)
+        if "batch" in request.given:
+            raise UsageError(
+                f"{request.given['batch'].typed}: --batch is for %{self.names['distributed']} plan and pick"
+            )
+        if ranks is None:
+            self.state.last_cell = cell
+        if tried := trials.asked(request):
+            if ranks is not None:
+                raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
+            with shielded():
+                self.state.opened()
+            trials.run(self.state, request, base, cell)
+            return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:
             self.state.last = request.over(base)
@@ -151,6 +165,8 @@ class Extension:
             return verbs.run_verb(self.state, request)
         if request.given or request.own:
             check_flags(request, self.state.defaults, self.state.notebook)
+            if once := [given.typed for name, given in request.given.items() if not BY_NAME[name].lasts]:
+                raise UsageError(f"{', '.join(once)} is for one cell, and cannot be a default of all")
             return self.state.set_defaults(request)
         set_so_far = str(self.state.defaults)
         return (

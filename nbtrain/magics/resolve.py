@@ -186,6 +186,7 @@ class Resolver:
         return RunSpec(
             pool=pool,
             strategy=chosen.name,
+            chosen=name == "auto",
             options=options,
             precision=self._precision(request, chosen),
             accumulate=request.value("accumulate"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbtrain.magics.parse import Request, parse
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.magics.cells import Seen
+    from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
+    from nbtrain.session.compare import Question
+    from nbtrain.session.trying import Way
 
 
 class Session(Protocol):
@@ -22,6 +25,9 @@ class Session(Protocol):
     background: Any
 
     def run(self, run: RunSpec, cell: Cell) -> object: ...
+    def compare(
+        self, ways: Sequence[Way], cell: Cell, question: Question, told: Callable[[Comparison], None]
+    ) -> Comparison: ...
     def start(self, pool: PoolSpec) -> None: ...
     def stop(self) -> None: ...
     def restart(self) -> None: ...
@@ -44,6 +50,8 @@ class State:
         self.defaults = Request()
         self.last: Request | None = None
         """options of the last `%%distributed` cell, over the defaults of then: what `%%rank` refers to"""
+        self.last_cell: Cell | None = None
+        """what the last `%%distributed` cell said"""
         self.devices = Resolver()
         self.seen: Seen | None = None
         self.session: Session | None = None

@@ -63,6 +63,7 @@ class Comparison:
     """the name that was changed, where the goal is a model"""
     seconds: float = 0.0
     """that all of it took"""
+    over: bool = False
 
     @property
     def best(self) -> Measured | None:

@@ -6,6 +6,7 @@ names.py         what it reads; names that do not exist
 check.py         the pickle check that is asked for (opening.py: what packs and may not unpack)
 run.py           one run: sent, watched
 homecoming.py    and brought home, or held for `recover` (report.py: what it says at its end)
+compare.py       a cell tried in several ways (trying.py: in one; unkept.py: nothing comes home)
 ranks.py         the pool it runs on, from its start to its end (idle.py: GPUs are given back)
 background.py    `--background` (reading.py: cells that read what it trains; conflicts.py: or assign it; refusal.py)
 audience.py      who is told what happens in a run (controls.py: what they may ask of it)

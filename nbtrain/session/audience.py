@@ -49,8 +49,10 @@ class Audience:
             }
         )
         self.view = choose(spec.monitor, shell, self.feed, controls, screen)
-        recorded = settings(spec, source=cell.source, number=cell.number, kernel=kernel, namespace=shell.user_ns)
-        self._others: list[Sink] = [Recorder(recorded, say=say)]
+        self._others: list[Sink] = []
+        if spec.trial is None:
+            recorded = settings(spec, source=cell.source, number=cell.number, kernel=kernel, namespace=shell.user_ns)
+            self._others.append(Recorder(recorded, say=say))
         if spec.log_to:
             self._others.append(LogTo(shell.user_ns[spec.log_to], say=say))
         self._dead: set[int] = set()

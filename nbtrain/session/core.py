@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.errors import UsageError
 from nbtrain.exchange.places import Places
+from nbtrain.planning.comparison import Comparison
 from nbtrain.session import inkernel
 from nbtrain.session.aging import Aging
 from nbtrain.session.background import BackgroundRun, refuse
 from nbtrain.session.cell import Cell
 from nbtrain.session.check import Report, check
+from nbtrain.session.compare import Comparing, Question, Told
 from nbtrain.session.names import captured, check_kept
 from nbtrain.session.outside import Outside
 from nbtrain.session.ranks import Ranks
@@ -22,6 +24,7 @@ from nbtrain.session.refusal import Refusal
 from nbtrain.session.report import drop_ahead, listed, mourn
 from nbtrain.session.run import CellRun
 from nbtrain.session.status import report
+from nbtrain.session.trying import Tries, Way
 from nbtrain.specs import PoolSpec, RunSpec
 
 
@@ -69,6 +72,18 @@ class Session:
         background.start()
         self.background = background
         return background
+
+    def compare(self, ways: Sequence[Way], cell: Cell, question: Question, told: Told) -> Comparison:
+        """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
+        self._check_free()
+        for line in (*self.aging.lines(forks=False), self.ranks.drop_left()):
+            if line:
+                print(line)
+        self.outside.open()
+        try:
+            return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
+        finally:
+            self.outside.changed()
 
     def start(self, pool: PoolSpec) -> None:
         """Have ranks before the first cell needs them."""

@@ -25,8 +25,9 @@ from nbtrain.session.outcome import Outcome
 from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay
 from nbtrain.session.report import check_ahead, slow
-from nbtrain.session.screen import Left, Screen
+from nbtrain.session.screen import Left, Nowhere, Screen
 from nbtrain.session.traffic import Outgoing, Traffic
+from nbtrain.session.unkept import Unkept
 from nbtrain.shield import Presses, presses
 from nbtrain.specs import PRECISIONS, RunSpec
 
@@ -46,7 +47,7 @@ class CellRun:
         self.names = names
         count = run.pool.world_size
         self.outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
-        screen = Left(shell) if run.background else Screen(shell)
+        screen = Left(shell) if run.background else Screen(shell) if run.trial is None else Nowhere(shell)
         self.relay = Relay(screen, run.output, self.outcome.lead, self.outcome.ranks)
         self.controls = Controls(self)
         self.audience = Audience(shell, run, cell, self.controls, kernel, self.relay.say, self.relay.screen)
@@ -74,7 +75,7 @@ class CellRun:
         """every rank has come to the end of the cell"""
         self.over = True
         """no rank runs the cell, or those that did are gone"""
-        self.home = Homecoming(self)
+        self.home = Homecoming(self) if run.trial is None else Unkept(self)
 
     def run(self) -> None:
         """All of it; raises what the cell raised."""

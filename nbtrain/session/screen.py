@@ -39,6 +39,24 @@ class Screen:
         """Something goes on here, although the kernel is idle."""
 
 
+class Nowhere(Screen):
+    """Nobody is to see it."""
+
+    def write(self, stream: str, text: str) -> None: ...
+
+    def flush(self, stream: str) -> None: ...
+
+    def publish(
+        self,
+        data: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        transient: Mapping[str, Any] | None = None,
+        update: bool = False,
+    ) -> None: ...
+
+    def clear(self, wait: bool) -> None: ...
+
+
 class Left(Screen):
     """The cell that is running when this is made, also after it has returned and others run.
 

@@ -36,6 +36,8 @@ class Loaders:
         self.at_end: Callable[[], None] = lambda: None
         """what to do when a loader has handed out its last batch"""
         self.positions = Positions()
+        self.regroup: Callable[[Any], Any] | None = None
+        """batch sampler → one with batches of another size"""
 
     def patch(self, patches: Patches) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -56,6 +58,7 @@ class Loaders:
     def end(self) -> list[str]:
         """Sentences about what the cell's loaders did."""
         self.running = False
+        self.regroup = None
         notes = []
         if self.padded:
             count = "1 sample was" if self.padded == 1 else f"{self.padded} samples were"
@@ -82,6 +85,8 @@ class Loaders:
     def _index_sampler(self, old: property) -> property:
         def sampler(loader: DataLoader[Any]) -> Any:
             theirs = self.positions.skipping(old.fget(loader))  # type: ignore[misc]
+            if self.regroup is not None and loader.batch_sampler is not None and self._active:
+                theirs = self.regroup(theirs)
             if not self._shares or not dealt_out(loader):
                 return theirs
             return Dealt(theirs, self.deal, self.randomness, drop_last=loader.drop_last, padded=self._pad)

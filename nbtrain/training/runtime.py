@@ -71,6 +71,7 @@ from nbtrain.training.scaling import Scaling
 from nbtrain.training.speakers import Speakers
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Stopping
+from nbtrain.training.trial import Trying
 from nbtrain.training.wrapped import Wrapped
 
 _installed: Runtime | None = None
@@ -121,13 +122,15 @@ class Runtime:
         self.loaders.positions = self.checkpoints.positions
         self.wrapped = Wrapped(info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling)
         self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
-        self.saving = Saving(self.meeting)
+        self.saving = Saving(self.meeting, info.world_size > 1)
         self.recompute = Recompute()
         self.made = Made(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
         self._looks_after = False
         """all ranks run a cell whose models the strategy sets up"""
+        self.trying: Trying | None = None
+        """the cell is only tried"""
         self._agreement = Agreement()
         self._patches = Patches()
         self._prepared: Mapping[str, object] | None = None
@@ -154,7 +157,7 @@ class Runtime:
         if self.info.world_size > 1:
             self.recounted.patch(patches)
             lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
-            self.saving.patch(patches)
+        self.saving.patch(patches)
         _installed = self
 
     def uninstall(self, whole: bool = True) -> None:
@@ -191,6 +194,8 @@ class Runtime:
         self.stopping.begin(board, number)
         self.stopping.put_aside = partial(put, self.checkpoints, run.aside)
         self.loaders.begin(deal, self.strategy.hands_off)
+        if self.trying is not None:
+            self._begin_trying(self.trying, count)
         if run.accumulate > 1:
             self.accumulation = Accumulation(
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
@@ -225,6 +230,8 @@ class Runtime:
         self.wrapped.end()
         here.enter(None)
         self.checkpoints.end()
+        self.checkpoints.off = self.saving.off = False
+        self.trying = None
         if self.forwards is not None:
             self.forwards.on = False
         notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
@@ -257,6 +264,14 @@ class Runtime:
         throughput = replace(self.steps.throughput(), operations=self.operations.total, fastest=self.operations.fastest)
         progress = self.steps.progress()
         return [spent, throughput] if progress is None else [spent, throughput, progress]
+
+    def _begin_trying(self, trying: Trying, count: int) -> None:
+        trying.share = count / self.info.world_size
+        self.stopping.enough = trying.ended
+        self.checkpoints.off = self.saving.off = True
+        if trying.trial.batch != 1.0:
+            self.loaders.regroup = trying.regrouped
+        trying.begin(self.steps)
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""

@@ -38,9 +38,13 @@ PATIENCE = 10.0
 class Saving:
     """One rank's calls of `torch.save` in a cell."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, several: bool) -> None:
+        """`several`: there are other ranks."""
         self.meeting = meeting
+        self._several = several
         self.calls: Counter[int] = Counter()
+        self.off = False
+        """nothing is written: the cell is only tried"""
 
     def begin(self) -> None:
         self.calls.clear()
@@ -51,7 +55,9 @@ class Saving:
 
     def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            if not self.meeting.open or not isinstance(f, (str, os.PathLike)):
+            if self.off and isinstance(f, (str, os.PathLike)):
+                return
+            if not self._several or not self.meeting.open or not isinstance(f, (str, os.PathLike)):
                 return old(obj, f, *args, **kwargs)
             path = os.path.realpath(os.fspath(f))
             if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory

@@ -47,6 +47,10 @@ class Stopped(KeyboardInterrupt):
     """Raised where nothing is under way."""
 
 
+class Enough(Stopped):
+    """Raised where the last step of a trial has ended: on every rank after the same one, for all count alike."""
+
+
 class Stopping:
     """The rank's part in it. `begin` before a cell; then `steps` calls."""
 
@@ -54,6 +58,8 @@ class Stopping:
         self.rank = rank
         self.steps = steps
         self.put_aside: Callable[[int], None] = lambda request: None
+        self.enough: Callable[[], bool] = _never
+        """is told of each step that ends, and says whether it is the last"""
         self._board: Board | None = None
         self._run = 0
         self._aside = 0
@@ -71,6 +77,7 @@ class Stopping:
 
     def end(self) -> None:
         self._board = None
+        self.enough = _never
 
     def _ended(self) -> None:
         """A step has ended."""
@@ -78,6 +85,8 @@ class Stopping:
         if board is None:
             return
         part = board.parts[self.rank]
+        if self.enough():
+            self._raise(board, Enough)
         part[STEPS] = self.steps.ends  # said first, and then looked: one of both sides sees the other
         if board.head[ASIDE] > self._aside and self._due(board, ASIDE_AT):
             self._aside = board.head[ASIDE]
@@ -95,8 +104,12 @@ class Stopping:
         if self._board is not None and self._board.head[STOP] == self._run:
             self._raise(self._board)
 
-    def _raise(self, board: Board) -> None:
+    def _raise(self, board: Board, how: type[Stopped] = Stopped) -> None:
         part = board.parts[self.rank]
         if part[RAISED] != self._run:
             part[RAISED] = self._run
-            raise Stopped
+            raise how
+
+
+def _never() -> bool:
+    return False

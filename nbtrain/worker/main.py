@@ -8,7 +8,7 @@ import math
 import os
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbtrain.registry as registry
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
@@ -31,7 +31,11 @@ from nbtrain.worker.stack import answer_in
 from nbtrain.worker.streams import adopt as adopt_streams
 from nbtrain.worker.streams import collect as collect_streams
 from nbtrain.worker.surroundings import Taken
+from nbtrain.worker.trying import trying
 from nbtrain.worker.twins import Twins
+
+if TYPE_CHECKING:
+    from nbtrain.training.trial import Trying
 
 
 class Rank:
@@ -66,6 +70,8 @@ class Rank:
         """of the last run"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
+        self._trying: Trying | None = None
+        """the cell that runs is only tried"""
         self._regrouped = False
         """since the last cell: models that nobody holds any more may hold the old group, its threads and sockets"""
 
@@ -130,6 +136,17 @@ class Rank:
     # -- a cell --------------------------------------------------------------------------
 
     def _run(self, run: Run) -> None:
+        if run.spec.trial is None:
+            self._run_cell(run)
+            return
+        self._trying = trying(run.spec, self.info.device)
+        try:
+            with self._trying.limited():
+                self._run_cell(run)
+        finally:
+            self._trying = None
+
+    def _run_cell(self, run: Run) -> None:
         self._last = None
         self._lead = run.ranks[0]
         try:
@@ -149,7 +166,12 @@ class Rank:
         failure, lines = self._execute(run)
         self._notes = tuple(self.runtime.end(failure is None))
         self.meters.end()
-        if failure is not None:
+        if self._trying is not None and self._trying.well(failure):
+            told = self._trying.told(self.info.rank)
+            self._finish(
+                Finished(rank=told.rank, time=told.time, steps=steps.count, tried=told, grouped=self.group.intact)
+            )
+        elif failure is not None:
             self.outputs.outlet.announce()
             self._fail(failure, lines, run.number)
         elif self._shares_pieces(run):
@@ -256,6 +278,9 @@ class Rank:
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
+        if self._trying is not None:
+            runtime.trying = self._trying
+            self.twins.namespace.update(self._trying.trial.names)
         if run.streams is not None:
             adopt_streams(runtime.randomness, run.streams)
         if touched:

@@ -77,6 +77,8 @@ class Checkpoints:
         """what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`"""
         self.refused = ""
         """why there are no checkpoints in this cell"""
+        self.off = False
+        """nothing is written: the cell is only tried"""
         self._plan: Plan | None = None
         self._interval = Interval()
         self._saved = -1
@@ -175,6 +177,8 @@ class Checkpoints:
 
     def save(self, path: Any, objects: Mapping[str, Any], full_format: bool = False) -> None:
         """`objects`: by name; none: all that the cell uses."""
+        if self.off:
+            return
         self._check("save")
         place = place_of(path)
         if place.suffix == full.SUFFIX:

@@ -1,0 +1,143 @@
+"""A `%%distributed` cell that is only tried: which ways its line asks for, and how the answer is shown."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.magics.options import BY_NAME
+from nbtrain.magics.parse import Given, Request
+from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics.state import State
+from nbtrain.magics.values import ALL, similar
+from nbtrain.magics.words import Word
+
+if TYPE_CHECKING:
+    from nbtrain.planning.comparison import Comparison
+    from nbtrain.session import Cell
+    from nbtrain.session.compare import Question
+    from nbtrain.session.trying import Way
+
+OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
+"""Options that mean nothing once the cell is run in earnest."""
+
+
+def asked(request: Request) -> list[str]:
+    """The options of a line with which the cell is only tried."""
+    return [name for name in request.given if BY_NAME[name].trial and request.value(name)]
+
+
+def run(state: State, line: Request, base: Request, cell: Cell) -> None:
+    """Try the cell, and show what came of it."""
+    request = line.over(base)
+    _check(line, request)
+    if counts := request.value("grow"):
+        from nbtrain.magics.growing import grow
+
+        grow(state, line, base, cell, counts)
+        return
+    show(state, cell, ways(state, line, base), question(request))
+
+
+def question(request: Request) -> Question:
+    from nbtrain.session.compare import Question
+
+    found = Question(steps=request.value("steps"), memory=request.value("memory"))
+    if request.value("find_batch"):
+        return replace(found, goal="batch")
+    if request.value("find_model") is not None:
+        name, values = request.value("find_model")
+        return replace(found, goal="model", parameter=name, values=values)
+    return found
+
+
+def ways(state: State, line: Request, base: Request) -> list[Way]:
+    """One for each strategy that is named: the same line, but for that."""
+    request = line.over(base)
+    names = request.value("compare") or (request.value("strategy"),)
+    if names == (ALL,):
+        names = tuple(_available())
+    own = _own(state, line, names)
+    found = []
+    for name in names:
+        given = {kept: value for kept, value in line.given.items() if kept not in (*OF_TRIALS, "strategy")}
+        if name != "auto":
+            given = {"strategy": Given(name, f"--strategy {name}"), **given}
+        found.append(way(state, name, Request(given=given, own=own[name]), base))
+    return found
+
+
+def way(state: State, name: str, line: Request, base: Request) -> Way:
+    from nbtrain.session.trying import Way
+
+    return Way(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
+
+
+def show(state: State, cell: Cell, tried: list[Way], what: Question) -> Comparison:
+    """Below the cell, from its first row on."""
+    screen = Changing(state.shell)
+    return state.opened().compare(tried, cell, what, screen.show)
+
+
+class Changing:
+    """One output that is drawn over as more is known. Where there is no page, it is printed when it is over."""
+
+    def __init__(self, shell: Any) -> None:
+        self._publisher = shell.display_pub
+        self._page = hasattr(shell, "kernel")
+        self._id = uuid.uuid4().hex
+        self._shown = False
+
+    def show(self, found: Any, over: bool = False) -> None:
+        """`found`: what has a text, and a form for a page."""
+        if not self._page and not over and not getattr(found, "over", False):
+            return
+        data = {"text/plain": repr(found), "text/html": found._repr_html_()}
+        self._publisher.publish(data, transient={"display_id": self._id}, update=self._shown and self._page)
+        self._shown = True
+
+
+def _check(line: Request, request: Request) -> None:
+    wanted = asked(request)
+    kinds = [name for name in wanted if name != "compare"]
+    if len(kinds) > 1 or ("grow" in kinds and "compare" in wanted):
+        flags = " and ".join(BY_NAME[name].flag for name in wanted)
+        raise UsageError(f"{flags} ask for different things: write one of them in a cell, the other in the next")
+    if "compare" in wanted and "strategy" in line.given:
+        raise UsageError(f"{line.given['strategy'].typed}: --compare names the strategies; leave one of both out")
+    if request.value("background"):
+        raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
+
+
+def _own(state: State, line: Request, names: Iterable[str]) -> Mapping[str, Mapping[str, Word | None]]:
+    """Each strategy's own flags of a line. What only some of them have is theirs; what none has is a mistake."""
+    if not line.own:
+        return {name: {} for name in names}
+    known = {name: _flags(state, name) for name in names}
+    for typed in line.own:
+        if not any(typed in flags for flags in known.values()):
+            every = [*(option.flag for option in BY_NAME.values()), *(flag for one in known.values() for flag in one)]
+            raise UsageError(f"there is no option {typed}{similar(typed, every)} under {', '.join(known)}")
+    return {name: {typed: line.own[typed] for typed in line.own if typed in flags} for name, flags in known.items()}
+
+
+def _flags(state: State, name: str) -> set[str]:
+    each = AUTO if name == "auto" else (name,)
+    return {flag for one in each for flag in Chosen.named(one, state.notebook).flags()}
+
+
+def _available() -> list[str]:
+    """All that can be had here, and that train a model by themselves."""
+    found = [
+        name
+        for name, entry in registry.strategies().items()
+        if registry.lacking(entry.needs) is None and not entry.package and not entry.load().hands_off
+    ]
+    if not found:
+        raise UsageError("--compare all: no strategy can be had here; %distributed strategies says what each lacks")
+    return found

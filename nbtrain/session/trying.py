@@ -1,0 +1,142 @@
+"""One cell tried in one way: sent to the ranks, run for some steps, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import nbtrain.probes as probes
+import nbtrain.registry as registry
+from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
+from nbtrain.exchange.places import Places
+from nbtrain.session.cell import Cell
+from nbtrain.session.names import captured
+from nbtrain.session.ranks import Ranks
+from nbtrain.session.report import listed
+from nbtrain.session.run import CellRun
+from nbtrain.session.unkept import Unkept
+from nbtrain.specs import RunSpec, Trial
+
+ROOM = 0.9
+"""of the machine's free memory is shared out to ranks that try something"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How a cell may be run."""
+
+    name: str
+    """`fsdp`"""
+    line: str
+    """the options, as they are typed"""
+    spec: Callable[[], RunSpec]
+    """raises UsageError where it cannot be done here"""
+
+
+class Tries:
+    """Of one cell. Nothing of them comes home, and other cells know nothing of them."""
+
+    def __init__(self, shell: Any, ranks: Ranks, cell: Cell, memory: int) -> None:
+        """`memory`: bytes that a rank may come to have; 0: what the device has."""
+        self._shell = shell
+        self._ranks = ranks
+        self._cell = cell
+        self._memory = memory
+        self._fresh = False
+        """the ranks have nothing of the notebook's"""
+
+    def try_out(self, way: Way, trial: Trial) -> dict[str, Any]:
+        """What there is to say of it, as changes of a `Measured`. Raises what every other way would raise, too."""
+        try:
+            spec = way.spec()
+            if spec.pool.engine == "inprocess":
+                raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
+            return self._run(_bare(spec), trial)
+        except (CannotTravel, MissingName, CellSyntaxError):
+            raise
+        except NbtrainError as error:
+            self._fresh = self._ranks.pool is None
+            return {"state": "failed", "why": str(error).split("\n")[0]}
+
+    def batch(self) -> int:
+        """How many samples the cell's loader puts into a batch; 0: it has none, or does not say."""
+        from torch.utils.data import DataLoader
+
+        names = captured(self._cell.code, self._shell.user_ns, (), self._cell, Places(self._shell.user_ns))
+        held = (self._shell.user_ns[name] for name in (*names.hard, *names.soft))
+        sizes = (getattr(one.batch_sampler, "batch_size", None) for one in held if isinstance(one, DataLoader))
+        return next((size for size in sizes if isinstance(size, int) and size), 0)
+
+    def _run(self, spec: RunSpec, trial: Trial) -> dict[str, Any]:
+        shell = self._shell
+        extra = () if registry.find_strategy(spec.strategy) else (spec.strategy,)
+        names = captured(
+            self._cell.code, shell.user_ns, extra, self._cell, Places(shell.user_ns), spec.options.values()
+        )
+        for name in trial.names:
+            if name not in (*names.hard, *names.soft):
+                raise UsageError(
+                    f"the cell does not read {name}, so it would be the same with every value of it: let the cell make "
+                    f"its model with {name}"
+                )
+        self._have(spec)
+        spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
+        run = CellRun(shell, self._ranks, spec, self._cell, names)
+        run.run()
+        assert isinstance(run.home, Unkept)
+        return _told(run.home, spec)
+
+    def _have(self, spec: RunSpec) -> None:
+        """The right ranks, with nothing on them."""
+        ranks = self._ranks
+        if ranks.traffic is not None and ranks.traffic.ahead:
+            names = listed(sorted(ranks.traffic.ahead))
+            raise UsageError(
+                f"{names}: what --keep has left on the ranks would be lost. Bring it home with a cell that reads "
+                f"{names}, or let it go with %distributed stop"
+            )
+        before = ranks.pool
+        ranks.have(spec.pool)
+        if ranks.pool is not before:
+            ranks.wait_until_ready()
+        elif not self._fresh:
+            ranks.forget()
+        self._fresh = True
+
+    def _limit(self, spec: RunSpec) -> int:
+        """Where the kernel would end a process that wants too much, the rank is to hear of it before."""
+        if self._memory or spec.pool.kind != "cpu":
+            return self._memory
+        return int(ROOM * probes.memory().available / spec.pool.world_size)
+
+
+def _bare(spec: RunSpec) -> RunSpec:
+    """Without what would write or show something."""
+    return replace(
+        spec, background=False, keep=(), save_steps=None, save_seconds=None, resume=None, monitor="off", log_to="",
+        output="rank0",
+    )  # fmt: skip
+
+
+def _told(home: Unkept, spec: RunSpec) -> dict[str, Any]:
+    found = home.tried
+    ranks = spec.pool.world_size
+    if not found:
+        return {"state": "failed", "ranks": ranks, "why": home.why or "it was cut short", "no_memory": home.no_memory}
+    memory = tuple(one.memory for one in found)
+    seconds = max(one.seconds for one in found)
+    steps = min(one.steps for one in found)
+    if not steps:
+        why = "the loop has taken no optimizer step, so there is nothing to measure"
+        return {"state": "failed", "ranks": ranks, "memory": memory, "why": why}
+    return {
+        "state": "done",
+        "ranks": ranks,
+        "memory": memory,
+        "steps": steps,
+        "steps_per_second": steps / seconds,
+        "samples_per_second": sum(one.samples for one in found) / seconds,
+        "batch": found[0].batch,
+        "grown": all(one.grown for one in found),
+    }

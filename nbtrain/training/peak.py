@@ -1,0 +1,86 @@
+"""The most memory that a rank has had at once since a moment, and a limit to it: of its card, or of its process."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+
+class Peak:
+    """From now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._card = device if device.type == "cuda" else None
+        self._most = 0
+        if self._card is not None:
+            torch.cuda.empty_cache()
+            for card in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(card)
+            self._before = torch.cuda.memory_allocated(self._card)
+            return
+        if sys.platform == "linux":
+            with suppress(AttributeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:  # the system counts its peak anew
+            refs.write("5")
+        self._before = _pages()["RssAnon"]
+
+    def look(self) -> None:
+        """Now and then, where the system does not say by itself what was the most."""
+        if self._card is None:
+            self._most = max(self._most, _pages()["RssAnon"])
+
+    def wait(self) -> None:
+        """Until the card has done what it was told."""
+        if self._card is not None:
+            torch.cuda.synchronize(self._card)
+
+    def bytes(self) -> int:
+        if self._card is not None:  # what uses several has them all in this process
+            cards = range(torch.cuda.device_count())
+            return max(torch.cuda.max_memory_allocated(card) for card in cards) - self._before
+        now = _pages()
+        counted = now.get("VmHWM", 0) - now.get("RssFile", 0) - now.get("RssShmem", 0)
+        return max(self._most, counted, now["RssAnon"]) - self._before
+
+    @contextmanager
+    def limited(self, more: int) -> Iterator[None]:
+        """The rank cannot have more than so many bytes besides what it has now."""
+        if self._card is not None:
+            total = torch.cuda.get_device_properties(self._card).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (self._before + more) / total), self._card)
+            try:
+                yield
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, self._card)
+            return
+        try:
+            import resource
+        except ImportError:  # a system without
+            yield
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = _pages().get("VmData", 0) + more
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _pages() -> dict[str, int]:
+    """What the system says of this process's memory, in bytes."""
+    try:
+        with open("/proc/self/status") as lines:
+            found = (line.split(":") for line in lines)
+            return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
+    except OSError:
+        import psutil
+
+        return {"RssAnon": int(psutil.Process().memory_info().rss)}
