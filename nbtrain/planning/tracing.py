@@ -7,7 +7,7 @@ when real ones would.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ class Memory(TorchDispatchMode):
         if self._guard and schema is not None and schema.is_mutable:
             self._keep(schema, args, kwargs)
         out = func(*args, **kwargs)
-        returns = schema.returns if schema is not None else ()
+        returns: Sequence[Any] = schema.returns if schema is not None else ()
         if len(returns) == 1:
             self._made(out, returns[0].alias_info)
         elif isinstance(out, tuple | list):
