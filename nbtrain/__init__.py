@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain import errors
+    from nbtrain.planning.plan import Plan
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
     from nbtrain.strategies.units import wrap
@@ -55,6 +56,8 @@ __all__ = [
     "history",
     "load",
     "load_ipython_extension",
+    "picker",
+    "plan",
     "resumable",
     "save",
     "unload_ipython_extension",
@@ -104,6 +107,49 @@ def background() -> Any:
     from nbtrain.magics.extension import session_here
 
     return session_here().background
+
+
+def plan(
+    model: Any = None,
+    batch: Any = None,
+    *,
+    optimizer: Any = None,
+    devices: Any = None,
+    accelerator: str | None = None,
+    nodes: int | None = None,
+    precision: str | None = None,
+    accumulate: int | None = None,
+    bandwidth: str | None = None,
+    memory: str | None = None,
+    goal: str = "speed",
+    loss: str = "any",
+) -> Plan:
+    """`%distributed plan` for programs: what a model would need under each strategy, whether that fits, which to take.
+
+    `model`, `batch` and `optimizer` are objects, or names of the notebook; what is left out is looked for there. The
+    options mean what they mean behind `%%distributed`. `goal`: speed, batch or model, what is to be as large as can be,
+    for no, small or any `loss` of speed.
+    """
+    from nbtrain.magics.extension import state_here
+    from nbtrain.magics.planned import for_programs
+
+    options = {
+        "devices": devices,
+        "accelerator": accelerator,
+        "nodes": nodes,
+        "precision": precision,
+        "accumulate": accumulate,
+        "bandwidth": bandwidth,
+        "memory": memory,
+    }
+    return for_programs(state_here(), model, batch, optimizer, options, goal, loss)
+
+
+def picker(*args: Any, **options: Any) -> Any:
+    """`%distributed pick` for programs: choose a strategy, its options and devices on a form, and write the line."""
+    from nbtrain.magics.picked import picker as make
+
+    return make(*args, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,8 @@ PUBLIC = {
     "history",
     "load",
     "load_ipython_extension",
+    "picker",
+    "plan",
     "resumable",
     "save",
     "unload_ipython_extension",

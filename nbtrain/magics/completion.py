@@ -49,7 +49,7 @@ def complete(left: str, state: State, names: Mapping[str, str]) -> tuple[str, li
         found: Iterable[str] = choices
     elif magic[1] == "%" and not is_rank:
         verb = words[0].text if words and words[0].text in VERBS else None
-        if verb is not None and VERBS[verb].names:
+        if verb is not None and VERBS[verb].names and not fragment.startswith("-"):
             return _names(fragment, [word.text for word in words], state)
         found = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
     elif is_rank and not fragment.startswith("-") and not any(word.is_flag for word in words):
@@ -75,7 +75,7 @@ def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str 
     given = {BY_FLAG[word.text].flag if word.text in BY_FLAG else word.text for word in words}
 
     def fits(option: Option) -> bool:
-        return option.flag not in given and (verb is None or (VERBS[verb].options and option.pool))
+        return option.flag not in given and (verb is None or VERBS[verb].has(option))
 
     found = [option.flag for option in OPTIONS if fits(option)]
     found += [flag for flag in own if flag not in given]

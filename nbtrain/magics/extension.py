@@ -40,13 +40,19 @@ def unload(shell: InteractiveShell) -> None:
 
 def session_here() -> Session:
     """The session of the notebook that calls."""
+    state = state_here()
+    if state is None:
+        raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
+    return state.opened()
+
+
+def state_here() -> State | None:
+    """What the magics of the notebook that calls remember. None: they are not loaded there."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
     extension = _LOADED.get(shell) if shell is not None else None
-    if extension is None:
-        raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
-    return extension.state.opened()
+    return extension.state if extension is not None else None
 
 
 def _open_session(shell: InteractiveShell, on_idle: Callable[[], None]) -> Session:

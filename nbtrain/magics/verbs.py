@@ -9,12 +9,13 @@ from typing import Any
 
 from nbtrain.errors import UsageError
 from nbtrain.magics import table
-from nbtrain.magics.options import BY_NAME
+from nbtrain.magics.options import BY_NAME, Option
 from nbtrain.magics.parse import Request
 from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.state import State
 from nbtrain.magics.values import similar
 
+PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
 NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 
 
@@ -26,8 +27,13 @@ class Verb:
     usage: str
     options: bool = False
     """it takes the options that decide which processes there are"""
+    takes: tuple[str, ...] = ()
+    """names of other options that it takes"""
     names: bool = False
     """it takes names of the notebook"""
+
+    def has(self, option: Option) -> bool:
+        return (self.options and option.pool) or option.name in self.takes
 
 
 def run_verb(state: State, request: Request) -> str | None:
@@ -38,10 +44,10 @@ def run_verb(state: State, request: Request) -> str | None:
         raise UsageError(f"there is no verb {name!r}{similar(name, VERBS)}; there are {', '.join(VERBS)}")
     if more and not verb.names:
         raise UsageError(f"{name} stands alone: what is {' '.join(more)!r} there for?")
-    wrong = [option for option in request.given if not (verb.options and BY_NAME[option].pool)]
+    wrong = [option for option in request.given if not verb.has(BY_NAME[option])]
     if wrong or request.own:
         flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
-        takes = [option.flag for option in BY_NAME.values() if option.pool] if verb.options else []
+        takes = [option.flag for option in BY_NAME.values() if verb.has(option)]
         instead = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
         raise UsageError(f"{name} has no option {', '.join(flags)}{instead}")
     return verb.do(state, request)
@@ -103,6 +109,12 @@ def _strategies(state: State, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": table.text(state.notebook), "text/html": table.html(state.notebook)})
 
 
+def _plan(state: State, request: Request) -> None:
+    from nbtrain.magics import planned  # on use, as what it needs is
+
+    planned.show(state, request)
+
+
 def _history(state: State, request: Request) -> None:
     # Loaded on use: reading the past needs more than running a cell does.
     from nbtrain.runs.history import history
@@ -150,6 +162,15 @@ VERBS: Mapping[str, Verb] = {
         usage="strategies",
         do=_strategies,
         help="what each strategy shards, what it lacks here, what is held after a failure, its options; presets",
+    ),
+    "plan": Verb(
+        usage="plan [MODEL] [options]",
+        do=_plan,
+        options=True,
+        takes=PLAN_TAKES,
+        names=True,
+        help="what the model would need under each strategy, in memory and in communication, whether that fits here, "
+        "and which one to take; nothing is started",
     ),
     "history": Verb(
         usage="history [RUN|all]",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import nbtrain.probes as probes
 from nbtrain.planning.room import Room, in_memory, room
@@ -49,6 +49,14 @@ class Ground:
         if world.devices > 1 and world.kind == "cpu":  # one process has all of it
             return self.alone
         return min(self.each, key=lambda one: one.bytes)
+
+    def at_most(self, limit: int, why: str) -> Ground:
+        """The same where no rank may have more than so many bytes."""
+
+        def less(one: Room) -> Room:
+            return replace(one, bytes=limit, why=f"{why} is what a rank may come to have") if one.bytes > limit else one
+
+        return replace(self, alone=less(self.alone), each=tuple(map(less, self.each)))
 
     def line(self, name: str, world: World, more: Sequence[str] = ()) -> str:
         """What is typed behind `%%distributed`. `more`: what else belongs to the way."""

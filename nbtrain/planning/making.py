@@ -58,8 +58,8 @@ def make(
     rows: list[Planned] = []
     for candidate in candidates(own or {}, given or {}, ground.pool.nodes):
         row = planned(candidate, profile, ground)
-        _add(row, rows)
-        if recomputed is not None and not row.available and candidate.name in guide.recomputing():
+        added = _add(row, rows)
+        if added and recomputed is not None and not row.available and candidate.name in guide.recomputing():
             rows.append(planned(candidate, recomputed, ground))
     return Plan(profile=profile, ground=ground, rows=tuple(rows), bandwidth=bandwidth, goal=goal, loss=loss)
 
@@ -85,16 +85,19 @@ def candidates(own: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]], n
 
 def _preset(name: str, preset: presets.Preset, entry: registry.Entry, nodes: int) -> Candidate:
     """What a preset asks the user for is guessed where that can be, and else left to be filled in."""
+    needs = entry.needs
     if "replicas" in preset.asks:
-        options: dict[str, Any] = {"replicas": max(2, nodes)}
+        replicas = max(2, nodes)
+        options: dict[str, Any] = {"replicas": replicas}
         more, asks = words.flags(options), False
+        needs = replace(needs, min_ranks=2 * replicas)
     elif "nvme-path" in preset.asks:
         options, more, asks = {"nvme_path": "DIR"}, preset.asks, True
     else:
         options, more, asks = {}, preset.asks, bool(preset.asks)
     return Candidate(
         name=name,
-        needs=entry.needs,
+        needs=needs,
         source=entry,
         options={**preset.options, **options},
         more=(more,) if more else (),
@@ -141,17 +144,21 @@ def _lacking(candidate: Candidate, ground: Ground) -> str:
         return f"runs on {' and '.join(needs.kinds)}, and these devices are {kind}"
     ranks = ground.world(needs).ranks
     if ranks < needs.min_ranks:
-        return f"takes {needs.min_ranks} devices or more: --devices {needs.min_ranks}"
+        return f"takes {needs.min_ranks} devices or more: write --devices {needs.min_ranks}"
     return ""
 
 
-def _add(row: Planned, rows: list[Planned]) -> None:
-    """A preset that says what its strategy does anyway is no second row; the name that the guide has is kept."""
+def _add(row: Planned, rows: list[Planned]) -> bool:
+    """A preset that says what its strategy does anyway is no second row; the name that the guide has is kept. False: the
+    other one's."""
     same = next((at for at, other in enumerate(rows) if _same(row, other)), None)
     if same is None:
         rows.append(row)
     elif guide.place(rows[same].strategy) is None:
         rows[same] = row
+    else:
+        return False
+    return True
 
 
 def _same(row: Planned, other: Planned) -> bool:
