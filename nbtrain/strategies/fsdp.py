@@ -38,10 +38,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies import values
+from nbtrain.strategies import fsdp_estimate, values
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.divided import clip_norm, cut_loaded, cut_state, state_tensors
+from nbtrain.strategies.estimates import Estimate, Profile, World
 from nbtrain.strategies.fully_sharded import Tree, prefetch_further
 from nbtrain.strategies.gradsync import GradSync
 from nbtrain.strategies.kept import check, kept_whole
@@ -414,6 +415,9 @@ class FSDP(Strategy):
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
         return "meta"
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return fsdp_estimate.estimate(self.options, profile, world)
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with
