@@ -1,0 +1,202 @@
+"""Growth: what is fitted of made-up machines, whose figures are known, and what is said where less was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nbtrain.errors import UsageError
+from nbtrain.planning import bandwidth
+from nbtrain.planning.growth import Growth, Outlook, Point, fit, ring
+
+GRADIENTS = 400e6
+
+
+def machine(*counts: int, cores: float = 0) -> list[Point]:
+    """What is measured where a rank computes 0.2 s, bytes go at 4 GB/s and a round takes 2 ms."""
+    found = []
+    for ranks in counts:
+        waits = max(1.0, ranks / cores) if cores else 1.0
+        volume = ring(GRADIENTS)(ranks)
+        seconds = waits * (0.2 + volume / 4e9) + 2e-3 * math.log2(ranks)
+        found.append(Point(ranks=ranks, seconds=seconds, samples=32 * ranks, volume=volume, cores=cores))
+    return found
+
+
+def outlook(points: list[Point], rate: float = 1e9, **more: Any) -> Outlook:
+    return fit(points).at(rate, **more)
+
+
+@pytest.mark.parametrize("cores", [0, 2, 4, 64])
+def test_the_machine_is_found_again(cores: float) -> None:
+    growth = fit(machine(1, 2, 4, 8, cores=cores))
+    assert growth.compute == pytest.approx(0.2)
+    assert growth.bandwidth == pytest.approx(4e9)
+    assert growth.latency == pytest.approx(2e-3)
+    assert growth.fitted == (1, 2, 4)
+    (check,) = growth.held_back
+    assert check.point.ranks == 8
+    assert check.error == pytest.approx(0, abs=1e-6)
+
+
+def test_what_a_step_takes_on_many_nodes() -> None:
+    growth = fit(machine(1, 2, 4, 8, cores=2))
+    alone, node, nodes = growth.predict(1), growth.predict(8), growth.predict(64, nodes=8, bandwidth=1e9)
+    assert alone.seconds == pytest.approx(0.2)
+    assert alone.efficiency == 1
+    assert alone.samples == pytest.approx(32 / 0.2)
+    assert node.seconds == pytest.approx(0.2 + 2 * 7 / 8 * GRADIENTS / 4e9 + 3 * 2e-3)
+    assert nodes.communication == pytest.approx(2 * 63 / 64 * GRADIENTS / 1e9 + 6 * 2e-3)
+    assert nodes.seconds == pytest.approx(0.2 + nodes.communication)
+    assert nodes.at_best == pytest.approx(nodes.communication)
+    assert nodes.samples == pytest.approx(64 * 32 / nodes.seconds)
+    assert nodes.waiting == pytest.approx(1 - 0.2 / nodes.seconds)
+    hidden = growth.predict(64, nodes=8, bandwidth=1e9, overlap=0.2)
+    assert hidden.seconds == pytest.approx(0.2 + 0.8 * nodes.communication)
+    # Faster than what a rank was seen to send it does not get by a faster network.
+    fastest = growth.predict(64, nodes=8, bandwidth=1e12)
+    assert fastest.communication == pytest.approx(2 * 63 / 64 * GRADIENTS / 4e9 + 6 * 2e-3)
+
+
+def test_bytes_as_a_strategy_says_them() -> None:
+    growth = fit(machine(1, 2, 4, 8), volume=lambda ranks: 1e9 * (ranks - 1))
+    assert growth.predict(5).communication == pytest.approx(4e9 / 4e9 + 2e-3 * math.log2(5))
+    assert fit(machine(2, 4)).volume(64) == pytest.approx(ring(GRADIENTS)(64))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_three_percent(seed: int) -> None:
+    noise = random.Random(seed)
+    points = machine(1, 2, 4, 8, cores=2)
+    growth = fit([replace(one, seconds=one.seconds * noise.uniform(0.97, 1.03)) for one in points])
+    assert growth.compute == pytest.approx(0.2, rel=0.05)
+    (check,) = growth.held_back
+    assert abs(check.error) < 0.15
+
+
+def test_threads_that_a_rank_had_for_itself() -> None:
+    alone = Point(ranks=1, seconds=0.1, samples=32, cores=2, threads=2)
+    two = Point(ranks=2, seconds=0.2, samples=64, cores=2)
+    growth = fit([alone, two])
+    assert growth.compute == pytest.approx(0.1)
+    assert growth.expected(two) == pytest.approx(0.2)
+
+
+def test_a_batch_that_is_dealt_out() -> None:
+    """Each rank has less to compute where the samples of a step stay as many."""
+    points = [Point(ranks=ranks, seconds=0.4 / ranks, samples=64) for ranks in (1, 2, 4)]
+    growth = fit(points)
+    assert growth.compute == pytest.approx(0.4)
+    assert [check.error for check in growth.checks] == pytest.approx([0, 0, 0])
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    one = repr(outlook(machine(1)))
+    assert "Fitted on 1 rank, and checked against nothing." in one
+    assert "how many bytes a step sends is not known" in one
+    sent = repr(fit(machine(1), volume=ring(GRADIENTS)).at(1e9))
+    assert "what is sent was never measured: bytes go at 1 GB/s between nodes, as stated" in sent
+    two = repr(outlook(machine(1, 2)))
+    assert "cannot be told apart: it is all bytes" in two
+    assert "Fitted on 1, 2 ranks, and checked against nothing." in two
+    same = [Point(ranks=ranks, seconds=0.1, volume=1e6, samples=ranks) for ranks in (1, 2, 4)]
+    assert "within one they take no time: none was found here" in repr(outlook(same))
+    assert "4 and 8 ranks shared 2 cores here" in repr(outlook(machine(1, 2, 4, 8, cores=2)))
+    assert "at the stated 100 GB/s no rank has sent any" in repr(outlook(machine(1, 2, 4, 8), rate=100e9))
+
+
+def test_a_check_that_misses_is_said_as_it_is() -> None:
+    *few, last = machine(1, 2, 4, 8)
+    text = repr(outlook([*few, replace(last, seconds=2 * last.seconds)]))
+    assert "checked against 8: off by −50.0 %. So take what is above for an order of magnitude." in text
+    assert "order of magnitude" not in repr(outlook([*few, last]))
+
+
+def test_faster_on_more_ranks_is_no_crash() -> None:
+    faster = [Point(ranks=ranks, seconds=1 / ranks, volume=1e6, samples=ranks) for ranks in (1, 2, 4)]
+    growth = fit(faster)
+    assert growth.compute > 0
+    assert growth.latency == 0
+    assert growth.bandwidth == math.inf
+    assert "−" in repr(growth.at(1e9)) or "+" in repr(growth.at(1e9))
+
+
+def test_measurements_that_are_none() -> None:
+    for points, said in (
+        ([], "nothing was measured"),
+        ([Point(ranks=2, seconds=0.0)], "took no time"),
+        ([Point(ranks=0, seconds=1.0)], "is no measurement"),
+        ([Point(ranks=1, seconds=math.nan)], "is no measurement"),
+        ([Point(ranks=1, seconds=1.0, volume=-1.0)], "is no measurement"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            fit(points)
+    growth = fit(machine(1, 2, 4))
+    with pytest.raises(UsageError, match="a rank for every node"):
+        growth.predict(2, nodes=4)
+    with pytest.raises(UsageError, match="more than 0 bytes"):
+        growth.predict(8, nodes=2, bandwidth=0)
+
+
+def test_the_table_in_text_html_and_data() -> None:
+    found = outlook(machine(1, 2, 4, 8, cores=2), rate=1e9)
+    lines = repr(found).splitlines()
+    assert re.split(r"\s{2,}", lines[0])[:4] == ["ranks", "nodes", "a step", "at best"]
+    assert [line.split()[:2] for line in lines[2:5]] == [["8", "1"], ["64", "8"], ["512", "64"]]
+    assert re.search(r"^8 .* held back$", repr(found), re.M)
+    assert "Fitted on 1, 2, 4 ranks, checked against 8: off by" in repr(found)
+    html = found._repr_html_()
+    assert html.count("<table") == 2
+    assert "<li>" in html
+    data = json.loads(json.dumps(found.data()))
+    assert [row["ranks"] for row in data["rows"]] == [8, 64, 512]
+    assert data["checks"][-1] == {**data["checks"][-1], "ranks": 8, "fitted": False}
+    assert len(data["assumes"]) > 4
+    unknown = outlook([Point(ranks=ranks, seconds=0.1 * ranks) for ranks in (1, 2)])
+    assert "samples/s" not in repr(unknown)
+    assert json.dumps(unknown.data())
+
+
+positive = st.floats(1e-5, 1e3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 16), positive, st.floats(0, 1e10)), min_size=1, max_size=6), st.integers(0, 8))
+def test_more_ranks_never_make_a_step_shorter(measured: list[tuple[int, float, float]], cores: int) -> None:
+    growth: Growth = fit([Point(ranks=n, seconds=t, volume=v, samples=n, cores=cores) for n, t, v in measured])
+    assume(growth.compute > 0)
+    assert growth.latency >= 0
+    assert growth.bandwidth > 0
+    before = 0.0
+    for ranks in (1, 2, 8, 64, 512):
+        found = growth.predict(ranks, nodes=max(1, ranks // 8), bandwidth=1e9)
+        assert found.seconds >= before * (1 - 1e-9)
+        assert 0 <= found.efficiency <= 1
+        before = found.seconds
+    assert growth.predict(64, 8, 1e9).seconds >= growth.predict(64, 8, 2e9).seconds * (1 - 1e-9)
+    assert repr(growth.at(1e9))
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("25GB/s", 25e9), ("100Gbit/s", 12.5e9), ("100Gb/s", 12.5e9), ("3.2TB/s", 3.2e12), ("25", 25e9),
+        (" 25 GB/s ", 25e9), ("100Gbps", 12.5e9), ("10GiB/s", 10 * 2**30), (".5GB", 5e8), ("800 MB/s", 8e8),
+        ("200gbit/s", 25e9), ("1e0", None), ("25gb/s", None), ("0", None), ("-1GB/s", None), ("fast", None), ("", None),
+        ("25GB/h", None), ("nan", None),
+    ],
+)  # fmt: skip
+def test_a_bandwidth_as_it_is_typed(typed: str, value: float | None) -> None:
+    if value is not None:
+        assert bandwidth.read(typed) == pytest.approx(value)
+        return
+    with pytest.raises(ValueError, match=r"GB/s or \d+Gbit/s"):
+        bandwidth.read(typed)
