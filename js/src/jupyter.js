@@ -44,6 +44,12 @@ async function post({ base, headers }, path, body, patience) {
   }
 }
 
+// Whether the kernel was interrupted.
+export async function interrupt(kernel, find = server) {
+  const behind = kernel ? find() : null;
+  return Boolean(behind && (await post(behind, `api/kernels/${encodeURIComponent(kernel)}/interrupt`, {}, PATIENCE)));
+}
+
 // A command takes the first way that answers: nbtrain's own server extension, which reaches a busy kernel; the
 // server's interrupt, to stop; a message to the kernel, which a busy one may read only when its cell has ended.
 export class Commands {
@@ -67,7 +73,7 @@ export class Commands {
       // A run in the background is not what an interrupt would end.
       if (command === "stop" && !background && !this._store.ended) {
         report("stop: no answer; interrupting the kernel …", "busy");
-        if (await post(behind, `api/kernels/${encodeURIComponent(kernel)}/interrupt`, {}, PATIENCE)) {
+        if (await interrupt(kernel, this._find)) {
           return report("stop: the kernel was interrupted", "good");
         }
       }

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import nbtrain.probes as probes
 from nbtrain.watch.figures import Figures, RankFigures
 from nbtrain.words import size
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+FETCH = ("Colab", "VS Code")
+"""environments that fetch a widget's front end, in the version that they are told"""
 BUNDLE = Path(__file__).parent.parent / "static" / "widget.js"
 """the front end, made of js/ when nbtrain is built"""
 QUIET = 2.0
@@ -64,6 +68,15 @@ class Output:
         update = self.shown
         self._id = self._id or uuid.uuid4().hex
         self._screen.publish(data, metadata or {}, {"display_id": self._id}, update)
+
+
+def own_version(widget: Any) -> dict[str, str]:
+    """A Jupyter server's anywidget may be another version than the kernel's, and the two understand each other. Other
+    front ends fetch the one they are told."""
+    if probes.environment() not in FETCH:
+        return {}
+    own = widget.class_traits()["_model_module_version"].default_value
+    return {"_model_module_version": own, "_view_module_version": own}
 
 
 class Waiting:

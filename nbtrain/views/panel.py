@@ -8,12 +8,9 @@ from typing import Any
 import anywidget
 import traitlets
 
-import nbtrain.probes as probes
-from nbtrain.views.base import BUNDLE, Controls
+from nbtrain.views.base import BUNDLE, WIDGET, Controls, own_version
 from nbtrain.watch.feed import Feed
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-FETCH = ("Colab", "VS Code")
 KEPT = 100
 """answers to commands that are remembered"""
 
@@ -40,7 +37,7 @@ class Panel(anywidget.AnyWidget):
         self._controls = controls
         self._answers: dict[Any, dict[str, Any]] = {}
         self._unsubscribe: Callable[[], None] = feed.subscribe(self._tell)
-        super().__init__(start=feed.everything(), **_versions())
+        super().__init__(start=feed.everything(), **own_version(anywidget.AnyWidget))
         _hear_at_once(self)
         self.on_msg(self._hear)
 
@@ -94,15 +91,6 @@ class Panel(anywidget.AnyWidget):
                 self._answers.clear()
             self._answers[number] = {"kind": "ack", "id": number, "command": command, "ok": ok, "text": text}
         return self._answers[number]
-
-
-def _versions() -> dict[str, str]:
-    """A Jupyter server's anywidget may be another version than the kernel's, and the two understand each other. Other
-    front ends fetch the one they are told."""
-    if probes.environment() not in FETCH:
-        return {}
-    own = anywidget.AnyWidget.class_traits()["_model_module_version"].default_value
-    return {"_model_module_version": own, "_view_module_version": own}
 
 
 def _hear_at_once(panel: Panel) -> None:

@@ -1,0 +1,146 @@
+// The picker, put together of its parts.
+
+import { attribute, element, text } from "./dom.js";
+import { whole } from "./format.js";
+import { interrupt } from "./jupyter.js";
+import { Cards } from "./picker_cards.js";
+import { writeBelow } from "./picker_cell.js";
+import { Compared } from "./picker_compared.js";
+import { Devices } from "./picker_devices.js";
+import { Options } from "./picker_options.js";
+import { Wishes } from "./picker_wishes.js";
+import { Theme } from "./theme.js";
+import "./style.css";
+import "./picker.css";
+
+const PATIENCE = 1500; // milliseconds that a kernel may take before it is said that it is busy
+const BUSY = "The kernel is busy: this is done as soon as the cell that runs has ended.";
+const DOING = { plan: "estimating …", measure: "measuring …" };
+
+export class Picking {
+  constructor(place, send) {
+    this._send = send;
+    this._asked = 0;
+    const ask = (message) => this._ask(message);
+    this._devices = new Devices();
+    this._wishes = new Wishes(ask);
+    this._cards = new Cards(ask);
+    this._options = new Options(ask);
+    this._compared = new Compared(ask);
+    this._model = element("span", { class: "nbt-soft" });
+    this._why = element("p", { class: "nbt-pick-why" });
+    this._line = element("code", { class: "nbt-pick-line", tabindex: 0, "aria-label": "the line that results" });
+    const copy = { type: "button", title: "copy the line", onclick: () => this._copy() };
+    this._copyButton = element("button", copy, "Copy");
+    this._wrong = element("p", { class: "nbt-pick-wrong", "data-tone": "bad", role: "status" });
+    this._measure = element("button", { type: "button", onclick: () => this._run() }, "Measure");
+    this._stop = element("button", { type: "button", hidden: true, onclick: () => this._interrupt() }, "Stop");
+    this._use = element("button", { type: "button", class: "nbt-primary", onclick: () => this._take() }, "Use");
+    this._cell = element("span", { class: "nbt-soft" });
+    this._said = element("p", { class: "nbt-pick-said", role: "status", "aria-live": "polite" });
+    this.node = element(
+      "section",
+      { class: "nbt-root nbt-pick", "aria-label": "strategy picker" },
+      element("div", { class: "nbt-pick-head" }, element("strong", {}, "Pick a strategy"), this._model),
+      this._devices.node,
+      this._wishes.node,
+      this._why,
+      this._cards.node,
+      this._options.node,
+      element("div", { class: "nbt-pick-result" }, this._line, this._copyButton),
+      this._wrong,
+      element("div", { class: "nbt-pick-do" }, this._use, this._measure, this._stop, this._cell),
+      this._said,
+      this._compared.node,
+    );
+    place.append(this.node);
+    this._theme = new Theme(this.node);
+    this._away = this._theme.subscribe(() => this._compared.look());
+  }
+
+  update(data) {
+    this._data = data;
+    clearTimeout(this._late);
+    if (data.answered === this._asked) this._asked = 0;
+    const waits = Boolean(this._asked);
+    this._devices.update(data);
+    this._wishes.update(data, waits);
+    this._cards.update(data);
+    this._options.update(data, waits);
+    this._compared.update(data.compared);
+    text(this._model, describe(data));
+    text(this._why, data.lacks || (data.plan?.why ? `★ ${data.plan.why}` : ""));
+    text(this._line, data.line);
+    this._line.hidden = this._copyButton.hidden = !data.line;
+    text(this._wrong, data.wrong);
+    this._buttons(data);
+    this._say(...(data.said[0] ? data.said : [DOING[data.busy] ?? "", "busy"]));
+  }
+
+  close() {
+    clearTimeout(this._late);
+    this._away();
+    this._theme.close();
+    this._wishes.close();
+    this._options.close();
+    this.node.remove();
+  }
+
+  _buttons(data) {
+    const measuring = data.busy === "measure";
+    const ticked = this._cards.ticked.length;
+    text(this._measure, ticked ? `Measure ${ticked}` : "Measure");
+    this._measure.disabled = measuring || !ticked;
+    this._use.disabled = !data.line;
+    this._stop.hidden = !measuring;
+    text(this._cell, measuring ? "" : data.cell);
+  }
+
+  _ask(message) {
+    if (message.kind === "tick") return this._buttons(this._data);
+    // Later than any number that another page, or this one before it was loaded again, has given.
+    this._asked = Math.max(Date.now(), this._asked + 1);
+    this._send({ ...message, seq: this._asked });
+    clearTimeout(this._late);
+    this._late = setTimeout(() => this._say(BUSY, "wait"), PATIENCE);
+  }
+
+  _run() {
+    this._ask({ kind: "measure", names: this._cards.ticked });
+    clearTimeout(this._late);
+    this._say("measuring …", "busy");
+  }
+
+  async _interrupt() {
+    const done = await interrupt(this._data.kernel);
+    if (!done) this._say("■ in the notebook's toolbar stops it", "wait");
+  }
+
+  _take() {
+    const where = writeBelow(this.node, this._data.line, this._data.magic);
+    this._ask({ kind: "use", written: where });
+  }
+
+  async _copy() {
+    try {
+      await navigator.clipboard.writeText(this._data.line);
+      this._say("copied", "good");
+    } catch {
+      getSelection().selectAllChildren(this._line);
+      this._say("selected: copy it with Ctrl+C, or Cmd+C", "wait");
+    }
+  }
+
+  _say(words, tone) {
+    text(this._said, words);
+    attribute(this._said, "data-tone", words ? tone : null);
+  }
+}
+
+// net · 14,200,000 parameters · AdamW · 32 samples
+function describe({ plan }) {
+  if (!plan) return "";
+  const words = [plan.model, `${whole(plan.parameters)} parameters`];
+  if (plan.optimizer) words.push(plan.optimizer);
+  return words.join(" · ");
+}

@@ -1,0 +1,338 @@
+"""What is chosen in a picker: all that it shows as plain data, and what its buttons do. No widget, and no page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import nbtrain.devices as devices
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.magics import choice_cards, choice_options, own
+from nbtrain.magics.choice_cards import Data, variant_name
+from nbtrain.magics.parse import Request
+from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics.state import State
+from nbtrain.planning.comparison import Comparison
+from nbtrain.planning.guide import GOALS, LOSSES, place
+from nbtrain.planning.making import Candidate, planned
+from nbtrain.planning.plan import Plan, Planned
+from nbtrain.specs import PRECISIONS
+
+Tell = Callable[[Data], None]
+
+WORTH = 3
+"""so many are measured unless the user says otherwise"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What a plan depends on."""
+
+    devices: str
+    """as it is typed behind --devices"""
+    batch: int | None = None
+    """samples of a rank's batch; None: as many as the notebook's have"""
+    precision: str = PRECISIONS[0]
+    goal: str = GOALS[0]
+    loss: str = "any"
+
+
+class Backing(Protocol):
+    """What a picker has behind it."""
+
+    def plan(self, wish: Wish) -> Plan:
+        """Raises a UsageError that says what to name where there is nothing to plan for."""
+
+    def cell(self) -> str:
+        """What `measure` would run, in words."""
+
+    def measure(self, candidates: Sequence[tuple[str, str]], told: Callable[[Comparison], None]) -> Comparison:
+        """Name and line of each."""
+
+
+class Choice:
+    """One picker's. All calls come from the kernel's main thread."""
+
+    def __init__(
+        self, state: State, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""
+    ) -> None:
+        """`request`: what was said for it, over the notebook's defaults; `kernel`: its id."""
+        wanted = request.over(state.defaults)
+        self._state = state
+        self._backing = backing
+        self._magic = magic
+        self._kernel = kernel
+        self._machine = devices.here()
+        self._kind = "cuda" if self._machine.cards() and wanted.value("accelerator") != "cpu" else "cpu"
+        self._plan: Plan | None = None
+        self._lacks = ""
+        """why there is no plan"""
+        self._compared: Comparison | None = None
+        self._busy = ""
+        self._said: tuple[str, str] = ("", "")
+        self._answered = 0
+        """the number of the page's last message: it knows by that what has been heard"""
+        self._touched = False
+        """a strategy was taken by hand: what is recommended does not replace it"""
+        self.wish = Wish(
+            devices=_devices(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
+        )
+        self.strategy: str = AUTO[self.ranks > 1]
+        self.typed: dict[str, str] = {}
+        """options of the strategy that are not as usual, by field"""
+        self.recompute = ""
+        """classes whose activations are computed again"""
+        self._begin(wanted)
+        self.tell: Tell = lambda data: None
+        """is given the data whenever it has changed"""
+
+    @property
+    def ranks(self) -> int:
+        return _ranks(self.wish.devices, self._count)
+
+    @property
+    def _count(self) -> int:
+        """Of ranks, where nobody has said how many."""
+        return len(self._machine.cards()) if self._kind == "cuda" else min(4, self._machine.cores)
+
+    def line(self) -> str:
+        """The options that are chosen, as they are typed. Raises what is wrong with them."""
+        chosen = self._chosen
+        if lacks := choice_cards.against(chosen.needs, self._kind, self.ranks):
+            raise UsageError(f"{self.strategy}: {lacks}")
+        own.check_options(chosen.load(), choice_options.values(chosen, self.typed, self._state.notebook))
+        words = [f"--strategy {self.strategy}"]
+        words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.wish.devices}")
+        usual = self._state.defaults.value("precision")
+        if {self.wish.precision, usual} != {PRECISIONS[0]}:
+            words.append(f"--precision {self.wish.precision}")
+        if self.recompute:
+            words.append(f"--checkpoint-activations {self.recompute}")
+        return " ".join([*words, *choice_options.words(choice_options.inputs(chosen, self.typed))])
+
+    def data(self) -> Data:
+        """All that is to be seen."""
+        plan = self._plan_data()
+        name = variant_name(self.strategy, self.recompute)
+        cards = choice_cards.cards(self._state.notebook, self._kind, self.ranks, plan, name)
+        line, wrong = self._line_or_wrong()
+        if not wrong:
+            self._as_typed(cards)
+        return {
+            "kernel": self._kernel,
+            "magic": self._magic,
+            "found": choice_cards.found(self._machine, self._kind),
+            **asdict(self.wish),
+            "ranks": self.ranks,
+            "goals": list(GOALS),
+            "losses": list(LOSSES),
+            "precisions": list(PRECISIONS),
+            "plan": None if plan is None else {key: value for key, value in plan.items() if key != "rows"},
+            "lacks": self._lacks,
+            "cards": cards,
+            "strategy": self.strategy,
+            "options": [asdict(one) for one in self._inputs()],
+            "line": f"%%{self._magic} {line}" if line else "",
+            "wrong": wrong,
+            "cell": self._backing.cell(),
+            "worth": self._worth(),
+            "compared": None if self._compared is None else self._compared.data(),
+            "busy": self._busy,
+            "said": list(self._said),
+            "answered": self._answered,
+        }
+
+    def begin(self) -> None:
+        """What was shown at once is filled in."""
+        self._replan()
+
+    def do(self, message: Mapping[str, Any]) -> None:
+        """What the page asks for."""
+        what, self._said, self._answered = message.get("kind"), ("", ""), message.get("seq", 0)
+        try:
+            if what == "set":
+                self._set(str(message["name"]), message["value"])
+            elif what == "option":
+                self._type(str(message["name"]), str(message["value"]))
+            elif what == "take":
+                self._take(str(message["line"]))
+            elif what == "measure":
+                self.measure([str(name) for name in message["names"]])
+            elif what == "use":
+                self.use(str(message.get("written", "")))
+        except NbtrainError as error:
+            self._said = str(error), "bad"
+        except Exception as error:  # nobody else would hear of it
+            self._said = f"{type(error).__name__}: {error}", "bad"
+        except KeyboardInterrupt:
+            self._said = "stopped; what was measured until then stays", "wait"
+        finally:
+            self._busy = ""
+            self.tell(self.data())
+
+    def measure(self, names: Sequence[str]) -> None:
+        """Run the loop for a few steps under each of these variants. Returns when that is over."""
+        candidates = [(name, self._line_of(name)) for name in names]
+        if not candidates:
+            raise UsageError("nothing is ticked: tick the strategies that are to be measured")
+        self._busy = "measure"
+        self._hear(Comparison.of(candidates, steps=0))
+        self._hear(self._backing.measure(candidates, self._hear))
+
+    def use(self, written: str = "") -> str:
+        """Sets the defaults; returns the line. `written`: in which cell the page has put it, in words."""
+        line = self.line()
+        request = self._state.read(line)
+        # Another strategy's own options, said earlier, are none of this one's.
+        self._state.defaults = replace(self._state.defaults, own={})
+        self._state.set_defaults(request)
+        where = f"written into {written}; and" if written else "copy the line, or leave it out:"
+        self._said = f"{where} from now on every %%{self._magic} cell runs with {line}", "good"
+        return f"%%{self._magic} {line}"
+
+    def _begin(self, wanted: Request) -> None:
+        """With what the user has said already."""
+        if wanted.value("strategy") != "auto":
+            self._adopt(wanted)
+
+    def _set(self, name: str, value: Any) -> None:
+        if name == "ranks":
+            self.wish = replace(self.wish, devices=str(_whole(name, value)))
+        elif name == "batch":
+            self.wish = replace(self.wish, batch=_whole(name, value) if value not in (None, "") else None)
+        elif name in ("goal", "loss", "precision"):
+            allowed = {"goal": GOALS, "loss": LOSSES, "precision": PRECISIONS}[name]
+            if value not in allowed:
+                raise UsageError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+            self.wish = replace(self.wish, **{name: value})
+        if name in ("goal", "loss") and self._plan is not None:
+            self._plan = replace(self._plan, goal=self.wish.goal, loss=self.wish.loss)
+            self._follow()
+        else:
+            self._replan()
+
+    def _type(self, name: str, value: str) -> None:
+        known = {one.field: one for one in self._inputs()}
+        if name not in known:
+            raise UsageError(f"{self.strategy} has no option {name}")
+        self.typed.pop(name, None)
+        if value != known[name].usual:
+            self.typed[name] = value
+
+    def _take(self, line: str) -> None:
+        """What a line says of a strategy; the devices stay."""
+        self._adopt(self._state.read(line))
+
+    def _adopt(self, request: Request) -> None:
+        self._touched = True
+        self.strategy = request.value("strategy")
+        self.typed = choice_options.typed_of(self._chosen, request.own)
+        self.recompute = ",".join(request.value("checkpoint_activations"))
+
+    def _replan(self) -> None:
+        self._busy = "plan"
+        self.tell(self.data())
+        try:
+            self._plan, self._lacks = self._backing.plan(self.wish), ""
+        except NbtrainError as error:
+            self._plan, self._lacks = None, str(error)
+        self._follow()
+        self._busy = ""
+        self.tell(self.data())
+
+    def _follow(self) -> None:
+        best = self._plan.recommended if self._plan is not None else None
+        if best is not None and not self._touched:
+            self._take(best.line)
+            self._touched = False
+
+    def _hear(self, comparison: Comparison) -> None:
+        self._compared = comparison
+        self.tell(self.data())
+
+    @property
+    def _chosen(self) -> Chosen:
+        return Chosen.named(self.strategy, self._state.notebook)
+
+    def _inputs(self) -> list[choice_options.Input]:
+        return choice_options.inputs(self._chosen, self.typed)
+
+    def _line_or_wrong(self) -> tuple[str, str]:
+        try:
+            return self.line(), ""
+        except UsageError as error:
+            return "", str(error)
+
+    def _line_of(self, name: str) -> str:
+        if name == variant_name(self.strategy, self.recompute):
+            return self.line()
+        row = next((row for row in self._plan.rows if row.name == name), None) if self._plan is not None else None
+        if row is not None:
+            return row.line
+        chosen = Chosen.named(name, self._state.notebook)
+        return f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.wish.devices}"
+
+    def _worth(self) -> list[str]:
+        """What is worth measuring, unless the user says otherwise: what is recommended, what is chosen, and the fastest
+        that fit besides."""
+        names = [variant_name(self.strategy, self.recompute)]
+        if self._plan is not None:
+            best = self._plan.recommended
+            fitting = [row for row in self._plan.usable if row.fits and not row.recompute and speed(row) is not None]
+            fitting.sort(key=lambda row: (row.world.ranks < self.ranks, speed(row)))
+            names = [*([best.name] if best is not None else []), *names, *(row.name for row in fitting)]
+        return list(dict.fromkeys(names))[:WORTH]
+
+    def _plan_data(self) -> Data | None:
+        return None if self._plan is None else self._plan.data()
+
+    def _as_typed(self, cards: Sequence[Data]) -> None:
+        """The chosen card shows what the typed options make of it, which the plan knows nothing of."""
+        if self._plan is None or not self.typed or self.recompute:
+            return
+        chosen = self._chosen
+        options = choice_options.values(chosen, self.typed, self._state.notebook)
+        candidate = Candidate(name=self.strategy, needs=chosen.needs, source=chosen.source, options=options)
+        row = planned(candidate, self._plan.profile, self._plan.ground)
+        estimate = None if row.estimate is None else asdict(row.estimate)
+        exact = choice_cards.figures(
+            {"estimate": estimate, "room": row.room, "fits": row.fits, "tight": row.tight, "note": row.note}
+        )
+        for card in cards:
+            if card["chosen"]:
+                card["shown"] |= exact
+
+
+def speed(row: Planned) -> int | None:
+    """Where it stands in the guide's order, the fastest first."""
+    return place(*row.way)
+
+
+def _devices(defaults: Request, running: int | None, count: int) -> str:
+    """As it is typed."""
+    if "devices" in defaults.given and not defaults.value("devices").chosen_by_us:
+        return defaults.given["devices"].typed.partition(" ")[2]
+    return str(running or count)
+
+
+def _ranks(typed: str, count: int) -> int:
+    """How many ranks `4`, `"0,2"`, `free:2` and `-1` are."""
+    text = typed.strip("\"'")
+    if text == typed and text.isdecimal():
+        return max(1, int(text))
+    if text.startswith("free:"):
+        return int(text[5:])
+    if text in ("-1", "auto"):
+        return count
+    return max(1, len([part for part in text.strip("[]()").split(",") if part.strip()]))
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise UsageError(f"{name} is a whole number, 1 or more, not {value!r}")
+    return number

@@ -1,0 +1,217 @@
+"""The strategy picker of plain ipywidgets, for where no other package's widget can be shown. Versions 7 and 8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from nbtrain import tables
+from nbtrain.views.base import WIDGET
+from nbtrain.words import size
+
+Do = Callable[[Mapping[str, Any]], None]
+
+WIDE = {"description_width": "9em"}
+GOALS = {"speed": "the fastest steps", "batch": "the largest batch", "model": "the largest model"}
+LOSSES = {"no": "no loss of speed", "small": "a small loss of speed", "any": "any loss of speed"}
+TONES = {"bad": "#b3261e", "good": "#1f7a33", "wait": "#8a5a00"}
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
+
+
+class Form:
+    """The same as the other picker, without bars and without writing into cells."""
+
+    def __init__(self, data: Mapping[str, Any], do: Do) -> None:
+        self._do = do
+        self._data: Mapping[str, Any] = data
+        self._hearing = False
+        """what is shown is being brought up to date: a change is nobody's wish"""
+        self._html = {name: widgets.HTML() for name in ("found", "cards", "line", "said", "compared")}
+        self._goal = self._dropdown("goal", [(words, name) for name, words in GOALS.items()])
+        self._loss = self._dropdown("loss", [(words, name) for name, words in LOSSES.items()])
+        self._precision = self._dropdown("precision", list(data["precisions"]))
+        self._ranks = self._number("ranks", data["ranks"])
+        self._batch = self._number("batch", data["batch"] or 0)
+        self._strategy = self._dropdown("strategy", [])
+        self._options = widgets.VBox([])
+        self._ticked = widgets.SelectMultiple(description="to measure", options=[], style=WIDE, rows=5)
+        self._asked_for: Any = None
+        """which options are shown"""
+        self.widget = widgets.VBox([
+            self._html["found"],
+            widgets.HBox([self._ranks, self._batch, self._precision]),
+            widgets.HBox([self._goal, self._loss]),
+            self._html["cards"],
+            self._strategy,
+            self._options,
+            self._html["line"],
+            self._ticked,
+            widgets.HBox([self._button("Measure", self._measure), self._button("Use", self._use)]),
+            self._html["said"],
+            self._html["compared"],
+        ])  # fmt: skip
+        self.show(data)
+
+    @property
+    def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What shows it, and what belongs to that."""
+        shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}}
+        return shown, {}
+
+    def show(self, data: Mapping[str, Any]) -> None:
+        self._data, self._hearing = data, True
+        try:
+            self._words(data)
+            for name in ("goal", "loss", "precision", "ranks"):
+                getattr(self, f"_{name}").value = data[name]
+            plan = data["plan"]
+            self._batch.value = data["batch"] or (plan["samples"] if plan else 0)
+            self._loss.disabled = data["goal"] == "speed"
+            self._choices(data)
+            self._inputs(data)
+        finally:
+            self._hearing = False
+
+    def _words(self, data: Mapping[str, Any]) -> None:
+        shown = {
+            "found": _found(data),
+            "cards": _cards(data),
+            "line": f"<code>{escape(data['line'])}</code>" if data["line"] else _toned(data["wrong"], "bad"),
+            "said": _toned(data["said"][0], data["said"][1]) or _busy(data),
+            "compared": _compared(data["compared"]),
+        }
+        for name, text in shown.items():
+            self._html[name].value = text
+
+    def _choices(self, data: Mapping[str, Any]) -> None:
+        names = [one["name"] for card in data["cards"] if not card["reason"] for one in card["variants"]]
+        names = [name for name in dict.fromkeys([*names, _variant(data)["name"]])]
+        if tuple(names) != tuple(self._strategy.options):
+            ticked = [name for name in self._ticked.value if name in names]
+            self._strategy.options = self._ticked.options = names
+            self._ticked.value = ticked
+        self._strategy.value = _variant(data)["name"]
+        if not self._ticked.value:
+            self._ticked.value = _worth_measuring(data)
+
+    def _inputs(self, data: Mapping[str, Any]) -> None:
+        """Anew when the strategy is another one; else only their values, for somebody may be typing."""
+        wanted = [(one["field"], one["kind"]) for one in data["options"]]
+        if (data["strategy"], wanted) != self._asked_for:
+            self._asked_for = data["strategy"], wanted
+            self._options.children = tuple(self._input(one) for one in data["options"])
+        for box, one in zip(self._options.children, data["options"], strict=True):
+            value = one["value"] == "on" if one["kind"] == "switch" else one["value"]
+            if box.children[0].value != value:
+                box.children[0].value = value
+
+    def _input(self, one: Mapping[str, Any]) -> Any:
+        name = one["flag"][2:]
+        made: Any
+        if one["kind"] == "switch":
+            made = widgets.Checkbox(description=name, value=one["value"] == "on", style=WIDE)
+        elif one["kind"] == "choice":
+            made = widgets.Dropdown(description=name, options=one["choices"], value=one["value"], style=WIDE)
+        else:
+            made = widgets.Text(description=name, value=one["value"], style=WIDE, continuous_update=False)
+
+        def changed(change: Mapping[str, Any]) -> None:
+            value = change["new"]
+            typed = ("on" if value else "off") if isinstance(value, bool) else value
+            self._ask(kind="option", name=one["field"], value=typed)
+
+        made.observe(changed, "value")
+        return widgets.HBox([made, widgets.HTML(f"<small>{escape(one['help'])}</small>")])
+
+    def _dropdown(self, name: str, options: Sequence[Any]) -> Any:
+        made = widgets.Dropdown(description=name, options=options, style=WIDE)
+
+        def changed(change: Mapping[str, Any]) -> None:
+            if name != "strategy":
+                self._ask(kind="set", name=name, value=change["new"])
+            elif change["new"] is not None:
+                self._ask(kind="take", line=_named(self._data, change["new"])["line"])
+
+        made.observe(changed, "value")
+        return made
+
+    def _number(self, name: str, value: int) -> Any:
+        made = widgets.BoundedIntText(description=name, value=value, min=0, max=10**9, style=WIDE)
+        made.observe(lambda change: self._ask(kind="set", name=name, value=change["new"] or None), "value")
+        return made
+
+    def _button(self, words: str, do: Callable[[], None]) -> Any:
+        made = widgets.Button(description=words)
+        made.on_click(lambda _: do())
+        return made
+
+    def _measure(self) -> None:
+        self._ask(kind="measure", names=list(self._ticked.value))
+
+    def _use(self) -> None:
+        self._ask(kind="use")
+
+    def _ask(self, **message: Any) -> None:
+        if not self._hearing:
+            self._do(message)
+
+
+def _variant(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That was taken."""
+    found = [one for card in data["cards"] for one in card["variants"] if one["chosen"]]
+    return found[0] if found else {"name": data["strategy"], "line": f"--strategy {data['strategy']}"}
+
+
+def _named(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = [one for card in data["cards"] for one in card["variants"] if one["name"] == name]
+    return found[0] if found else _variant(data)
+
+
+def _worth_measuring(data: Mapping[str, Any]) -> list[str]:
+    return list(data["worth"])
+
+
+def _found(data: Mapping[str, Any]) -> str:
+    devices = [f"{escape(one['name'])}, {size(one['total'])}, {size(one['used'])} in use" for one in data["found"]]
+    plan = data["plan"]
+    model = "" if plan is None else f"<br>{escape(plan['model'])} · {plan['parameters']:,} parameters"
+    lacks = f"<br>{escape(data['lacks'])}" if data["lacks"] else ""
+    return "<br>".join(devices) + model + lacks
+
+
+def _cards(data: Mapping[str, Any]) -> str:
+    rows: list[tables.Row] = []
+    for card in data["cards"]:
+        shown = card["shown"]
+        name = f"{'★ ' if card['recommended'] else ''}{shown['name'] if not card['reason'] else card['name']}"
+        rows.append((name, *_figures(shown), card["reason"] or card["summary"]))
+    why = f"<p>★ {escape(data['plan']['why'])}</p>" if data["plan"] else ""
+    return tables.STYLE + tables.html(("strategy", *PARTS, "may have", "what it is"), rows) + why
+
+
+def _figures(shown: Mapping[str, Any]) -> list[str]:
+    memory = shown["memory"]
+    if memory is None:
+        return [""] * (len(PARTS) + 1)
+    fits = {False: " – does not fit", None: ""}.get(shown["fits"], " – close" if shown["tight"] else "")
+    return [*(size(memory[name]) for name in PARTS), (size(shown["room"]) if shown["room"] else "not known") + fits]
+
+
+def _compared(compared: Mapping[str, Any] | None) -> str:
+    if compared is None:
+        return ""
+    head, *rows = compared["table"]
+    use = f"<p>{escape(compared['use'])}</p>" if compared["use"] else ""
+    return f"<p>{escape(compared['title'])}</p>" + tables.html(tuple(head), map(tuple, rows)) + use + compared["picture"]
+
+
+def _busy(data: Mapping[str, Any]) -> str:
+    words = {"plan": "estimating …", "measure": "measuring …; ■ in the toolbar stops it"}
+    return _toned(words.get(data["busy"], ""), "wait")
+
+
+def _toned(words: str, tone: str) -> str:
+    return f'<span style="color:{TONES.get(tone, "inherit")}">{escape(words)}</span>' if words else ""
