@@ -145,11 +145,16 @@ def plan(
     return for_programs(state_here(), model, batch, optimizer, options, goal, loss)
 
 
-def picker(*args: Any, **options: Any) -> Any:
-    """`%distributed pick` for programs: choose a strategy, its options and devices on a form, and write the line."""
+def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any) -> Any:
+    """`%distributed pick` for programs: choose a strategy, its options and devices on a form, and write the line.
+
+    `model` and `batch` are objects, or names of the notebook. `plain`: a form of ipywidgets alone, as it is shown where
+    other widgets cannot be. `options`: those of `%distributed pick`, by name.
+    """
+    from nbtrain.magics.extension import state_here
     from nbtrain.magics.picked import picker as make
 
-    return make(*args, **options)
+    return make(state_here(), model, batch, plain=plain, **options)
 
 
 def __getattr__(name: str) -> Any:

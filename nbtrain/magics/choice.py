@@ -21,6 +21,8 @@ from nbtrain.specs import PRECISIONS
 
 Tell = Callable[[Data], None]
 
+OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activations")
+"""options that the form has"""
 WORTH = 3
 """so many are measured unless the user says otherwise"""
 
@@ -78,6 +80,8 @@ class Choice:
         self.wish = Wish(
             devices=_devices(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
         )
+        self._more = [given.typed for name, given in request.given.items() if name not in OWN_PLACE]
+        """what else was said for it, as it was typed"""
         self.strategy: str = AUTO[self.ranks > 1]
         self.typed: dict[str, str] = {}
         """options of the strategy that are not as usual, by field"""
@@ -104,6 +108,7 @@ class Choice:
         own.check_options(chosen.load(), choice_options.values(chosen, self.typed, self._state.notebook))
         words = [f"--strategy {self.strategy}"]
         words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.wish.devices}")
+        words += self._more
         usual = self._state.defaults.value("precision")
         if {self.wish.precision, usual} != {PRECISIONS[0]}:
             words.append(f"--precision {self.wish.precision}")

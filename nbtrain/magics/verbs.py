@@ -16,6 +16,7 @@ from nbtrain.magics.state import State
 from nbtrain.magics.values import similar
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
+PICK_TAKES = ("batch", "precision", "strategy", "accumulate")
 NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 
 
@@ -115,6 +116,12 @@ def _plan(state: State, request: Request) -> None:
     planned.show(state, request)
 
 
+def _pick(state: State, request: Request) -> None:
+    from nbtrain.magics import picked
+
+    picked.pick(state, request)
+
+
 def _history(state: State, request: Request) -> None:
     # Loaded on use: reading the past needs more than running a cell does.
     from nbtrain.runs.history import history
@@ -171,6 +178,15 @@ VERBS: Mapping[str, Verb] = {
         names=True,
         help="what the model would need under each strategy, in memory and in communication, whether that fits here, "
         "and which one to take; nothing is started",
+    ),
+    "pick": Verb(
+        usage="pick [MODEL] [options]",
+        do=_pick,
+        options=True,
+        takes=PICK_TAKES,
+        names=True,
+        help="choose on a form: strategy, its options and devices, with the memory that each needs; measure some of "
+        "them, and write the line into the next cell",
     ),
     "history": Verb(
         usage="history [RUN|all]",
