@@ -34,6 +34,10 @@ class Candidate:
     """what else is typed"""
     asks: bool = False
 
+    @property
+    def base(self) -> str:
+        return self.source.name if isinstance(self.source, registry.Entry) else self.name
+
     def strategy(self) -> Any:
         """Ready to be asked. Only of one that can be used here: a module may import what it needs."""
         found = self.source.load() if isinstance(self.source, registry.Entry) else self.source
@@ -113,13 +117,14 @@ def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
     row = Planned(
         name=f"{candidate.name} + {again}" if again else candidate.name,
         strategy=candidate.name,
+        base=candidate.base,
         line=ground.line(candidate.name, world, (*candidate.more, again)),
         world=world,
         room=ground.room(world).bytes,
         host=ground.host,
         options=candidate.options,
         recompute=recompute,
-        available=_lacking(candidate, ground),
+        available=lacking(candidate, ground),
         asks=candidate.asks,
     )
     if row.available:
@@ -135,7 +140,7 @@ def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
     return replace(row, estimate=estimate, note=" ".join(estimate.notes))
 
 
-def _lacking(candidate: Candidate, ground: Ground) -> str:
+def lacking(candidate: Candidate, ground: Ground) -> str:
     """Why it cannot be used here; empty: it can."""
     needs, kind = candidate.needs, ground.pool.kind
     if reason := registry.lacking(needs):
@@ -149,8 +154,8 @@ def _lacking(candidate: Candidate, ground: Ground) -> str:
 
 
 def _add(row: Planned, rows: list[Planned]) -> bool:
-    """A preset that says what its strategy does anyway is no second row; the name that the guide has is kept. False: the
-    other one's."""
+    """A preset that says what its strategy does anyway is no second row; the name that the guide has is kept. False: it
+    was the other one's."""
     same = next((at for at, other in enumerate(rows) if _same(row, other)), None)
     if same is None:
         rows.append(row)
@@ -164,9 +169,4 @@ def _add(row: Planned, rows: list[Planned]) -> bool:
 def _same(row: Planned, other: Planned) -> bool:
     if row.estimate is None or row.asks or row.recompute or other.recompute or row.world != other.world:
         return False
-    return row.estimate == other.estimate and _stands_for(row) == _stands_for(other)
-
-
-def _stands_for(row: Planned) -> str:
-    preset = presets.find(row.strategy)
-    return preset.strategy if preset is not None else row.strategy
+    return row.estimate == other.estimate and row.base == other.base

@@ -14,6 +14,8 @@ from nbtrain.strategies.estimates import Estimate, Profile, World
 
 TIGHT = 0.9
 """Of the room: above that, what allocators lose between blocks may be too much."""
+CLEARLY = 0.75
+"""Of what has failed: less than that is another matter, though an estimate was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +26,8 @@ class Planned:
     """`fsdp`, `fsdp + --checkpoint-activations Block`"""
     strategy: str
     """what is typed behind --strategy"""
+    base: str
+    """the strategy that this is, of which a preset is one way"""
     line: str
     """the options, as they are typed: `--strategy fsdp --devices 4`"""
     world: World
@@ -115,12 +119,14 @@ class Plan:
         return next((row for row in self.rows if row.way == (strategy, recompute)), None)
 
     def less_than(self, failed: Planned) -> Planned | None:
-        """The fastest that fits and needs less than this one; where none fits, what needs the least."""
-        most = failed.estimate.peak if failed.estimate is not None else None
-        less = [row for row in self.usable if most is None or _peak(row) < TIGHT * most]
-        less = [row for row in less if row.way != failed.way]
-        fitting = sorted((row for row in less if row.fits and not row.tight and _at(row) is not None), key=_speed)
-        return fitting[0] if fitting else min(less, key=_peak, default=None)
+        """For a cell that ran out of memory: the fastest that fits and needs less than its way; where none fits, what
+        needs the least. Where that one was thought to fit, a little less is not enough."""
+        most = failed.estimate.peak * (TIGHT if failed.fits is False else CLEARLY) if failed.estimate else float("inf")
+        less = [row for row in self.usable if _peak(row) < most and row.way != failed.way]
+        if self.ground.count > 1:
+            less = [row for row in less if row.strategy != "single"]
+        fitting = [row for row in less if row.fits and not row.tight and _at(row) is not None]
+        return min(fitting, key=_speed, default=None) or min(less, key=_peak, default=None)
 
     def data(self) -> dict[str, Any]:
         """All of it as JSON has it."""

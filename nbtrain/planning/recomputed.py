@@ -40,8 +40,8 @@ def _saved(unit: Unit) -> int:
 
 
 def _moments(profile: Profile, kind: str) -> tuple[Moment, ...]:
-    """How far the backward has come at a moment is seen by the gradients that are there. A block that it has not come to
-    has nothing yet of what it will compute again."""
+    """How far the backward has come at a moment is seen by the gradients that are there. A block that it has not come
+    to has nothing yet of what it will compute again."""
     gradients = [0] * len(profile.units)
     for weight in profile.weights:
         if weight.trains and weight.unit >= 0:

@@ -11,7 +11,7 @@ import nbtrain.words as words
 from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import RankDied, RankError
 from nbtrain.events import Failed
-from nbtrain.session.memory import of_the_dead
+from nbtrain.session.memory import LESS, of_the_dead
 from nbtrain.session.where import place
 
 AS_BEFORE = "The notebook is as it was before this cell."
@@ -89,16 +89,24 @@ def _ranks(ranks: list[int], world_size: int) -> str:
 
 
 def died(
-    deaths: Iterable[Death], tails: Mapping[int, str], numbers: Mapping[str, int], killer: bool, held: str = ""
+    deaths: Iterable[Death],
+    tails: Mapping[int, str],
+    numbers: Mapping[str, int],
+    killer: bool,
+    held: str = "",
+    less: Callable[[], str] = lambda: LESS,
 ) -> RankDied:
-    """`tails`: the last that they said. `numbers`: of the notebook's cells. `killer`: see `of_the_dead`."""
+    """`tails`: the last that they said. `numbers`: of the notebook's cells. `killer`: see `of_the_dead`. `less`: says
+    what needs less memory."""
     parts = []
+    killed = False
     for death in deaths:
         said = tails.get(death.rank, "")
         at = " " + place(list(death.frames), numbers) if death.frames else ""
         parts.append(f"{death}{at}" + (f"; the last it said:\n{said}" if said else ""))
         if death.signal == signal.SIGKILL:
-            parts.append(of_the_dead(death.peak, killer))
+            parts.append(of_the_dead(death.peak, killer, LESS if killed else less()))
+            killed = True
         elif death.peak:
             parts.append(f"It had {words.size(death.peak)} of memory at most.")
     return RankDied("\n".join([*parts, f"{AS_BEFORE} {held}".rstrip()]))

@@ -202,7 +202,7 @@ class Homecoming:
         traffic = self._traffic
         if deaths:
             tails = {death.rank: self.run.relay.tail(death.rank) for death in deaths}
-            return self.held.died(deaths, tails, held)
+            return self.held.died(deaths, tails, held, self._less)
         if not self.run.fault:
             why = f". {held}" if held else ""
             return KeyboardInterrupt(f"stopped; the notebook is as it was before this cell{why}")
@@ -214,8 +214,15 @@ class Homecoming:
 
     def _hint(self, failed: Failed) -> str:
         if ran_out(failed) and self.held.pool is not None:
-            return readings(self.run.memory, self.held.pool.pids())
+            return readings(self.run.memory, self.held.pool.pids(), self._less())
         return hint(failed, self.shell.user_ns, (*self.run.names.hard, *self.run.names.soft), self._traffic)
+
+    def _less(self) -> str:
+        """What needs less memory."""
+        from nbtrain.session.instead import instead  # on use, as few cells end like that
+
+        pids = self.held.pool.pids().values() if self.held.pool is not None else ()
+        return instead(self.run.names, self.shell.user_ns, self.spec, pids)
 
     def _come_home(self) -> None:
         traffic, finished, lead = self._traffic, self.outcome.finished, self.outcome.lead

@@ -22,8 +22,8 @@ def ran_out(failed: Failed) -> bool:
     return failed.name in ("RuntimeError", "OSError") and _ALLOCATOR.search(failed.text) is not None
 
 
-def readings(last: Mapping[int, Memory], pids: Mapping[int, int]) -> str:
-    """Each rank's memory. `last`: what each of them has said of itself while the cell ran."""
+def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LESS) -> str:
+    """Each rank's memory. `last`: what each of them has said of itself while the cell ran. `less`: what needs less."""
     ranks = []
     for rank, pid in sorted(pids.items()):
         peak = probes.peak_memory(pid)
@@ -39,13 +39,13 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int]) -> str:
             ranks.append(f"rank {rank} had {', '.join(parts)}")
     memory = probes.memory()
     here = f"{words.size(memory.limit)} may be used here, {words.size(memory.available)} of it are free now"
-    return f"Memory: {'; '.join([*ranks, here])}. {LESS}"
+    return f"Memory: {'; '.join([*ranks, here])}. {less}"
 
 
-def of_the_dead(peak: int, killer: bool) -> str:
+def of_the_dead(peak: int, killer: bool, less: str = LESS) -> str:
     """After a SIGKILL. `killer`: the system has ended something for want of memory since."""
     memory = probes.memory()
     share = f"it had {words.size(peak)} at most, of {words.size(memory.limit)} that may be used here"
     if killer:
-        return f"The system's out-of-memory killer did that: {share}. {LESS}"
-    return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {LESS}"
+        return f"The system's out-of-memory killer did that: {share}. {less}"
+    return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {less}"

@@ -19,6 +19,7 @@ from nbtrain.session import failure
 from nbtrain.session.handles import SLOW, Fetch
 from nbtrain.session.idle import MINUTES, Idle
 from nbtrain.session.kept import handles, kept
+from nbtrain.session.memory import LESS
 from nbtrain.session.report import drop_ahead, mourn, mourn_some
 from nbtrain.session.surroundings import Mirror
 from nbtrain.session.traffic import Traffic
@@ -212,10 +213,16 @@ class Ranks:
             self.lose()
             raise self.died(deaths)
 
-    def died(self, deaths: Iterable[Death], tails: Mapping[int, str] | None = None, held: str = "") -> Exception:
-        """What to raise for them."""
+    def died(
+        self,
+        deaths: Iterable[Death],
+        tails: Mapping[int, str] | None = None,
+        held: str = "",
+        less: Callable[[], str] = lambda: LESS,
+    ) -> Exception:
+        """What to raise for them. `less`: says what needs less memory."""
         killed = (probes.out_of_memory_kills() or 0) > self._killed
-        return failure.died(deaths, tails or {}, self.numbers(), killed, held)
+        return failure.died(deaths, tails or {}, self.numbers(), killed, held, less)
 
     def _new_traffic(self, spared: bool = False) -> None:
         """`spared`: the ranks still have what the notebook has handles for."""

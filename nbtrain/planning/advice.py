@@ -1,0 +1,73 @@
+"""What a model needs before any forward of it is known: weights, gradients and the optimizer's state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.planning import guide
+from nbtrain.planning.ground import Ground
+from nbtrain.planning.making import candidates, planned
+from nbtrain.planning.plan import Plan, Planned
+from nbtrain.planning.profile_state import step
+from nbtrain.strategies.estimates import Profile, Weight
+
+
+def weighed(name: str, parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer], precision: str) -> Profile:
+    """A profile without activations. `parameters`: all of them, each once."""
+    held = list(parameters)
+    state: dict[int, int] = {}
+    names: list[str] = []
+    for optimizer in optimizers or (None,):
+        stepped = step(optimizer, {id(p): _hollow(p) for p in held})
+        names.append(stepped.name)
+        for key, size in stepped.state.items():
+            state[key] = state.get(key, 0) + size
+    weights = tuple(
+        Weight(
+            name=str(at),
+            numel=p.numel(),
+            bytes=p.nbytes,
+            trains=p.requires_grad,
+            state=state.get(id(p), 0),
+            unit=-1,
+        )
+        for at, p in enumerate(held)
+    )
+    return Profile(
+        model=name,
+        weights=weights,
+        units=(),
+        buffers=0,
+        moments=(),
+        step=0,
+        optimizer=", ".join(dict.fromkeys(names)),
+        samples=0,
+        precision=precision,
+    )
+
+
+def instead_of(name: str, profile: Profile, ground: Ground) -> tuple[Planned, Planned] | None:
+    """The row of this strategy, which does not fit, and the guide's first that does. None: it fits, or nothing does."""
+    known: Mapping[str, Planned] = {
+        candidate.name: planned(candidate, profile, ground)
+        for candidate in candidates({}, {}, ground.pool.nodes)
+        if guide.place(candidate.name) is not None and candidate.name != "single" and not candidate.asks
+    }
+    row = known.get(name)
+    if row is None or row.fits is not False:
+        return None
+    plan = Plan(profile=profile, ground=ground, rows=tuple(known.values()))
+    best = plan.best()
+    return None if best is None else (row, best)
+
+
+def _hollow(real: torch.Tensor) -> torch.Tensor:
+    """Of the same shape, and with a gradient."""
+    made = nn.Parameter(torch.empty_like(real, device="meta"), real.requires_grad)
+    if real.requires_grad:
+        made.grad = torch.empty_like(made)
+    return made

@@ -1,0 +1,94 @@
+"""`--strategy auto` on several devices: ddp, or where a model does not fit under it, what the plan names instead."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import nbtrain.words as words
+from nbtrain.exchange.names import Captured
+from nbtrain.specs import RunSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from nbtrain.planning.plan import Planned
+
+SMALL = 32 * 10**6
+"""Bytes of weights: what has fewer fits everywhere, and nothing is asked of the machine."""
+STATES = 4
+"""A weight, its gradient and two numbers of Adam's."""
+SHARE = 0.1
+"""Of the room that they may take before anything is looked at more closely."""
+
+_kept: MutableMapping[nn.Module, tuple[str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
+"""What was chosen for a model, for as long as there is one."""
+
+
+def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = ()) -> tuple[RunSpec, str]:
+    """How a cell is run, where `auto` has chosen the strategy, and what is said of it. `pids`: the ranks that are
+    there. A model for which something else was chosen once stays with it, whatever else becomes free."""
+    if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
+        return run, ""
+    models, optimizers = _found(names, notebook)
+    for model in models.values():
+        if model in _kept:
+            strategy, options = _kept[model]
+            return replace(run, strategy=strategy, options=options), ""
+    weights = _weights(models.values(), optimizers)
+    size = sum(p.nbytes for p in weights)
+    if size < SMALL:
+        return run, ""
+    from nbtrain.planning.advice import instead_of, weighed
+    from nbtrain.planning.ground import ground
+
+    at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
+    if size * STATES < SHARE * min(one.bytes for one in at.each):
+        return run, ""
+    name = " and ".join(models) or "the model"
+    found = instead_of("ddp", weighed(name, weights, optimizers, run.precision), at)
+    if found is None:
+        return run, ""
+    ddp, best = found
+    for model in models.values():
+        _kept[model] = best.base, best.options
+    return replace(run, strategy=best.base, options=best.options), _said(name, ddp, best)
+
+
+def _said(name: str, ddp: Planned, best: Planned) -> str:
+    assert best.estimate is not None
+    least = words.size(best.estimate.peak)
+    return (
+        f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
+        f"for {words.size(ddp.room)}; so it is trained under {best.name} from now on, which takes {least} "
+        "(--strategy ddp takes ddp all the same)"
+    )
+
+
+def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimizer]]:
+    """Models and optimizers that the cell reads by name."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    models: dict[int, tuple[str, nn.Module]] = {}
+    optimizers: list[Optimizer] = []
+    for name in (*names.hard, *names.soft):
+        value = notebook.get(name)
+        if issubclass(type(value), nn.Module):
+            models.setdefault(id(value), (name, value))
+        elif issubclass(type(value), Optimizer):
+            optimizers.append(value)
+    return {
+        name: model for name, model in models.values() if any(p.requires_grad for p in model.parameters())
+    }, optimizers
+
+
+def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    found = [p for model in models for p in model.parameters()]
+    found += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return list({id(p): p for p in found}.values())
