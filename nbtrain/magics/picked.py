@@ -49,9 +49,9 @@ def picker(
     if state is None:
         raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
     notebook = state.notebook
-    names = [planned._named(model, "model", notebook), planned._named(batch, "batch", notebook)]
+    names = [planned.named(model, "model", notebook), planned.named(batch, "batch", notebook)]
     given = {name: value for name, value in options.items() if value is not None}
-    line = " ".join(f"--{name} {planned._typed(value)}" for name, value in given.items())
+    line = " ".join(f"--{name} {planned.typed(value)}" for name, value in given.items())
     return Picker(state, names[0], state.read(f"{line} --batch {names[1]}" if names[1] else line), plain)
 
 

@@ -117,15 +117,15 @@ def for_programs(
         if value not in known:
             raise UsageError(f"{what}={value!r}: there are {', '.join(known)}")
     notebook = dict(state.notebook if state is not None else vars(sys.modules["__main__"]))
-    line = " ".join(f"--{name} {_typed(value)}" for name, value in options.items() if value is not None)
+    line = " ".join(f"--{name} {typed(value)}" for name, value in options.items() if value is not None)
     wanted = parse(line, notebook).over(state.defaults if state is not None else Request())
-    found = subject_of(notebook, _named(model, "model", notebook), _named(batch, "batch", notebook))
+    found = subject_of(notebook, named(model, "model", notebook), named(batch, "batch", notebook))
     if optimizer is not None:
         found = replace(found, optimizer=notebook[optimizer] if isinstance(optimizer, str) else optimizer)
     return plan_of(found, notebook, wanted, ranks_of(state), goal, loss)
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """As it is typed on the line."""
     if isinstance(value, (list, tuple)):
         return '"' + ",".join(map(str, value)) + '"'
@@ -134,7 +134,7 @@ def _typed(value: Any) -> str:
     return str(value)
 
 
-def _named(value: Any, what: str, notebook: dict[str, Any]) -> str:
+def named(value: Any, what: str, notebook: dict[str, Any]) -> str:
     """The notebook's name of an object; one that it has no name for gets one in this copy."""
     if value is None or isinstance(value, str):
         return value or ""

@@ -79,9 +79,10 @@ def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.M
     optimizers: list[Optimizer] = []
     for name in (*names.hard, *names.soft):
         value = notebook.get(name)
-        if issubclass(type(value), nn.Module):
+        kind: type = type(value)  # asks the object itself nothing
+        if issubclass(kind, nn.Module):
             models.setdefault(id(value), (name, value))
-        elif issubclass(type(value), Optimizer):
+        elif issubclass(kind, Optimizer):
             optimizers.append(value)
     return {
         name: model for name, model in models.values() if any(p.requires_grad for p in model.parameters())
