@@ -14,7 +14,7 @@ from nbtrain.magics.options import BY_NAME
 from nbtrain.magics.parse import Given, Request
 from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
-from nbtrain.magics.values import ALL, similar
+from nbtrain.magics.values import ALL, DeviceSpec, similar
 from nbtrain.magics.words import Word
 
 if TYPE_CHECKING:
@@ -67,9 +67,18 @@ def ways(state: State, line: Request, base: Request) -> list[Way]:
     for name in names:
         given = {kept: value for kept, value in line.given.items() if kept not in (*OF_TRIALS, "strategy")}
         if name != "auto":
-            given = {"strategy": Given(name, f"--strategy {name}"), **given}
+            given = {"strategy": Given(name, f"--strategy {name}"), **given, **_fewer(state, name, request)}
         found.append(way(state, name, Request(given=given, own=own[name]), base))
     return found
+
+
+def _fewer(state: State, name: str, request: Request) -> dict[str, Given]:
+    """As many devices as the strategy can use, where the line asks for more."""
+    needs = Chosen.named(name, state.notebook).needs
+    wanted = request.value("devices").value
+    if needs.max_ranks is None or needs.together or not isinstance(wanted, int) or wanted <= needs.max_ranks:
+        return {}
+    return {"devices": Given(DeviceSpec(needs.max_ranks), f"--devices {needs.max_ranks}")}
 
 
 def way(state: State, name: str, line: Request, base: Request) -> Way:

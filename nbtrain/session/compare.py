@@ -50,6 +50,8 @@ class Comparing:
 
     def run(self) -> Comparison:
         """Stop ends it with what was found until then."""
+        if self._asked.goal == "model":
+            self._tries.check_reads(self._asked.parameter)
         began = time.monotonic()
         find = {"speed": self._speed, "batch": self._batch, "model": self._model}[self._asked.goal]
         try:
@@ -69,13 +71,15 @@ class Comparing:
         self._tell(self.found)
 
     def _trial(self, **what: Any) -> Trial:
-        return Trial(steps=self._asked.steps, **what)
+        """The first step makes what all others have; speed wants one more that is not timed."""
+        return Trial(steps=self._asked.steps, warm=2 if self._asked.goal == "speed" else 1, **what)
 
     def _speed(self, at: int, way: Way) -> None:
         self._note(at, **_row(self._tries.try_out(way, self._trial())))
 
     def _batch(self, at: int, way: Way) -> None:
         attempts = Attempts()
+        self._note(at, why="trying the batch as it is")
         first = attempts.make(0, lambda: self._tries.try_out(way, self._trial()))
         size = first.get("batch") or self._tries.batch()
         if not size:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import nbtrain.probes as probes
 import nbtrain.registry as registry
+import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
+from nbtrain.exchange.names import Captured
 from nbtrain.exchange.places import Places
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured
@@ -52,40 +54,45 @@ class Tries:
             spec = way.spec()
             if spec.pool.engine == "inprocess":
                 raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
-            return self._run(_bare(spec), trial)
+            told = self._run(_bare(spec), trial)
+            return {**told, "name": spec.strategy} if spec.chosen else told
         except (CannotTravel, MissingName, CellSyntaxError):
             raise
         except NbtrainError as error:
             self._fresh = self._ranks.pool is None
             return {"state": "failed", "why": str(error).split("\n")[0]}
 
+    def check_reads(self, name: str) -> None:
+        names = self._reads()
+        if name not in (*names.hard, *names.soft):
+            raise UsageError(
+                f"the cell does not read {name}, so it is the same with every value of it: let the cell make its "
+                f"model with {name}"
+            )
+
     def batch(self) -> int:
         """How many samples the cell's loader puts into a batch; 0: it has none, or does not say."""
         from torch.utils.data import DataLoader
 
-        names = captured(self._cell.code, self._shell.user_ns, (), self._cell, Places(self._shell.user_ns))
+        names = self._reads()
         held = (self._shell.user_ns[name] for name in (*names.hard, *names.soft))
         sizes = (getattr(one.batch_sampler, "batch_size", None) for one in held if isinstance(one, DataLoader))
         return next((size for size in sizes if isinstance(size, int) and size), 0)
 
+    def _reads(self, extra: Iterable[str] = (), options: Iterable[object] = ()) -> Captured:
+        namespace = self._shell.user_ns
+        return captured(self._cell.code, namespace, extra, self._cell, Places(namespace), options)
+
     def _run(self, spec: RunSpec, trial: Trial) -> dict[str, Any]:
         shell = self._shell
         extra = () if registry.find_strategy(spec.strategy) else (spec.strategy,)
-        names = captured(
-            self._cell.code, shell.user_ns, extra, self._cell, Places(shell.user_ns), spec.options.values()
-        )
-        for name in trial.names:
-            if name not in (*names.hard, *names.soft):
-                raise UsageError(
-                    f"the cell does not read {name}, so it would be the same with every value of it: let the cell make "
-                    f"its model with {name}"
-                )
+        names = self._reads(extra, spec.options.values())
         self._have(spec)
         spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
         run = CellRun(shell, self._ranks, spec, self._cell, names)
         run.run()
         assert isinstance(run.home, Unkept)
-        return _told(run.home, spec)
+        return _told(run.home, spec, self._memory)
 
     def _have(self, spec: RunSpec) -> None:
         """The right ranks, with nothing on them."""
@@ -119,7 +126,8 @@ def _bare(spec: RunSpec) -> RunSpec:
     )  # fmt: skip
 
 
-def _told(home: Unkept, spec: RunSpec) -> dict[str, Any]:
+def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
+    """`asked`: what a rank may have, as the user said it. The system lets it have what was mapped before, too."""
     found = home.tried
     ranks = spec.pool.world_size
     if not found:
@@ -127,6 +135,9 @@ def _told(home: Unkept, spec: RunSpec) -> dict[str, Any]:
     memory = tuple(one.memory for one in found)
     seconds = max(one.seconds for one in found)
     steps = min(one.steps for one in found)
+    if 0 < asked < max(memory):
+        why = f"out of memory: it took {words.size(max(memory))}"
+        return {"state": "failed", "ranks": ranks, "memory": memory, "why": why, "no_memory": True}
     if not steps:
         why = "the loop has taken no optimizer step, so there is nothing to measure"
         return {"state": "failed", "ranks": ranks, "memory": memory, "why": why}
