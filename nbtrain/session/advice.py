@@ -78,15 +78,13 @@ def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.M
     models: dict[int, tuple[str, nn.Module]] = {}
     optimizers: list[Optimizer] = []
     for name in (*names.hard, *names.soft):
-        value = notebook.get(name)
-        kind: type = type(value)  # asks the object itself nothing
-        if issubclass(kind, nn.Module):
+        value: Any = notebook[name] if name in notebook else None  # noqa: SIM401
+        if issubclass(type(value), nn.Module):  # `isinstance` asks the object itself
             models.setdefault(id(value), (name, value))
-        elif issubclass(kind, Optimizer):
+        elif issubclass(type(value), Optimizer):
             optimizers.append(value)
-    return {
-        name: model for name, model in models.values() if any(p.requires_grad for p in model.parameters())
-    }, optimizers
+    trained = [(name, model) for name, model in models.values() if any(p.requires_grad for p in model.parameters())]
+    return dict(trained), optimizers
 
 
 def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
