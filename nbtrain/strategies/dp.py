@@ -153,7 +153,9 @@ class DP(Strategy):
     threads = True
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
-        if world.devices == 1 or world.kind == "cpu":  # threads share the weights, and each has its part of the batch
+        if world.kind == "cpu":  # threads, which share the weights
+            return estimate(profile, world, activations=divided(profile, world.devices, here=world.devices))
+        if world.devices == 1:
             return estimate(profile, world)
         # The first device has the most: the others send it all their gradients at once, when they are whole.
         whole = profile.gradients

@@ -15,6 +15,8 @@ from nbtrain.strategies.wire import DTYPES
 
 Width = Callable[[int], int]
 """bytes of a number of gradients → bytes of it on its way"""
+Activations = Callable[[int], int]
+"""bytes of activations in one process → what is here of them"""
 Travelling = Callable[[int], int]
 """bytes of gradients that have come → bytes that are there of them a second time"""
 
@@ -34,7 +36,7 @@ def estimate(
     gradients: int | None = None,
     optimizer: int | None = None,
     travelling: Travelling = nothing,
-    activations: Callable[[int], int] = as_is,
+    activations: Activations = as_is,
     step: int | None = None,
     after: int = 0,
     sent: float = 0,
@@ -174,15 +176,19 @@ def largest_share(weights: Sequence[Weight], owners: Sequence[int], bytes: Calla
 # -- batches that are cut -------------------------------------------------------------------------
 
 
-def divided(profile: Profile, parts: int) -> Callable[[int], int]:
-    """What a model makes is divided by so many; what is made of its output (the loss), and the batch, is whole."""
-    inside = sum(unit.activations for unit in profile.units)
+def divided(profile: Profile, parts: int, here: int = 1) -> Activations:
+    """Where a model computes a batch in parts, one after another at a time, and so many of them `here`: what waits for
+    the backward is there of each, what is made for a moment is of one. What is made of the output (the loss and its
+    gradient) is of the whole batch."""
+    waiting = sum(unit.activations for unit in profile.units)
+    loss = 3 * output(profile)
 
-    def here(activations: int) -> int:
-        whole = max(0, activations - inside)
-        return whole + math.ceil((activations - whole) / parts)
+    def held(activations: int) -> int:
+        whole = min(activations, loss)
+        kept = min(activations - whole, waiting)
+        return whole + math.ceil((kept * here + activations - whole - kept) / parts)
 
-    return here
+    return held
 
 
 def output(profile: Profile) -> int:

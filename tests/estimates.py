@@ -1,0 +1,225 @@
+"""What strategies say they will hold, beside what ranks are found to hold: each strategy with each model of `planned`.
+
+A rank's memory is what the system counts of it (on a CPU: its own pages), less what the same rank has when a tiny model
+has been trained in the same way: interpreter, libraries, sockets. Blocks are had from the system one by one while that
+is measured, for what the C library keeps for later would be counted, too. Two numbers are taken: what is there when a
+step has ended and gradients are still there; and the most there was during a step, with few samples and with many, so
+that the difference of the two is activations and nothing else.
+
+Who adds a strategy adds a row to `ROWS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.measure import kernel, run, say
+from nbtrain import registry, words
+from nbtrain.planning.profile import profile
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from tests.kernels import Kernel
+from tests.planned import PLANNED
+
+RANKS = 2
+
+
+class Size(NamedTuple):
+    """Of what is measured of a model."""
+
+    size: int
+    few: int
+    many: int
+    """samples, of each rank"""
+
+
+SIZES = {
+    "transformer": Size(192, 10, 20),
+    "resnet": Size(64, 8, 16),
+    "mlp": Size(768, 2048, 4096),
+}
+TINY = "transformer", Size(8, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A strategy with some of its options."""
+
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    precision: str = "32"
+
+    @property
+    def line(self) -> str:
+        return " ".join(
+            filter(None, [f"-s {self.strategy}", words.flags(self.options), f"--precision {self.precision}"])
+        )
+
+    @property
+    def playable(self) -> bool:
+        return all(find_spec(package) for package in registry.strategy(self.strategy).needs.packages)
+
+    @property
+    def world(self) -> World:
+        if self.strategy == "single":
+            return World(ranks=1, precision=self.precision)
+        if registry.strategy(self.strategy).needs.together:
+            return World(ranks=1, devices=RANKS, precision=self.precision)
+        return World(ranks=RANKS, precision=self.precision)
+
+    def estimate(self, of: Profile) -> Estimate:
+        cls = registry.strategy(self.strategy).load()
+        found = cls(cls.Options(**self.options)).estimate(of, self.world)
+        assert found is not None, f"{self.strategy} does not know"
+        return found
+
+    def __str__(self) -> str:
+        more = words.flags(self.options).replace("--", "").replace(" ", "-")
+        return "-".join(filter(None, [self.strategy, more, "" if self.precision == "32" else self.precision]))
+
+
+ROWS = (
+    Row("single"),
+    Row("dp"),
+    Row("ddp"),
+    Row("ddp", {"bucket_mb": 1, "comm_dtype": "bf16"}),
+    Row("ddp2"),
+    Row("zero1"),
+    Row("sharded"),
+    Row("horovod"),
+)
+"""In an order in which ranks can be kept from one to the next."""
+
+NOTEBOOK = """
+import ctypes, gc
+import torch
+import torch.distributed as dist
+from tests.planned import PLANNED, loss
+
+def anew(kind, size):
+    global model, optimizer
+    torch.manual_seed(0)
+    model = PLANNED[kind].model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+def on_each_rank(value):
+    "gather() asks one of those that see the same samples."
+    found = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+def pages():
+    with open("/proc/self/status") as lines:
+        found = (one.split(":") for one in lines)
+        return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
+
+def low_water():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")
+    return pages()["RssAnon"]
+
+def step(kind, samples):
+    x, y = PLANNED[kind].batch(samples)
+    loss(model(x), y).backward()
+    optimizer.step()
+
+def most(kind, samples):
+    "Bytes of this rank at the most, in a step."
+    low_water()
+    step(kind, samples)
+    optimizer.zero_grad()
+    now = pages()
+    return now["VmHWM"] - now["RssFile"] - now["RssShmem"]
+
+def weighed(kind, few, many):
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD; slower, and the rank keeps it
+    step(kind, few)  # the optimizer's state is made in the first one
+    optimizer.zero_grad()
+    peaks = [most(kind, samples) for samples in (few, many)]
+    step(kind, few)
+    kept = low_water()
+    optimizer.zero_grad()
+    return kept, *peaks
+"""
+ANEW = "anew({kind!r}, {size})"
+WEIGHED = "found = on_each_rank(weighed({kind!r}, {few}, {many}))"
+WARM = """
+for kind, (size, samples) in {sizes}.items():  # what libraries take for their own is there from now on
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
+    x, y = PLANNED[kind].batch(samples)
+    loss(PLANNED[kind].model(size)(x), y).backward()
+"""
+
+
+class Found(NamedTuple):
+    """Bytes of the rank that has the most."""
+
+    kept: int
+    few: int
+    many: int
+    """at the most, in a step with so many samples"""
+
+
+class Scales:
+    """A kernel in which that is measured."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        run(kernel, "%load_ext nbtrain")
+        run(kernel, NOTEBOOK)
+        self._row: Row | None = None
+        self._floors: list[list[int]] = []
+
+    def weigh(self, row: Row, kind: str) -> Found:
+        if self._row != row:
+            if self._row is None or self._row.world != row.world:  # other ranks
+                self._cell(row, WARM.format(sizes={kind: (size.size, size.few) for kind, size in SIZES.items()}))
+            self._floors = self._weigh(row, *TINY)
+            self._row = row
+        ranks = self._weigh(row, kind, SIZES[kind])
+        found = [[n - floor[0] for n in rank] for rank, floor in zip(ranks, self._floors, strict=True)]
+        return Found(*map(max, zip(*found, strict=True)))
+
+    def _weigh(self, row: Row, kind: str, size: Size) -> list[list[int]]:
+        run(self._kernel, ANEW.format(kind=kind, size=size.size) + "; found = None")
+        text = self._cell(row, WEIGHED.format(kind=kind, few=size.few, many=size.many))
+        found: list[list[int]] | None = run(self._kernel, say("found"))
+        assert found is not None, f"{row}: {text}"
+        return found
+
+    def _cell(self, row: Row, text: str) -> str:
+        """What it has shown."""
+        devices = max(row.world.ranks, row.world.devices)
+        shown = self._kernel.run(f"%%distributed {row.line} --devices {devices} --monitor off\n{text}", timeout=240)
+        assert shown.error is None, shown.text
+        return shown.text
+
+
+@contextmanager
+def scales() -> Iterator[Scales]:
+    with kernel() as found:
+        yield Scales(found)
+
+
+@functools.cache
+def profiled(kind: str, precision: str) -> tuple[Profile, Profile]:
+    """With few samples, and with many."""
+    size = SIZES[kind]
+    model = PLANNED[kind].model(size.size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    few, many = (PLANNED[kind].batch(samples) for samples in (size.few, size.many))
+    return profile(model, few, optimizer, precision=precision), profile(model, many, optimizer, precision=precision)
+
+
+def estimated(row: Row, kind: str) -> tuple[Estimate, Estimate]:
+    few, many = profiled(kind, row.precision)
+    return row.estimate(few), row.estimate(many)
