@@ -13,8 +13,8 @@ export class Cards {
     this._group = `nbt-pick-card-${made++}`;
     this._list = element("div", { class: "nbt-pick-cards", role: "radiogroup", "aria-label": "strategies" });
     const keys = PARTS.map((part) => element("span", { class: "nbt-pick-key" }, element("i", { class: part }), part));
-    const room = element("span", { class: "nbt-pick-key" }, element("b"), "what a rank may have");
-    this._legend = element("div", { class: "nbt-pick-legend" }, ...keys, room);
+    this._room = element("span", { class: "nbt-pick-key" }, element("b"), "what a rank may have");
+    this._legend = element("div", { class: "nbt-pick-legend" }, ...keys, this._room);
     this.node = element("div", {}, this._list, this._legend);
     this._ticks = null; // what the user has ticked; until then, what is worth measuring
   }
@@ -38,6 +38,7 @@ export class Cards {
     const nodes = data.cards.map((card) => this._cards.get(card.name).node);
     if (nodes.some((node, at) => this._list.children[at] !== node)) this._list.replaceChildren(...nodes);
     this._legend.hidden = scale === 0;
+    this._room.hidden = ![...this._cards.values()].some((card) => card.shows);
   }
 
   _tick() {
@@ -95,6 +96,7 @@ class Card {
 
   _memory({ memory, room, fits, tight, note }, scale) {
     this._bar.hidden = !memory;
+    this.shows = false;
     const words = memory ? needs(memory, room, fits, tight) : (note ?? "");
     text(this._needs, words);
     attribute(this._needs, "data-tone", fits === false ? "bad" : tight ? "wait" : null);
@@ -104,7 +106,8 @@ class Card {
     const sum = PARTS.reduce((total, part) => total + memory[part], 0) || 1;
     const width = (bytes) => `${(100 * bytes) / scale}%`;
     PARTS.forEach((part, at) => style(this._bar.children[at], { width: width((memory[part] * memory.peak) / sum) }));
-    this._room.hidden = !room || room > scale;
+    this.shows = Boolean(room) && room <= scale; // the line
+    this._room.hidden = !this.shows;
     style(this._room, { left: width(room) });
     const told = PARTS.filter((part) => memory[part]).map((part) => `${part} ${size(memory[part])}`);
     attribute(this._bar, "aria-label", told.join(", "));

@@ -36,6 +36,6 @@ function below(node) {
   let cell = node.closest(".jp-Cell")?.nextElementSibling;
   while (cell && !cell.matches(".jp-CodeCell")) cell = cell.nextElementSibling;
   const content = cell?.querySelector(".cm-content");
-  const view = content?.cmView?.view ?? content?.cmTile?.view;
+  const view = content?.cmTile?.view ?? content?.cmView?.view;
   return view?.dispatch && !view.state.readOnly ? view : null;
 }

@@ -1,6 +1,6 @@
 // The devices that were found, and how much of their memory is in use.
 
-import { element, style, text } from "./dom.js";
+import { element, style } from "./dom.js";
 import { size } from "./format.js";
 
 export class Devices {
@@ -13,16 +13,16 @@ export class Devices {
     const state = JSON.stringify([found, plan?.room]);
     if (state === this._state) return;
     this._state = state;
-    this.node.replaceChildren(...found.map((one) => device(one)));
+    // One device's memory is told by the plan, which knows what of it the ranks have.
+    const told = found.length > 1 || !plan?.room;
+    this.node.replaceChildren(...found.map((one) => device(one, told)));
     if (plan?.room) this.node.append(element("li", { class: "nbt-soft" }, plan.room));
   }
 }
 
-function device({ name, total, used }) {
-  const words = total ? `${size(used)} of ${size(total)} in use` : "";
+function device({ name, total, used }, told) {
+  const words = total && told ? `${size(used)} of ${size(total)} in use` : "";
   const bar = element("span", { class: "nbt-bar", "aria-hidden": "true" }, element("i"));
   style(bar.firstChild, { width: `${total ? (100 * used) / total : 0}%` });
-  const told = element("span", { class: "nbt-soft" });
-  text(told, words);
-  return element("li", {}, element("span", {}, name), bar, told);
+  return element("li", {}, element("span", {}, name), bar, element("span", { class: "nbt-soft" }, words));
 }

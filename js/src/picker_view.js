@@ -33,6 +33,10 @@ export class Picking {
     const copy = { type: "button", title: "copy the line", onclick: () => this._copy() };
     this._copyButton = element("button", copy, "Copy");
     this._wrong = element("p", { class: "nbt-pick-wrong", "data-tone": "bad", role: "status" });
+    this._note = element("p", { "data-tone": "wait" });
+    this._notes = element("ul");
+    const summary = element("summary", {}, "what the plan assumes");
+    this._assumed = element("details", { class: "nbt-soft", hidden: true }, summary, this._notes);
     this._measure = element("button", { type: "button", onclick: () => this._run() }, "Measure");
     this._stop = element("button", { type: "button", hidden: true, onclick: () => this._interrupt() }, "Stop");
     this._use = element("button", { type: "button", class: "nbt-primary", onclick: () => this._take() }, "Use");
@@ -46,9 +50,11 @@ export class Picking {
       this._wishes.node,
       this._why,
       this._cards.node,
+      this._assumed,
       this._options.node,
       element("div", { class: "nbt-pick-result" }, this._line, this._copyButton),
       this._wrong,
+      this._note,
       element("div", { class: "nbt-pick-do" }, this._use, this._measure, this._stop, this._cell),
       this._said,
       this._compared.node,
@@ -73,6 +79,8 @@ export class Picking {
     text(this._line, data.line);
     this._line.hidden = this._copyButton.hidden = !data.line;
     text(this._wrong, data.wrong);
+    text(this._note, data.note);
+    this._assume(data.plan?.notes ?? []);
     this._buttons(data);
     this._say(...(data.said[0] ? data.said : [DOING[data.busy] ?? "", "busy"]));
   }
@@ -84,6 +92,13 @@ export class Picking {
     this._wishes.close();
     this._options.close();
     this.node.remove();
+  }
+
+  _assume(notes) {
+    this._assumed.hidden = !notes.length;
+    if (notes.join() === this._assumes) return;
+    this._assumes = notes.join();
+    this._notes.replaceChildren(...notes.map((note) => element("li", {}, note)));
   }
 
   _buttons(data) {

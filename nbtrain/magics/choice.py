@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import nbtrain.devices as devices
+from nbtrain import registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import choice_cards, choice_options, own
 from nbtrain.magics.choice_cards import Data, variant_name
@@ -66,10 +67,13 @@ class Choice:
         self._magic = magic
         self._kernel = kernel
         self._machine = devices.here()
+        self._entries = registry.strategies()
         self._kind = "cuda" if self._machine.cards() and wanted.value("accelerator") != "cpu" else "cpu"
         self._plan: Plan | None = None
         self._lacks = ""
         """why there is no plan"""
+        self._samples = 0
+        """of the notebook's own batches"""
         self._compared: Comparison | None = None
         self._busy = ""
         self._said: tuple[str, str] = ("", "")
@@ -120,7 +124,7 @@ class Choice:
         """All that is to be seen."""
         plan = self._plan_data()
         name = variant_name(self.strategy, self.recompute)
-        cards = choice_cards.cards(self._state.notebook, self._kind, self.ranks, plan, name)
+        cards = choice_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
         line, wrong = self._line_or_wrong()
         if not wrong:
             self._as_typed(cards)
@@ -140,6 +144,7 @@ class Choice:
             "options": [asdict(one) for one in self._inputs()],
             "line": f"%%{self._magic} {line}" if line else "",
             "wrong": wrong,
+            "note": self._note(),
             "cell": self._backing.cell(),
             "worth": self._worth(),
             "compared": None if self._compared is None else self._compared.data(),
@@ -178,7 +183,7 @@ class Choice:
 
     def measure(self, names: Sequence[str]) -> None:
         """Run the loop for a few steps under each of these variants. Returns when that is over."""
-        candidates = [(name, self._line_of(name)) for name in names]
+        candidates = [self._candidate(name) for name in names]
         if not candidates:
             raise UsageError("nothing is ticked: tick the strategies that are to be measured")
         self._busy = "measure"
@@ -240,6 +245,8 @@ class Choice:
         self.tell(self.data())
         try:
             self._plan, self._lacks = self._backing.plan(self.wish), ""
+            if self.wish.batch is None:
+                self._samples = self._plan.profile.samples
         except NbtrainError as error:
             self._plan, self._lacks = None, str(error)
         self._follow()
@@ -269,14 +276,25 @@ class Choice:
         except UsageError as error:
             return "", str(error)
 
-    def _line_of(self, name: str) -> str:
+    def _candidate(self, name: str) -> tuple[str, str]:
+        """Name and line of a variant; of the chosen one as it stands."""
         if name == variant_name(self.strategy, self.recompute):
-            return self.line()
+            own = choice_options.words(choice_options.inputs(self._chosen, self.typed))
+            return " ".join([name, *own]), self.line()
         row = next((row for row in self._plan.rows if row.name == name), None) if self._plan is not None else None
         if row is not None:
-            return row.line
+            return name, row.line
         chosen = Chosen.named(name, self._state.notebook)
-        return f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.wish.devices}"
+        return name, f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.wish.devices}"
+
+    def _note(self) -> str:
+        """What the line cannot say."""
+        if self.wish.batch in (None, self._samples) or not self._samples:
+            return ""
+        return (
+            f"This is planned for batches of {self.wish.batch}; the notebook's have {self._samples}: write "
+            f"batch_size={self.wish.batch} where the loader is made"
+        )
 
     def _worth(self) -> list[str]:
         """What is worth measuring, unless the user says otherwise: what is recommended, what is chosen, and the fastest

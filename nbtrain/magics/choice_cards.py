@@ -1,4 +1,4 @@
-"""What the picker shows of each strategy: what it is, if it can be used here, and the plan's figures of its variants."""
+"""What a picker shows of each strategy: what it is, if it can be used here, what the plan says of its variants."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nbtrain.devices import Machine
 from nbtrain.errors import UsageError
 from nbtrain.magics.own import checked, of_notebook
 from nbtrain.magics.values import Namespace
+from nbtrain.planning.making import UNTOUCHED
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 
@@ -29,20 +30,27 @@ def found(machine: Machine, kind: str) -> list[Data]:
     return [{"name": name, "total": memory.limit, "used": memory.limit - min(memory.limit, memory.available)}]
 
 
-def cards(notebook: Namespace, kind: str, ranks: int, plan: Data | None, chosen: str) -> list[Data]:
-    """One for each strategy, those that can be used first. `plan`: its data, if there is one; `chosen`: the name of the
-    variant that was taken."""
+def cards(
+    entries: Mapping[str, registry.Entry],
+    notebook: Namespace,
+    kind: str,
+    ranks: int,
+    plan: Data | None,
+    chosen: str,
+) -> list[Data]:
+    """One for each strategy: what trains nothing by itself and what cannot be used come last. `plan`: its data, if
+    there is one; `chosen`: the name of the variant that was taken."""
     rows = [] if plan is None else plan["rows"]
     best = "" if plan is None else plan["recommended"] or ""
     made: list[Data] = []
-    for name, entry in registry.strategies().items():
+    for name, entry in entries.items():
         card = {"name": name, "summary": entry.summary + (f"; {entry.unrun}" if entry.unrun else "")}
         card |= {"shards": entry.shards, "reason": against(entry.needs, kind, ranks)}
         made.append(card | _variants(name, card["reason"], rows, chosen, best))
     for name, value in of_notebook(notebook).items():
         card = {"name": name, "summary": _says(value), "shards": "", "reason": _wrong(name, value)}
         made.append(card | _variants(name, card["reason"], rows, chosen, best))
-    return sorted(made, key=lambda card: bool(card["reason"]))
+    return sorted(made, key=lambda card: (bool(card["reason"]), card["name"] == UNTOUCHED))
 
 
 def against(needs: Needs, kind: str, ranks: int) -> str:

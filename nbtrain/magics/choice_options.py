@@ -7,7 +7,9 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nbtrain.errors import UsageError
 from nbtrain.magics import flags
@@ -17,6 +19,9 @@ from nbtrain.magics.values import Namespace
 from nbtrain.magics.words import Word, split
 
 KINDS = ("switch", "choice", "number", "text")
+
+_helps: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
+"""sources are read once: it takes milliseconds"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +109,12 @@ def shown(value: Any) -> str:
 
 def helps(options: type) -> dict[str, str]:
     """What stands below each field in the source; nothing where there is no source to be read."""
+    if options not in _helps:
+        _helps[options] = _read_helps(options)
+    return _helps[options]
+
+
+def _read_helps(options: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for cls in reversed(options.__mro__[:-1]):
         try:
@@ -111,7 +122,7 @@ def helps(options: type) -> dict[str, str]:
         except (OSError, TypeError, SyntaxError, ValueError):
             continue
         body = getattr(tree, "body", [])
-        for field, below in zip(body, body[1:], strict=False):
+        for field, below in pairwise(body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
                     found[name] = " ".join(text.split())

@@ -41,9 +41,7 @@ def pick(state: State, request: Request) -> None:
     Picker(state, names[0] if names else "", request)._ipython_display_()
 
 
-def picker(
-    state: State | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any
-) -> Picker:
+def picker(state: State | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any) -> Picker:
     """`nbtrain.picker()`: the picker of the notebook that calls. `state`: None where the extension is not loaded;
     `plain`: of ipywidgets alone; `options`: those of the magic, by name."""
     if state is None:
@@ -63,7 +61,9 @@ class Picker:
             raise UsageError("pick needs a notebook, and this is a terminal; %distributed plan says the same as text")
         self._shell = state.shell
         self._choice = Choice(state, Notebook(state, model, request), request, _magic(state.shell), shelf.kernel())
-        self._view, self._bundle, self._metadata = _shown(self._choice, _in_main_thread(state.shell, self._choice), plain)
+        self._view, self._bundle, self._metadata = _shown(
+            self._choice, _in_main_thread(state.shell, self._choice), plain
+        )
         self._choice.tell = self._view.show
 
     @property
@@ -109,8 +109,8 @@ class Notebook:
             return f"Measure runs the cell{number} that was run last, for {STEPS} steps under each"
         if self._loop:
             return (
-                f"Measure runs forward, backward and step, {STEPS} times under each; once a %%distributed cell was run, "
-                "it is that cell's loop"
+                f"Measure runs forward, backward and step, {STEPS} times under each; the loop of a %%distributed cell, "
+                "once one was run"
             )
         return "Measure needs a loop: run a %%distributed cell first"
 

@@ -29,7 +29,7 @@ class Form:
         self._data: Mapping[str, Any] = data
         self._hearing = False
         """what is shown is being brought up to date: a change is nobody's wish"""
-        self._html = {name: widgets.HTML() for name in ("found", "cards", "line", "said", "compared")}
+        self._html = {name: widgets.HTML() for name in ("found", "cards", "line", "note", "said", "compared")}
         self._goal = self._dropdown("goal", [(words, name) for name, words in GOALS.items()])
         self._loss = self._dropdown("loss", [(words, name) for name, words in LOSSES.items()])
         self._precision = self._dropdown("precision", list(data["precisions"]))
@@ -48,6 +48,7 @@ class Form:
             self._strategy,
             self._options,
             self._html["line"],
+            self._html["note"],
             self._ticked,
             widgets.HBox([self._button("Measure", self._measure), self._button("Use", self._use)]),
             self._html["said"],
@@ -80,6 +81,7 @@ class Form:
             "found": _found(data),
             "cards": _cards(data),
             "line": f"<code>{escape(data['line'])}</code>" if data["line"] else _toned(data["wrong"], "bad"),
+            "note": _toned(data["note"], "wait"),
             "said": _toned(data["said"][0], data["said"][1]) or _busy(data),
             "compared": _compared(data["compared"]),
         }
@@ -88,7 +90,7 @@ class Form:
 
     def _choices(self, data: Mapping[str, Any]) -> None:
         names = [one["name"] for card in data["cards"] if not card["reason"] for one in card["variants"]]
-        names = [name for name in dict.fromkeys([*names, _variant(data)["name"]])]
+        names = list(dict.fromkeys([*names, _variant(data)["name"]]))
         if tuple(names) != tuple(self._strategy.options):
             ticked = [name for name in self._ticked.value if name in names]
             self._strategy.options = self._ticked.options = names
@@ -205,7 +207,9 @@ def _compared(compared: Mapping[str, Any] | None) -> str:
         return ""
     head, *rows = compared["table"]
     use = f"<p>{escape(compared['use'])}</p>" if compared["use"] else ""
-    return f"<p>{escape(compared['title'])}</p>" + tables.html(tuple(head), map(tuple, rows)) + use + compared["picture"]
+    return (
+        f"<p>{escape(compared['title'])}</p>" + tables.html(tuple(head), map(tuple, rows)) + use + compared["picture"]
+    )
 
 
 def _busy(data: Mapping[str, Any]) -> str:
