@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from nbtrain.errors import UsageError
 from nbtrain.strategies._deepspeed import config
+from nbtrain.strategies._deepspeed.estimate import estimate
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, World
 
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
@@ -73,6 +75,9 @@ class DeepSpeed(Strategy):
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
         return "hollow" if self.options.stage == 3 else "filled"
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return estimate(self.options, profile, world)
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):
