@@ -28,17 +28,15 @@ class Way:
 
 
 ORDER: tuple[Way, ...] = (
-    Way("single", "has one device, and nothing is sent"),
-    Way("ddp", "sends each gradient once and gathers nothing: with several devices nothing is faster"),
-    Way("sharded", "keeps a gradient and its optimizer's state on one rank, and sends hardly more than ddp"),
-    Way("zero1", "divides the optimizer's state among the ranks, and sends hardly more than ddp"),
-    Way("deepspeed_stage_1", "divides the optimizer's state among the ranks, and sends hardly more than ddp"),
-    Way("deepspeed_stage_2", "divides the optimizer's state and the gradients, and sends hardly more than ddp"),
+    Way("single", "sends nothing"),
+    Way("ddp", "gathers nothing: with several devices nothing is faster"),
+    Way("sharded", "keeps a gradient and its optimizer's state on one rank"),
+    Way("zero1", "divides the optimizer's state among the ranks"),
+    Way("deepspeed_stage_1", "divides the optimizer's state among the ranks"),
+    Way("deepspeed_stage_2", "divides the optimizer's state and the gradients among the ranks"),
     Way("fsdp_shard_grad_op", "divides all but the weights that compute, which are gathered once a step"),
-    Way("fsdp", "divides everything; each layer is gathered when it computes, forward and backward: half as much again "
-        "is sent"),
-    Way("deepspeed_stage_3", "divides everything; each layer is gathered when it computes, and all is sent that fsdp "
-        "sends"),
+    Way("fsdp", "divides everything; each layer is gathered when it computes, forward and backward"),
+    Way("deepspeed_stage_3", "divides everything; each layer is gathered when it computes, forward and backward"),
     Way("single", "computes activations again in the backward: about a third more to compute", recompute=True),
     Way("ddp", "computes activations again in the backward: about a third more to compute", recompute=True),
     Way("deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again", recompute=True),
@@ -48,9 +46,12 @@ ORDER: tuple[Way, ...] = (
     Way("fsdp_cpu_offload", "keeps everything in the machine's memory, and steps there"),
     Way("deepspeed_stage_3_offload", "keeps everything in the machine's memory, and steps there"),
     Way("fsdp_cpu_offload", "keeps everything in the machine's memory and computes activations again", recompute=True),
-    Way("deepspeed_stage_3_offload", "keeps everything in the machine's memory and computes activations again",
-        recompute=True),
-)  # fmt: skip
+    Way(
+        "deepspeed_stage_3_offload",
+        "keeps everything in the machine's memory and computes activations again",
+        recompute=True,
+    ),
+)
 """Fastest first: what `auto`, and the plan where speed is wanted, take is the first that fits."""
 
 
@@ -68,7 +69,7 @@ class Advice:
 GUIDE: Mapping[tuple[str, str], Advice] = {
     ("batch", "no"): Advice(
         ("sharded", "deepspeed_stage_2", "zero1"),
-        "what is no longer held twice makes room for samples, and no more is sent than under ddp",
+        "what is no longer held twice makes room for samples, and little more is sent than under ddp",
     ),
     ("batch", "small"): Advice(
         ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "sharded", "zero1"),
@@ -81,8 +82,8 @@ GUIDE: Mapping[tuple[str, str], Advice] = {
     ),
     ("model", "no"): Advice(
         ("deepspeed_stage_2", "sharded", "zero1"),
-        "of Adam's twelve bytes for each weight's four, eight and the gradient's four are divided; no more is sent "
-        "than under ddp",
+        "of Adam's twelve bytes for each weight's four, eight and the gradient's four are divided; little more is "
+        "sent than under ddp",
     ),
     ("model", "small"): Advice(
         ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2"),

@@ -160,7 +160,8 @@ def _add(row: Planned, rows: list[Planned]) -> bool:
     if same is None:
         rows.append(row)
     elif guide.place(rows[same].strategy) is None:
-        rows[same] = row
+        del rows[same]
+        rows.append(row)
     else:
         return False
     return True

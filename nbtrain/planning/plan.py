@@ -216,17 +216,17 @@ def _fastest(plan: Plan) -> Planned | None:
     if not known:
         return None
     best = known[0]
-    way = _way(best)
+    does = f"it {_way(best).why}{_sends(best)}."
     first = plan.row("ddp" if several else "single")
     if first is None or first.estimate is None or first.way == best.way:
-        why = f"{_of(best)}; it {way.why}."
+        why = f"{_of(best)}; {does}"
     elif several and best.strategy == "single" and not best.recompute:
         why = (
             f"{first.needs}, and may have {words.size(first.room)}; one rank alone has the memory of all. {_of(best)}."
         )
     else:
         why = f"{first.needs}, and may have {words.size(first.room)}. "
-        why += f"{_of(best)}, and is the fastest that fits: it {way.why}."
+        why += f"{_of(best)}, and is the fastest that fits: {does}"
     return replace(best, why=why)
 
 
@@ -246,6 +246,11 @@ def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
 def _of(row: Planned) -> str:
     close = ", which is close: an estimate may be off by that much" if row.tight else ""
     return f"{row.needs} of the {words.size(row.room)} that it may have{close}"
+
+
+def _sends(row: Planned) -> str:
+    assert row.estimate is not None
+    return f", and a rank sends {words.size(row.estimate.sent)} in a step" if row.estimate.sent else ""
 
 
 def _way(row: Planned) -> Way:

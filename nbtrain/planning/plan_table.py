@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ STYLE = """<style>
 .nbt-plan tr.nbt-best td{background:rgba(66,133,244,.13)!important}
 .nbt-plan tr.nbt-off td{opacity:.55}
 .nbt-plan td:first-child{padding-left:6px}
+.nbt-plan td:first-child code{white-space:pre}
 .nbt-plan-bar{display:inline-block;position:relative;width:84px;height:9px;vertical-align:-1px;border-radius:2px;
  background:rgba(128,128,128,.22);overflow:hidden;margin-right:6px}
 .nbt-plan-bar i{position:absolute;left:0;top:0;bottom:0;background:#3b7dd8}
@@ -80,7 +82,7 @@ def _fits(row: Planned) -> str:
     if row.share is None:
         return "not known"
     said = "no" if not row.fits else "barely" if row.tight else "yes"
-    return f"{said}, {row.share * 100:.0f} %"
+    return f"{said}, {math.ceil(row.share * 100)} %"
 
 
 def _seconds(seconds: float) -> str:
@@ -178,4 +180,6 @@ def _number(at: int) -> str:
 def _line(line: str) -> str:
     """What can be typed is set as code."""
     typed = line.strip()
-    return f"<code>{escape(typed)}</code>" if typed.startswith("%%") else escape(line)
+    if typed.startswith("%%"):
+        return f"<code>{escape(typed)}</code>"
+    return f"<b>{escape(line)}</b>" if line.startswith(STAR) else escape(line)
