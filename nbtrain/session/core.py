@@ -12,6 +12,7 @@ from nbtrain.errors import UsageError
 from nbtrain.exchange.places import Places
 from nbtrain.planning.comparison import Comparison
 from nbtrain.session import inkernel
+from nbtrain.session.advice import advise
 from nbtrain.session.aging import Aging
 from nbtrain.session.background import BackgroundRun, refuse
 from nbtrain.session.cell import Cell
@@ -54,6 +55,9 @@ class Session:
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
         names = captured(cell.code, self.shell.user_ns, extra, cell, self._places, run.options.values())
         check_kept(run.keep, names, self.shell.user_ns)
+        run, said = advise(names, self.shell.user_ns, run, self.ranks.pids)
+        if said:
+            print(said)
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)
             return None

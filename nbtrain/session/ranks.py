@@ -186,6 +186,11 @@ class Ranks:
         return Traffic(self.shell.user_ns, "", range(spec.world_size), self.numbers())
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes that there are."""
+        return tuple(self.pool.pids().values()) if self.pool is not None else ()
+
+    @property
     def everybody_ready(self) -> bool:
         return self.pool is None or len(self._ready) == len(self.pool.ranks)
 

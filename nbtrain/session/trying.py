@@ -12,6 +12,7 @@ import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.exchange.names import Captured
 from nbtrain.exchange.places import Places
+from nbtrain.session.advice import advise
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured
 from nbtrain.session.ranks import Ranks
@@ -34,6 +35,8 @@ class Way:
     """the options, as they are typed"""
     spec: Callable[[], RunSpec]
     """raises UsageError where it cannot be done here"""
+    keeps_name: bool = False
+    """otherwise `auto` is called by what it became"""
 
 
 class Tries:
@@ -54,8 +57,10 @@ class Tries:
             spec = way.spec()
             if spec.pool.engine == "inprocess":
                 raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
-            told = self._run(_bare(spec), trial)
-            return {**told, "name": spec.strategy} if spec.chosen else told
+            names = self._reads(_own(spec), spec.options.values())
+            spec, _ = advise(names, self._shell.user_ns, spec, self._ranks.pids)
+            told = self._run(_bare(spec), trial, names)
+            return {**told, "name": spec.strategy} if spec.chosen and not way.keeps_name else told
         except (CannotTravel, MissingName, CellSyntaxError):
             raise
         except NbtrainError as error:
@@ -83,13 +88,10 @@ class Tries:
         namespace = self._shell.user_ns
         return captured(self._cell.code, namespace, extra, self._cell, Places(namespace), options)
 
-    def _run(self, spec: RunSpec, trial: Trial) -> dict[str, Any]:
-        shell = self._shell
-        extra = () if registry.find_strategy(spec.strategy) else (spec.strategy,)
-        names = self._reads(extra, spec.options.values())
+    def _run(self, spec: RunSpec, trial: Trial, names: Captured) -> dict[str, Any]:
         self._have(spec)
         spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
-        run = CellRun(shell, self._ranks, spec, self._cell, names)
+        run = CellRun(self._shell, self._ranks, spec, self._cell, names)
         run.run()
         assert isinstance(run.home, Unkept)
         return _told(run.home, spec, self._memory)
@@ -116,6 +118,11 @@ class Tries:
         if self._memory or spec.pool.kind != "cpu":
             return self._memory
         return int(ROOM * probes.memory().available / spec.pool.world_size)
+
+
+def _own(spec: RunSpec) -> tuple[str, ...]:
+    """The notebook's name of a strategy of its own."""
+    return () if registry.find_strategy(spec.strategy) else (spec.strategy,)
 
 
 def _bare(spec: RunSpec) -> RunSpec:

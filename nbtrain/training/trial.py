@@ -19,6 +19,8 @@ from nbtrain.training.peak import Peak
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Enough
 
+ENDLESS = 10**9
+
 
 class Mark(NamedTuple):
     """Where a rank stood when a step had ended."""
@@ -105,17 +107,17 @@ class Regrouped:
         self.factor = factor
 
     def __len__(self) -> int:
-        return len(self.batches)
+        try:
+            return len(self.batches)
+        except TypeError:  # a sampler that does not say: the trial ends the loop
+            return ENDLESS
 
     def __iter__(self) -> Iterator[list[Any]]:
-        samples: list[Any] = []
         source = iter(self.batches)
-        first = next(source, None)
-        if first is None:
-            return
-        samples += first
+        samples = list(next(source, ()))
         size = max(1, round(len(samples) * self.factor))
-        while True:
+        most = len(self) if samples else 0
+        for _ in range(most):
             while len(samples) < size:
                 batch = next(source, None)
                 if batch is None:

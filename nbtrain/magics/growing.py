@@ -1,0 +1,80 @@
+"""`%%distributed --grow 1,2,4,8`: the cell's loop on a few ranks here, and what that says of many on several nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nbtrain import devices, probes
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.magics import trials
+from nbtrain.magics.parse import Given, Request
+from nbtrain.magics.resolve import Chosen
+from nbtrain.magics.state import State
+from nbtrain.magics.values import DeviceSpec
+
+if TYPE_CHECKING:
+    from nbtrain.planning.comparison import Measured
+    from nbtrain.planning.growth import Point, Volume
+    from nbtrain.session import Cell
+    from nbtrain.specs import RunSpec
+
+BANDWIDTH = 25e9
+"""Bytes a second between nodes, where nobody says otherwise: one card of 200 Gbit/s."""
+
+
+def grow(state: State, line: Request, base: Request, cell: Cell, counts: tuple[int, ...]) -> None:
+    """Measure, fit and show."""
+    from nbtrain.planning.growth import fit
+
+    request = line.over(base)
+    ways = []
+    for count in counts:
+        given = {name: one for name, one in line.given.items() if name not in trials.OF_TRIALS}
+        given["devices"] = Given(DeviceSpec(count), f"--devices {count}")
+        ranks = f"{count} rank{'s' * (count > 1)}"
+        ways.append(replace(trials.way(state, ranks, Request(given=given, own=line.own), base), keeps_name=True))
+    found = trials.show(state, cell, ways, trials.question(request))
+    done = [(count, row) for count, row in zip(counts, found.rows, strict=True) if row.state == "done"]
+    if len(done) < 2:
+        raise UsageError("growth is fitted on two counts of ranks or more, and fewer than that have worked here")
+    spec = ways[-1].spec()
+    volume = _volume(state, request, spec)
+    growth = fit([_point(count, row, spec, volume) for count, row in done], volume)
+    trials.Changing(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
+
+
+def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None) -> Point:
+    from nbtrain.planning.growth import Point
+
+    cores = probes.cores_allowed() if spec.pool.kind == "cpu" else 0
+    return Point(
+        ranks=count,
+        seconds=1 / row.steps_per_second,
+        samples=row.samples_per_second / row.steps_per_second,
+        volume=volume(count) if volume is not None else 0,
+        cores=cores,
+        threads=devices.threads_per_rank(count, cores) if cores else 1,
+    )
+
+
+def _volume(state: State, request: Request, spec: RunSpec) -> Volume | None:
+    """What a rank sends in a step, as the strategy's estimate has it. None: the model is made in the cell, or the
+    strategy does not say."""
+    from nbtrain.magics.planned import subject_of
+    from nbtrain.planning.profile import profile
+    from nbtrain.strategies.estimates import World
+
+    try:
+        found = subject_of(state.notebook, "", "")
+        told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)
+        strategy = Chosen.named(spec.strategy, state.notebook).load()
+    except NbtrainError:
+        return None
+    asked = strategy(strategy.Options(**spec.options))
+
+    def volume(ranks: int) -> float:
+        estimate = asked.estimate(told, World(ranks=ranks, kind=spec.pool.kind, precision=spec.precision))
+        return 0.0 if estimate is None else float(estimate.sent)
+
+    return volume
