@@ -40,9 +40,9 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "transformer": Size(192, 10, 20),
-    "resnet": Size(64, 8, 16),
-    "mlp": Size(768, 2048, 4096),
+    "transformer": Size(224, 10, 20),
+    "resnet": Size(80, 8, 16),
+    "mlp": Size(896, 2048, 4096),
 }
 TINY = "transformer", Size(8, 4, 8)
 
@@ -153,10 +153,11 @@ def weighed(kind, few, many):
 ANEW = "anew({kind!r}, {size})"
 WEIGHED = "found = on_each_rank(weighed({kind!r}, {few}, {many}))"
 WARM = """
-for kind, (size, samples) in {sizes}.items():  # what libraries take for their own is there from now on
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)
-    x, y = PLANNED[kind].batch(samples)
-    loss(PLANNED[kind].model(size)(x), y).backward()
+ctypes.CDLL(None).mallopt(-3, 1 << 16)
+for kind, (size, *counts) in {sizes}.items():  # what libraries take for their own is there from now on
+    for samples in counts:
+        x, y = PLANNED[kind].batch(samples)
+        loss(PLANNED[kind].model(size)(x), y).backward()
 """
 
 
@@ -182,7 +183,8 @@ class Scales:
     def weigh(self, row: Row, kind: str) -> Found:
         if self._row != row:
             if self._row is None or self._row.world != row.world:  # other ranks
-                self._cell(row, WARM.format(sizes={kind: (size.size, size.few) for kind, size in SIZES.items()}))
+                self._cell(row, WARM.format(sizes={kind: tuple(size) for kind, size in SIZES.items()}))
+                self._weigh(row, *next(iter(SIZES.items())))  # the way home of something large, too
             self._floors = self._weigh(row, *TINY)
             self._row = row
         ranks = self._weigh(row, kind, SIZES[kind])
@@ -223,3 +225,40 @@ def profiled(kind: str, precision: str) -> tuple[Profile, Profile]:
 def estimated(row: Row, kind: str) -> tuple[Estimate, Estimate]:
     few, many = profiled(kind, row.precision)
     return row.estimate(few), row.estimate(many)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was measured, for one that was estimated."""
+
+    kept: float
+    activations: float
+    """more of them with many samples than with few"""
+    peak: float
+    """with many samples"""
+    said: str
+    """all of it in megabytes, measured and estimated"""
+
+
+def compared(scales: Scales, row: Row, kind: str) -> Compared:
+    few, many = estimated(row, kind)
+    found = scales.weigh(row, kind)
+    pairs = {
+        "kept": (found.kept, few.kept),
+        "activations": (found.many - found.few, many.activations - few.activations),
+        "peak": (found.many, many.peak),
+    }
+    said = "  ".join(f"{name} {a / 1e6:6.1f} of {b / 1e6:6.1f} MB" for name, (a, b) in pairs.items())
+    return Compared(**{name: a / b for name, (a, b) in pairs.items()}, said=f"{row!s:28} {kind:12} {said}")
+
+
+def main() -> None:
+    with scales() as found:
+        for row in ROWS:
+            for kind in SIZES if row.playable else ():
+                one = compared(found, row, kind)
+                print(f"{one.said}   {one.kept:.2f} {one.activations:.2f} {one.peak:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

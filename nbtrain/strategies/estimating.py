@@ -88,11 +88,9 @@ def largest(profile: Profile) -> int:
 
 
 def step_bytes(profile: Profile, world: World, share: float = 1.0) -> int:
-    """What a step takes for a moment. On a GPU torch's optimizers step all tensors at once, so that what is computed on
-    the way is as large as all gradients that are stepped: of these a rank has this share."""
-    if world.kind == "cpu" or profile.state == 0:
-        return profile.step
-    return max(profile.step, math.ceil(profile.gradients * share))
+    """What a step takes for a moment. On a CPU it is of the largest weight; on a GPU torch's optimizers step all weights
+    at once, so that it is of the share of them that a rank steps."""
+    return profile.step if world.kind == "cpu" else math.ceil(profile.step_together * share)
 
 
 def ring(bytes: float, ranks: int) -> float:

@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._xla import library
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.estimating import estimate, ring
 from nbtrain.strategies.shards import rebind
 
 SPARSE = (
@@ -214,6 +216,15 @@ class XLA(Strategy):
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         """None."""
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return estimate(
+            profile,
+            world,
+            step=profile.step,
+            sent=2 * ring(profile.gradients, world.ranks),
+            notes=("XLA's compiler decides what is computed together: activations are those of torch without it",),
+        )
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if precision.startswith("16"):
