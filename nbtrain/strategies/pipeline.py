@@ -25,6 +25,7 @@ from nbtrain.strategies._pipeline.calls import Calls
 from nbtrain.strategies._pipeline.criterion import Loss
 from nbtrain.strategies._pipeline.dicts import Dicts
 from nbtrain.strategies._pipeline.elsewhere import Elsewhere
+from nbtrain.strategies._pipeline.estimate import estimate
 from nbtrain.strategies._pipeline.holding import Holding
 from nbtrain.strategies._pipeline.norms import clip_norm
 from nbtrain.strategies._pipeline.one_by_one import OneByOne
@@ -33,6 +34,7 @@ from nbtrain.strategies._pipeline.shared import SharedGradients
 from nbtrain.strategies._pipeline.stages import Place
 from nbtrain.strategies._pipeline.writes import Writes
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.estimates import Estimate, Profile, World
 
 KEPT = "_nbtrain_staged"
 MIDST = (
@@ -328,6 +330,9 @@ class Pipeline(Strategy):
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
         return "hollow"
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return estimate(self.options, profile, world)
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):
