@@ -56,7 +56,8 @@ def test_what_a_step_takes_on_many_nodes() -> None:
     assert node.seconds == pytest.approx(0.2 + 2 * 7 / 8 * GRADIENTS / 4e9 + 3 * 2e-3)
     assert nodes.communication == pytest.approx(2 * 63 / 64 * GRADIENTS / 1e9 + 6 * 2e-3)
     assert nodes.seconds == pytest.approx(0.2 + nodes.communication)
-    assert nodes.at_best == pytest.approx(nodes.communication)
+    assert nodes.at_best == pytest.approx(nodes.communication)  # what is sent takes longer than what hides it
+    assert growth.predict(64, nodes=8, bandwidth=25e9).at_best == pytest.approx(0.2)
     assert nodes.samples == pytest.approx(64 * 32 / nodes.seconds)
     assert nodes.waiting == pytest.approx(1 - 0.2 / nodes.seconds)
     hidden = growth.predict(64, nodes=8, bandwidth=1e9, overlap=0.2)

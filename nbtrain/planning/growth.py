@@ -84,6 +84,8 @@ class Prediction:
     """seconds, all of it"""
     seconds: float
     """of a step"""
+    at_best: float
+    """seconds of a step whose bytes go at the stated bandwidth, however slow they were here, behind the computing"""
     samples: float
     """per second, of all ranks; 0: not known"""
 
@@ -96,11 +98,6 @@ class Prediction:
     def waiting(self) -> float:
         """Share of the step that is communication."""
         return 1 - self.efficiency
-
-    @property
-    def at_best(self) -> float:
-        """Seconds of a step, if all communication that can be is hidden behind the computing."""
-        return max(self.compute, self.communication)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +134,15 @@ class Growth:
         return sum(map(mul, factors, _columns(point, self.points[0])))
 
     def predict(self, ranks: int, nodes: int = 1, bandwidth: float = math.inf, overlap: float = 0.0) -> Prediction:
-        """`bandwidth`: bytes a second between nodes, in each direction. `overlap`: the share of communication that is
-        known to be hidden behind the computing."""
+        """`bandwidth`: bytes a second between nodes, in each direction; infinite: not stated. `overlap`: the share of
+        communication that is known to be hidden behind the computing."""
         if ranks < 1 or not 1 <= nodes <= ranks:
             raise UsageError(f"{ranks} ranks on {nodes} nodes: there has to be a rank for every node")
         if not bandwidth > 0 or not 0 <= overlap <= 1:
             raise UsageError("a bandwidth is more than 0 bytes a second, and an overlap a share from 0 to 1")
-        rate = min(self.bandwidth, bandwidth) if nodes > 1 else self.bandwidth
-        talk = self.volume(ranks) / rate + self.latency * math.log2(ranks) if ranks > 1 else 0.0
+        stated = self.bandwidth if bandwidth == math.inf else bandwidth
+        talk = self._talk(ranks, min(self.bandwidth, stated) if nodes > 1 else self.bandwidth)
+        best = stated if nodes > 1 else max(self.bandwidth, stated)
         seconds = self.compute + talk - min(overlap * talk, self.compute)
         first = self.points[0]
         return Prediction(
@@ -153,8 +151,12 @@ class Growth:
             compute=self.compute,
             communication=talk,
             seconds=seconds,
+            at_best=min(seconds, max(self.compute, self._talk(ranks, best))),
             samples=first.samples / first.ranks * ranks / seconds,
         )
+
+    def _talk(self, ranks: int, rate: float) -> float:
+        return self.volume(ranks) / rate + self.latency * math.log2(ranks) if ranks > 1 else 0.0
 
     def at(
         self, bandwidth: float, counts: Sequence[int] = COUNTS, per_node: int = PER_NODE, overlap: float = 0.0

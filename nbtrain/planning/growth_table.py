@@ -93,7 +93,9 @@ def assumptions(outlook: Outlook) -> Iterator[str]:
     if outlook.overlap:
         yield f"{outlook.overlap:.0%} of the communication is hidden behind the computing"
     else:
-        yield "none of the communication is hidden behind the computing; at best all of it is"
+        yield "none of the communication is hidden behind the computing"
+    stated = bandwidth.words(outlook.bandwidth)
+    yield f"at best bytes go at {stated} however slow they were here, and while the ranks compute"
     yield "data arrives in time, no rank waits for a slower one, and nobody else uses the network"
 
 
