@@ -2,6 +2,7 @@
 
 import { attribute, element, style, text } from "./dom.js";
 import { size } from "./format.js";
+import { reach } from "./picker_reach.js";
 
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "buffers"];
 let made = 0;
@@ -122,13 +123,4 @@ function needs(memory, room, fits, tight) {
   else if (tight) words.push("close");
   if (memory.sent) words.push(`sends ${size(memory.sent)} a step`);
   return words.join(" · ");
-}
-
-// What the width of a bar stands for: all that is needed, and the room, unless that is so large that nothing else would
-// be seen.
-export function reach(shown) {
-  const known = shown.filter((one) => one.memory);
-  const most = Math.max(0, ...known.map((one) => one.memory.peak));
-  const room = Math.max(0, ...known.map((one) => one.room).filter((one) => one < 3 * most));
-  return 1.05 * Math.max(most, room);
 }

@@ -18,18 +18,19 @@ export function writeBelow(node, line, magic) {
 // Nothing where the cell is of another magic.
 export function edit(source, line, magic) {
   let at = 0;
+  let from = 0; // below what may stand above it
   for (const each of source.split("\n")) {
     const first = each.trim();
     const own = first === `%%${magic}` || first.startsWith(`%%${magic} `);
     if (own) return { from: at, to: at + each.length, insert: line };
-    if (first && !/^%%(time|capture)\b/.test(first)) break;
+    const above = /^%%(time|capture)\b/.test(first);
+    if (first && !above) break;
     at += each.length + 1;
+    if (above) from = Math.min(at, source.length);
   }
-  const rest = source.slice(at).trimStart();
-  if (rest.startsWith("%%")) return null;
-  const from = Math.min(at, source.length);
-  const above = from > 0 && source[from - 1] !== "\n" ? "\n" : "";
-  return { from, to: from, insert: `${above}${line}\n` };
+  if (source.slice(at).startsWith("%%")) return null;
+  const broken = from > 0 && source[from - 1] !== "\n" ? "\n" : "";
+  return { from, to: from, insert: `${broken}${line}\n` };
 }
 
 function below(node) {

@@ -20,7 +20,8 @@ const DOING = { plan: "estimating …", measure: "measuring …" };
 export class Picking {
   constructor(place, send) {
     this._send = send;
-    this._asked = 0;
+    this._asked = 0; // the number of a message that was not answered yet
+    this._later = null;
     const ask = (message) => this._ask(message);
     this._devices = new Devices();
     this._wishes = new Wishes(ask);
@@ -44,7 +45,8 @@ export class Picking {
     this._said = element("p", { class: "nbt-pick-said", role: "status", "aria-live": "polite" });
     this.node = element(
       "section",
-      { class: "nbt-root nbt-pick", "aria-label": "strategy picker" },
+      // Letters and arrows are the form's own, not JupyterLab's shortcuts.
+      { class: "nbt-root nbt-pick", "aria-label": "strategy picker", "data-lm-suppress-shortcuts": "true" },
       element("div", { class: "nbt-pick-head" }, element("strong", {}, "Pick a strategy"), this._model),
       this._devices.node,
       this._wishes.node,
@@ -83,6 +85,13 @@ export class Picking {
     this._assume(data.plan?.notes ?? []);
     this._buttons(data);
     this._say(...(data.said[0] ? data.said : [DOING[data.busy] ?? "", "busy"]));
+    if (!waits && data.busy !== "plan") this._afterwards(data);
+  }
+
+  _afterwards(data) {
+    const later = this._later;
+    this._later = null;
+    if (data.line) later?.();
   }
 
   close() {
@@ -132,6 +141,10 @@ export class Picking {
   }
 
   _take() {
+    if (this._asked) {
+      this._later = () => this._take(); // what was typed last is not in the line yet
+      return;
+    }
     const where = writeBelow(this.node, this._data.line, this._data.magic);
     this._ask({ kind: "use", written: where });
   }

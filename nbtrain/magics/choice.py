@@ -292,7 +292,7 @@ class Choice:
         if self.wish.batch in (None, self._samples) or not self._samples:
             return ""
         return (
-            f"This is planned for batches of {self.wish.batch}; the notebook's have {self._samples}: write "
+            f"This is planned for batches of {self.wish.batch:,}; the notebook's have {self._samples:,}: write "
             f"batch_size={self.wish.batch} where the loader is made"
         )
 

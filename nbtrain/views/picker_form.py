@@ -17,7 +17,8 @@ Do = Callable[[Mapping[str, Any]], None]
 WIDE = {"description_width": "9em"}
 GOALS = {"speed": "the fastest steps", "batch": "the largest batch", "model": "the largest model"}
 LOSSES = {"no": "no loss of speed", "small": "a small loss of speed", "any": "any loss of speed"}
-TONES = {"bad": "#b3261e", "good": "#1f7a33", "wait": "#8a5a00"}
+TONES = {"bad": "#d5473c", "good": "#2f9648", "wait": "#b07a10"}
+"""to be read on light and on dark ground"""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 
 
@@ -38,6 +39,9 @@ class Form:
         self._strategy = self._dropdown("strategy", [])
         self._options = widgets.VBox([])
         self._ticked = widgets.SelectMultiple(description="to measure", options=[], style=WIDE, rows=5)
+        self._ticked.observe(self._tick, "value")
+        self._ticks = False
+        """the user has said what is to be measured"""
         self._asked_for: Any = None
         """which options are shown"""
         self.widget = widgets.VBox([
@@ -96,8 +100,8 @@ class Form:
             self._strategy.options = self._ticked.options = names
             self._ticked.value = ticked
         self._strategy.value = _variant(data)["name"]
-        if not self._ticked.value:
-            self._ticked.value = _worth_measuring(data)
+        if not self._ticks:
+            self._ticked.value = [name for name in data["worth"] if name in names]
 
     def _inputs(self, data: Mapping[str, Any]) -> None:
         """Anew when the strategy is another one; else only their values, for somebody may be typing."""
@@ -150,6 +154,9 @@ class Form:
         made.on_click(lambda _: do())
         return made
 
+    def _tick(self, change: Mapping[str, Any]) -> None:
+        self._ticks = self._ticks or not self._hearing
+
     def _measure(self) -> None:
         self._ask(kind="measure", names=list(self._ticked.value))
 
@@ -170,10 +177,6 @@ def _variant(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _named(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = [one for card in data["cards"] for one in card["variants"] if one["name"] == name]
     return found[0] if found else _variant(data)
-
-
-def _worth_measuring(data: Mapping[str, Any]) -> list[str]:
-    return list(data["worth"])
 
 
 def _found(data: Mapping[str, Any]) -> str:
@@ -208,7 +211,10 @@ def _compared(compared: Mapping[str, Any] | None) -> str:
     head, *rows = compared["table"]
     use = f"<p>{escape(compared['use'])}</p>" if compared["use"] else ""
     return (
-        f"<p>{escape(compared['title'])}</p>" + tables.html(tuple(head), map(tuple, rows)) + use + compared["picture"]
+        f"<p>{escape(compared['title'])}</p>"
+        + tables.html(tuple(head), [tuple(row) for row in rows])
+        + use
+        + compared["picture"]
     )
 
 
