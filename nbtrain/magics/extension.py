@@ -10,7 +10,7 @@ from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, manual, trials, verbs
+from nbtrain.magics import cells, completion, growing, manual, trials, verbs
 from nbtrain.magics.options import BY_NAME
 from nbtrain.magics.parse import Request, parse_ranks
 from nbtrain.magics.resolve import check_flags
@@ -155,9 +155,10 @@ class Extension:
         if tried := trials.asked(request):
             if ranks is not None:
                 raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
+            trials.check(request, base)
             with shielded():
                 self.state.opened()
-            trials.run(self.state, request, base, cell)
+            (growing.grow if "grow" in tried else trials.run)(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:

@@ -23,11 +23,12 @@ BANDWIDTH = 25e9
 """Bytes a second between nodes, where nobody says otherwise: one card of 200 Gbit/s."""
 
 
-def grow(state: State, line: Request, base: Request, cell: Cell, counts: tuple[int, ...]) -> None:
+def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
     from nbtrain.planning.growth import fit
 
     request = line.over(base)
+    counts = request.value("grow")
     ways = []
     for count in counts:
         given = {name: one for name, one in line.given.items() if name not in trials.OF_TRIALS}

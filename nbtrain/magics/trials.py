@@ -32,16 +32,23 @@ def asked(request: Request) -> list[str]:
     return [name for name in request.given if BY_NAME[name].trial and request.value(name)]
 
 
+def check(line: Request, base: Request) -> None:
+    """Options that do not go together."""
+    request = line.over(base)
+    wanted = asked(request)
+    kinds = [name for name in wanted if name != "compare"]
+    if len(kinds) > 1 or ("grow" in kinds and "compare" in wanted):
+        flags = " and ".join(BY_NAME[name].flag for name in wanted)
+        raise UsageError(f"{flags} ask for different things: write one of them in a cell, the other in the next")
+    if "compare" in wanted and "strategy" in line.given:
+        raise UsageError(f"{line.given['strategy'].typed}: --compare names the strategies; leave one of both out")
+    if request.value("background"):
+        raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
+
+
 def run(state: State, line: Request, base: Request, cell: Cell) -> None:
     """Try the cell, and show what came of it."""
-    request = line.over(base)
-    _check(line, request)
-    if counts := request.value("grow"):
-        from nbtrain.magics.growing import grow
-
-        grow(state, line, base, cell, counts)
-        return
-    show(state, cell, ways(state, line, base), question(request))
+    show(state, cell, ways(state, line, base), question(line.over(base)))
 
 
 def question(request: Request) -> Question:
@@ -109,18 +116,6 @@ class Changing:
         data = {"text/plain": repr(found), "text/html": found._repr_html_()}
         self._publisher.publish(data, transient={"display_id": self._id}, update=self._shown and self._page)
         self._shown = True
-
-
-def _check(line: Request, request: Request) -> None:
-    wanted = asked(request)
-    kinds = [name for name in wanted if name != "compare"]
-    if len(kinds) > 1 or ("grow" in kinds and "compare" in wanted):
-        flags = " and ".join(BY_NAME[name].flag for name in wanted)
-        raise UsageError(f"{flags} ask for different things: write one of them in a cell, the other in the next")
-    if "compare" in wanted and "strategy" in line.given:
-        raise UsageError(f"{line.given['strategy'].typed}: --compare names the strategies; leave one of both out")
-    if request.value("background"):
-        raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
 
 
 def _own(state: State, line: Request, names: Iterable[str]) -> Mapping[str, Mapping[str, Word | None]]:
