@@ -48,8 +48,9 @@ def in_memory(memory: probes.Memory, ranks: int, own: int = 0) -> Room:
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free
     each = max(0, free // ranks - INTERPRETER)
-    of = "the machine's" if memory.limit == memory.host else "what this container may use,"
-    why = f"{words.size(others)} of {of} {words.size(memory.limit)} are held by others, the notebook among them"
+    limit = words.size(memory.limit)
+    of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
+    why = f"{words.size(others)} of {of} are held by others, the notebook among them"
     return Room(device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
 
 
