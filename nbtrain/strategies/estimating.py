@@ -88,7 +88,7 @@ def largest(profile: Profile) -> int:
 
 
 def step_bytes(profile: Profile, world: World, share: float = 1.0) -> int:
-    """What a step takes for a moment. On a CPU it is of the largest weight; on a GPU torch's optimizers step all weights
+    """What a step takes for a moment. On a CPU it is of the largest weight; on GPUs torch's optimizers step all weights
     at once, so that it is of the share of them that a rank steps."""
     return profile.step if world.kind == "cpu" else math.ceil(profile.step_together * share)
 
