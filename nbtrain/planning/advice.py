@@ -13,11 +13,16 @@ from nbtrain.planning.ground import Ground
 from nbtrain.planning.making import candidates, planned
 from nbtrain.planning.plan import Plan, Planned
 from nbtrain.planning.profile_state import step
-from nbtrain.strategies.estimates import Profile, Weight
+from nbtrain.planning.profile_units import places_of
+from nbtrain.strategies.estimates import Profile, Unit, Weight
+from nbtrain.strategies.units import find_units
 
 
-def weighed(name: str, parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer], precision: str) -> Profile:
-    """A profile without activations. `parameters`: all of them, each once."""
+def weighed(
+    name: str, models: Sequence[nn.Module], parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer],
+    precision: str,
+) -> Profile:  # fmt: skip
+    """A profile without activations. `parameters`: all of them, each once; some may belong to none of the models."""
     held = list(parameters)
     state: dict[int, int] = {}
     names: list[str] = []
@@ -26,6 +31,7 @@ def weighed(name: str, parameters: Iterable[torch.Tensor], optimizers: Sequence[
         names.append(stepped.name)
         for key, size in stepped.state.items():
             state[key] = state.get(key, 0) + size
+    units, places = _units(models)
     weights = tuple(
         Weight(
             name=str(at),
@@ -33,14 +39,14 @@ def weighed(name: str, parameters: Iterable[torch.Tensor], optimizers: Sequence[
             bytes=p.nbytes,
             trains=p.requires_grad,
             state=state.get(id(p), 0),
-            unit=-1,
+            unit=places.get(id(p), -1),
         )
         for at, p in enumerate(held)
     )
     return Profile(
         model=name,
         weights=weights,
-        units=(),
+        units=units,
         buffers=0,
         moments=(),
         step=0,
@@ -48,6 +54,21 @@ def weighed(name: str, parameters: Iterable[torch.Tensor], optimizers: Sequence[
         samples=0,
         precision=precision,
     )
+
+
+def _units(models: Sequence[nn.Module]) -> tuple[tuple[Unit, ...], dict[int, int]]:
+    """What is gathered as one, and where each weight is among that."""
+    units: list[Unit] = []
+    places: dict[int, int] = {}
+    for model in models:
+        paths = {id(module): path for path, module in model.named_modules()}
+        own = tuple(
+            Unit(path=paths[id(module)], kind=type(module).__name__, activations=0, output=0)
+            for module in find_units(model)
+        )
+        places.update({key: at + len(units) for key, at in places_of(model, own).items()})
+        units += own
+    return tuple(units), places
 
 
 def instead_of(name: str, profile: Profile, ground: Ground) -> tuple[Planned, Planned] | None:

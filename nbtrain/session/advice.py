@@ -51,7 +51,7 @@ def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Ite
     if size * STATES < SHARE * min(one.bytes for one in at.each):
         return run, ""
     name = " and ".join(models) or "the model"
-    found = instead_of("ddp", weighed(name, weights, optimizers, run.precision), at)
+    found = instead_of("ddp", weighed(name, list(models.values()), weights, optimizers, run.precision), at)
     if found is None:
         return run, ""
     ddp, best = found

@@ -11,6 +11,7 @@ import nbtrain.words as words
 from nbtrain.exchange.names import Captured
 from nbtrain.planning import guide
 from nbtrain.planning.ground import Ground, ground
+from nbtrain.planning.guide import Way
 from nbtrain.session.memory import LESS
 from nbtrain.specs import Needs, RunSpec
 
@@ -77,11 +78,19 @@ def _guided(run: RunSpec, at: Ground) -> str:
 
     known = {one.name: one for one in candidates({}, {}, at.pool.nodes) if not lacking(one, at)}
     for way in guide.less_than(run.strategy, bool(run.checkpoint_activations)):
-        if way.recompute or way.name not in known:  # nobody has looked which classes there are
-            continue
-        line = " ".join([at.line(way.name, at.world(known[way.name].needs)), *_rest(run)])
-        return f"{way.name} needs less: it {way.why}: %%distributed {line}."
+        if way.name in known and _saves(way, at):
+            line = " ".join([at.line(way.name, at.world(known[way.name].needs)), *_rest(run)])
+            return f"{way.name} needs less: it {way.why}: %%distributed {line}."
     return ""
+
+
+def _saves(way: Way, at: Ground) -> bool:
+    """On these devices."""
+    if way.recompute:  # of which classes, nobody has looked
+        return False
+    if "offload" in way.name:
+        return at.pool.kind != "cpu"
+    return at.count > 1
 
 
 def _typed(run: RunSpec, at: Ground) -> str:
