@@ -160,23 +160,24 @@ def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
 
 
 def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, ...]]:
-    """`layers=1,2,4,8` → the name, and what it is to hold; in the order in which they are given."""
+    """`layers=1,2,4,8` → the name, and what it is to hold, the smallest first."""
     name, equals, text = word.plain.partition("=")
     try:
         value = evaluate(text, notebook) if equals else None
     except Unreadable:
         value = None
     found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
-    if not name.isidentifier() or not found or None in found:
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
+    if not name.isidentifier() or not found or not numbers:
         raise UsageError(
-            f"{flag} {word.text}: {flag} takes a name of the notebook and the values to try, as in {flag} layers=2,4,8"
+            f"{flag} {word.text}: {flag} takes a name of the notebook and the numbers to try, as in {flag} layers=2,4,8"
         )
     if name not in notebook:
         raise UsageError(
             f"{flag} {word.text}: the notebook has no {name!r}{similar(name, notebook)}; give it its present value in "
             f"a cell above ({name} = {found[0]}), and let the %%distributed cell make the model with it"
         )
-    return name, found
+    return name, tuple(sorted(set(found)))
 
 
 _BYTES: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
