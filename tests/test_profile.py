@@ -44,13 +44,15 @@ class Busy(nn.Module):
         self.calls = 0
         self.seen: list[Any] = []
         self.last: Any = None
+        self.table = torch.ones(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.seen.append(x)
+        self.table += 1
         with torch.no_grad():
             self.up.weight.clamp_(-0.01, 0.01)
-        x = nn.functional.dropout(self.norm(self.up(x)), random.random() / 2, self.training)
+        x = nn.functional.dropout(self.norm(self.up(x)) + self.table, random.random() / 2, self.training)
         self.last = self.extra = x
         if self.looks and x.sum().item() > 1e30:
             x = x * 2
@@ -66,6 +68,7 @@ def everything(model: nn.Module, touched: bool = False) -> list[Any]:
             inside = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
             found.append((name, id(value), [(id(one[1]) if isinstance(one, tuple) else id(one)) for one in inside]))
             found.append(value if isinstance(value, int | float | str) else None)
+            found.append(value.tolist() if isinstance(value, torch.Tensor) else None)
     for tensor in (*model.parameters(), *model.buffers()):
         found.append((tensor.detach().reshape(-1).tolist(), None if tensor.grad is None else tensor.grad.tolist()))
         found.append((tensor.requires_grad, len(tensor._backward_hooks or ()), touched or tensor._version))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from nbtrain.errors import UsageError
@@ -95,8 +96,6 @@ class Shapes:
     """Where tensors are only shapes, all of them on the CPU."""
 
     def __init__(self, form: Format | None) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.form = form
 

@@ -29,10 +29,11 @@ class Traced:
 
 
 def trace(model: nn.Module, call: Call, form: Format | None, recompute: tuple[str, ...], real: bool = False) -> Traced:
-    """`real`: there are numbers, which have to be as they were."""
-    given = [*model.parameters(), *model.buffers()]
+    """`real`: there is memory behind what is computed, so that gradients are let go of."""
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
     call.changed(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    memory = Memory(given, guarded=real)
+    memory = Memory(given)
     units = Units(model, memory)
     again = Recompute()
     again.begin(recompute, [model])

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtrain.errors import UsageError
@@ -51,13 +53,13 @@ class High(NamedTuple):
 
 
 class Memory(TorchDispatchMode):
-    """Bytes that operations have made and that are still held. `apart`: what was there before, and is not counted."""
+    """Bytes that operations have made and that are still held. `apart`: what was there before, and is not counted; of
+    what is written to there and has content, the content is kept."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, apart: Iterable[torch.Tensor] = (), guarded: bool = False, numbers: bool = False) -> None:
-        """`guarded`: what is apart has content, which is kept from being written to. `numbers`: nothing has content,
-        and whoever wants a number is told 1."""
+    def __init__(self, apart: Iterable[torch.Tensor] = (), numbers: bool = False) -> None:
+        """`numbers`: whoever wants a number, which nothing has, is told 1."""
         super().__init__()
         self.live = 0
         self._top = High(0, 0)
@@ -74,7 +76,7 @@ class Memory(TorchDispatchMode):
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in apart:
             self._watch(tensor, counted=False)
-            if guarded:
+            if not (tensor.is_meta or tensor.is_sparse or isinstance(tensor, FakeTensor)):
                 self._guard[_address(tensor)] = tensor
 
     def high(self) -> High:
@@ -95,7 +97,7 @@ class Memory(TorchDispatchMode):
         """What was written to has the content that it had."""
         while self._before:
             tensor, content = self._before.pop()
-            with torch.no_grad():
+            with no_dispatch(), torch.no_grad():
                 tensor.detach().copy_(content)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,9 +150,10 @@ class Memory(TorchDispatchMode):
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
-                    kept = self._guard.pop(_address(tensor), None)
+                    kept = None if tensor.is_sparse else self._guard.pop(_address(tensor), None)
                     if kept is not None:
-                        self._before.append((kept, kept.detach().clone()))
+                        with no_dispatch():
+                            self._before.append((kept, kept.detach().clone()))
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
