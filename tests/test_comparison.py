@@ -107,7 +107,7 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     rows = [re.split(r"\s{2,}", line) for line in lines[4:7]]
     assert rows[0] == ["ddp", "48 per rank", "147–148 MB", "480", "32, 48 · 64: out of memory"]
     assert rows[1] == ["fsdp ★", "64 per rank", "163–164 MB", "640", "32, 64 · 128: out of memory"]
-    assert rows[2] == ["dp", "none", "32: out of memory"]
+    assert rows[2] == ["dp", "none", "out of memory"]
     assert lines[-1] == "use: %%distributed -s fsdp with a batch of 64 per rank"
     drawn = said(drawing(BATCH))
     assert {"ddp · 48", "fsdp · 64 ★", "dp"} <= set(drawn)
@@ -117,6 +117,25 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     lines = repr(half).splitlines()
     assert lines[4].endswith("32 · 64: out of memory · ● 48")
     assert lines[6].endswith("… waiting")
+
+
+def test_one_row_for_each_strategy_says_what_was_too_much() -> None:
+    rows = (
+        done("ddp", 300, 480.0, size=48, why="a batch of 64: out of memory: it took 1.1 GB"),
+        Measured(name="fsdp", line="-s fsdp", state="running", ranks=2, size=32, why="trying a batch of 32"),
+        Measured(name="dp", line="-s dp", state="failed", ranks=2, why="a batch of 8: stopped"),
+        Measured(name="zero1", line="-s zero1"),
+    )
+    lines = repr(Comparison(rows=rows, steps=5, goal="batch")).splitlines()
+    cells = [re.split(r"\s{2,}", line) for line in lines[4:]]
+    assert cells[0][:4] == ["ddp ★", "48 per rank", "299–300 MB", "480"]
+    assert cells[0][4].startswith("a batch of 64: out of memory")
+    assert ["fsdp", "● trying a batch of 32"] in cells
+    assert ["dp", "none", "a batch of 8: stopped"] in cells
+    assert ["zero1", "… waiting"] in cells
+    named = replace(rows[0], size="large")  # type: ignore[arg-type]
+    model = Comparison(rows=(named,), steps=5, goal="model", parameter="kind")
+    assert repr(model).endswith("use: %%distributed --strategy ddp --devices 2 with kind = 'large'")
 
 
 def test_none_of_them_worked() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WIDTH = 760
 STAR = "★"
 COMING = ("waiting", "running")
-STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "✗ failed"}
+STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
 
 
 class Group(NamedTuple):
@@ -143,7 +143,7 @@ def _sizes(comparison: Comparison) -> tuple[tables.Row, list[tables.Row]]:
         (f"largest {comparison.parameter or 'batch'}", [_largest(comparison, one) for one in found]),
         ("memory per rank", [span(one.memory) if one else "" for one in largest]),
         (unit, [_pace(one, unit) if one else "" for one in largest]),
-        ("tried", [_tried(one) for one in found]),
+        ("outcome", [_outcome(one) for one in found]),
     ]
     return _turned(columns)
 
@@ -163,38 +163,44 @@ def _plain(row: Measured) -> str:
     return name if name and row.size is not None and last.split(" ")[-1] == str(row.size) else row.name
 
 
-def _sized(comparison: Comparison, number: int) -> str:
+def _sized(comparison: Comparison, size: Any) -> str:
     """`a batch of 192 per rank`, `depth = 8`"""
-    return f"{comparison.parameter} = {number:,}" if comparison.goal == "model" else f"a batch of {number:,} per rank"
+    return f"{comparison.parameter} = {size!r}" if comparison.goal == "model" else f"a batch of {_count(size)} per rank"
 
 
 def _largest(comparison: Comparison, group: Group) -> str:
     if group.largest is None:
         return "" if any(row.state in COMING for row in group.rows) else "none"
-    return f"{group.largest.size or 0:,}" + (" per rank" if comparison.goal == "batch" else "")
+    return _count(group.largest.size) + (" per rank" if comparison.goal == "batch" else "")
 
 
-def _tried(group: Group) -> str:
-    """`64, 128 · ● 256` or `64 · 128: out of memory`; the smallest that failed says why."""
-    sizes = {state: sorted(row.size or 0 for row in group.rows if row.state == state) for state in STATES}
-    failed = min((row for row in group.rows if row.state == "failed"), key=lambda row: row.size or 0, default=None)
-    parts = [", ".join(f"{number:,}" for number in sizes["done"])]
-    if failed is not None:
-        parts.append(f"{failed.size or 0:,}: {_why(failed)}")
-    parts += [f"● {number:,}" for number in sizes["running"]]
-    if sizes["waiting"] and not any(parts):
-        parts.append(STATES["waiting"])
-    return " · ".join(filter(None, parts))
+def _count(size: Any) -> str:
+    """A parameter of a model need be no number."""
+    return f"{size:,}" if isinstance(size, int) else str(size)
+
+
+def _outcome(group: Group) -> str:
+    """Of one row what it says; of several `64, 128 · ● 256` or `64 · 128: out of memory`."""
+    if len(group.rows) == 1:
+        return _told(group.rows[0])
+    rows = sorted(group.rows, key=lambda row: row.size or 0)
+    failed = [f"{_count(row.size)}: {_why(row)}" for row in rows if row.state == "failed"][:1]  # larger ones fail, too
+    going = [f"● {_count(row.size)}" for row in rows if row.state == "running"]
+    done = ", ".join(_count(row.size) for row in rows if row.state == "done")
+    return " · ".join(filter(None, [done, *failed, *going])) or STATES["waiting"]
 
 
 def _told(row: Measured) -> str:
-    """Nothing of one that is done."""
-    return _why(row) if row.state == "failed" else STATES[row.state]
+    """Of one that is done only what it has to say: what would have been too much."""
+    if row.state == "running" and row.why:
+        return f"● {row.why}"
+    said = {"done": row.why, "failed": _why(row)}
+    return said.get(row.state, STATES[row.state])
 
 
 def _why(row: Measured) -> str:
     if not row.no_memory:
-        return row.why or "failed"
+        return row.why or STATES["failed"]
     return row.why if "memory" in row.why else f"out of memory{': ' if row.why else ''}{row.why}"
 
 
@@ -237,7 +243,7 @@ def picture(comparison: Comparison) -> str:
             pace = row.samples_per_second if unit == "samples/s" else row.steps_per_second
             if row.state != "done" or not row.peak or not pace:
                 continue
-            label = f"{group.name} · {row.size:,}" if sized and row.size is not None else group.name
+            label = f"{group.name} · {_count(row.size)}" if sized and row.size is not None else group.name
             best = row is comparison.best
             shown = label if row is group.largest else ""
             dots.append(Dot(row.peak, pace, _marked(shown, best), best, group.name if sized else ""))

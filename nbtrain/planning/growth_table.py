@@ -91,7 +91,7 @@ def assumptions(outlook: Outlook) -> Iterator[str]:
     elif len(growth.points) > 1:
         yield "a round between ranks takes no time of its own: none was found here"
     if outlook.overlap:
-        yield f"{outlook.overlap:.0%} of the communication is hidden behind the computing"
+        yield f"{100 * outlook.overlap:.0f} % of the communication is hidden behind the computing"
     else:
         yield "none of the communication is hidden behind the computing"
     stated = bandwidth.words(outlook.bandwidth)
@@ -148,7 +148,7 @@ def _turned(head: tables.Row, outlook: Outlook) -> tuple[tables.Row, list[tables
     rows: list[tables.Row] = [
         (
             f"{row.ranks:,}", f"{row.nodes:,}", time(row.seconds), time(row.at_best), number(row.samples),
-            f"{row.efficiency:.0%}", f"{row.waiting:.0%}",
+            f"{100 * row.efficiency:.0f} %", f"{100 * row.waiting:.0f} %",
             size(outlook.growth.volume(row.ranks)) if row.ranks > 1 else "",
         )
         for row in outlook.rows
