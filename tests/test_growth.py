@@ -117,7 +117,10 @@ def test_what_cannot_be_told_is_said() -> None:
 def test_a_check_that_misses_is_said_as_it_is() -> None:
     *few, last = machine(1, 2, 4, 8)
     text = repr(outlook([*few, replace(last, seconds=2 * last.seconds)]))
-    assert "checked against 8: off by −50.0 %. So take what is above for an order of magnitude." in text
+    assert "checked against 8: off by −50.0 %. As that is so far off, take what is above for an order of mag" in text
+    first, *rest = machine(1, 2, 4)
+    text = repr(outlook([replace(first, seconds=30 * first.seconds), *rest]))
+    assert "checked against nothing. As what was measured on 1 rank is so far off, take what is above" in text
     assert "order of magnitude" not in repr(outlook([*few, last]))
 
 

@@ -136,12 +136,21 @@ def _of_bytes(outlook: Outlook) -> Iterator[str]:
 
 def _verdict(growth: Growth) -> str:
     """How far the fit can be trusted."""
-    fitted = ", ".join(map(str, growth.fitted))
-    if not growth.held_back:
-        return f"Fitted on {fitted} {'rank' if growth.fitted[-1] == 1 else 'ranks'}, and checked against nothing."
-    worst = max(growth.held_back, key=lambda check: abs(check.error))
-    found = f"Fitted on {fitted} ranks, checked against {worst.point.ranks}: off by {_percent(worst.error)}."
-    return found if abs(worst.error) < FAR_OFF else f"{found} So take what is above for an order of magnitude."
+    found = f"Fitted on {', '.join(map(str, growth.fitted))} {'rank' if growth.fitted == (1,) else 'ranks'}"
+    worst = max(growth.checks, key=lambda check: abs(check.error))
+    if growth.held_back:
+        checked = max(growth.held_back, key=lambda check: abs(check.error))
+        found += f", checked against {checked.point.ranks}: off by {_percent(checked.error)}."
+    else:
+        found += ", and checked against nothing."
+    if abs(worst.error) < FAR_OFF:
+        return found
+    what = "that" if not worst.fitted else f"what was measured on {_ranks(worst.point.ranks)}"
+    return f"{found} As {what} is so far off, take what is above for an order of magnitude, or measure for more steps."
+
+
+def _ranks(count: int) -> str:
+    return f"{count} {'rank' if count == 1 else 'ranks'}"
 
 
 def _turned(head: tables.Row, outlook: Outlook) -> tuple[tables.Row, list[tables.Row]]:
