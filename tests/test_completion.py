@@ -19,15 +19,15 @@ def nb() -> Iterator[Notebook]:
 
 
 def test_option_names(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed --st|") == ["--start", "--strategy"]
+    assert completions(nb.shell, "%%distributed --st|") == ["--start", "--steps", "--strategy"]
     assert completions(nb.shell, "%%distributed -s ddp --dev|") == ["--devices"]
     every = completions(nb.shell, "%%distributed |")
     assert {"--devices", "--monitor", "--no-sampler"} <= set(every)
 
 
 def test_an_option_is_offered_once(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed --start warm --st|") == ["--strategy"]
-    assert completions(nb.shell, "%%distributed -s ddp --st|") == ["--start"]
+    assert completions(nb.shell, "%%distributed --start warm --st|") == ["--steps", "--strategy"]
+    assert completions(nb.shell, "%%distributed -s ddp --st|") == ["--start", "--steps"]
 
 
 def test_choices(nb: Notebook) -> None:
@@ -52,6 +52,10 @@ def test_verbs(nb: Notebook) -> None:
     assert completions(nb.shell, "x = 1\n%distributed doc|") == ["doctor"]
     assert completions(nb.shell, "%distributed start --e|") == ["--engine"]
     assert completions(nb.shell, "%distributed start --out|") == []
+    assert completions(nb.shell, "%distributed pl|") == ["plan"]
+    assert completions(nb.shell, "%distributed plan M|") == ["Mine"]
+    assert completions(nb.shell, "%distributed plan Mine --ba|") == ["--bandwidth", "--batch"]
+    assert completions(nb.shell, "%distributed plan Mine --out|") == []
 
 
 def test_ranks(nb: Notebook) -> None:

@@ -67,7 +67,10 @@ def on(room: int, ranks: int = 4, alone: int | None = None, host: int = 0, kind:
     names = ("cpu",) * ranks if kind == "cpu" else tuple(f"cuda:{i}" for i in range(ranks))
     pool = PoolSpec(kind=kind, devices=names)
     alone = room if alone is None else alone
-    return Ground(pool=pool, precision="32", accumulate=1, alone=made(alone), each=(made(room),) * ranks, host=host)
+    return Ground(
+        pool=pool, precision="32", accumulate=1, alone=made(alone), each=(made(room),) * ranks, host=host,
+        limit=max(room, alone),
+    )  # fmt: skip
 
 
 def plan(room: int, ranks: int = 4, **more: Any) -> Plan:

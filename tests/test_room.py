@@ -82,6 +82,15 @@ def test_a_strategy_has_the_ranks_and_the_room_that_it_needs() -> None:
     assert [at.room(worlds[name]).bytes for name in ("single", "dp", "ddp")] == [4 * GB, 4 * GB, GB]
 
 
+def test_what_travels_to_the_ranks_is_in_the_machines_memory_once() -> None:
+    at = Ground(
+        pool=PoolSpec(devices=("cpu",) * 4), precision="32", accumulate=1, alone=_room(4 * GB), each=(_room(GB),) * 4
+    )
+    ddp, single = (at.world(STRATEGIES[name].needs) for name in ("ddp", "single"))
+    assert (at.may_have(ddp, 2 * GB), at.may_have(single, 2 * GB)) == (GB // 2, 2 * GB)
+    assert at.at_most(GB // 4, "--memory 250MB").may_have(ddp, 2 * GB) == GB // 4, "the user's limit is of a rank alone"
+
+
 def test_the_least_of_the_cards_decides() -> None:
     pool = PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1"))
     at = Ground(pool=pool, precision="32", accumulate=1, alone=_room(9), each=(_room(9), _room(5)))

@@ -24,6 +24,8 @@ class Ground:
     """of a rank on each device"""
     host: int = 0
     """bytes of the machine's memory for each of as many ranks as there are devices, where devices are cards"""
+    limit: int = 0
+    """bytes that the user lets a rank have; 0: as many as there are"""
 
     @property
     def count(self) -> int:
@@ -56,7 +58,14 @@ class Ground:
         def less(one: Room) -> Room:
             return replace(one, bytes=limit, why=f"{why} is what a rank may come to have") if one.bytes > limit else one
 
-        return replace(self, alone=less(self.alone), each=tuple(map(less, self.each)))
+        return replace(self, alone=less(self.alone), each=tuple(map(less, self.each)), limit=limit)
+
+    def may_have(self, world: World, travels: int) -> int:
+        """That each rank may come to have. `travels`: what goes from the notebook to the ranks and comes home, in one
+        piece of the machine's memory that all of them see."""
+        one = self.room(world).bytes
+        shares = self.pool.kind == "cpu" and not (self.limit and one <= self.limit)
+        return max(0, one - travels // world.ranks) if shares else one
 
     def line(self, name: str, world: World, more: Sequence[str] = ()) -> str:
         """What is typed behind `%%distributed`. `more`: what else belongs to the way."""

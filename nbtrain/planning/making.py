@@ -120,7 +120,7 @@ def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
         base=candidate.base,
         line=ground.line(candidate.name, world, (*candidate.more, again)),
         world=world,
-        room=ground.room(world).bytes,
+        room=ground.may_have(world, profile.parameters + profile.buffers + profile.state),
         host=ground.host,
         options=candidate.options,
         recompute=recompute,

@@ -133,7 +133,11 @@ def _room(plan: Plan) -> str:
         return "How much room there is on these devices is not known."
     least = min(each, key=lambda one: one.bytes)
     why = least.why if least.bytes else f"no room: {least.why}"
-    return f"{why[0].upper()}{why[1:]}."
+    profile, travels = plan.profile, ""
+    if plan.ground.pool.kind == "cpu" and not plan.ground.limit:
+        size = profile.parameters + profile.buffers + profile.state
+        travels = f", less their share of the {words.size(size)} that travel between them and the notebook"
+    return f"{why[0].upper()}{why[1:]}{travels}."
 
 
 def _left_out(rows: Sequence[Planned]) -> Iterable[str]:
