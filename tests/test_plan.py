@@ -407,11 +407,21 @@ def test_a_strategy_of_the_notebook_is_in_it(nb: Notebook, capsys: pytest.Captur
     assert "Sparing" in capsys.readouterr().out
 
 
+def test_a_batch_may_be_two_names(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = PLANNED["transformer"].batch(6)
+    nb.run("%distributed plan net --batch x,y --devices 2", x=x, y=y)
+    assert "6 samples for each rank" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("%distributed plan net other", "plan takes the name of one model: what is 'other'?"),
         ("%distributed plan nett --batch batch", "the notebook has no 'nett'; did you mean net?"),
+        (
+            "%distributed plan net --batch batch,z",
+            "--batch batch,z: --batch takes a name of the notebook, and it has no",
+        ),
         ("%distributed plan net --batch batch --output all", "plan has no option --output; it takes --devices, "),
         ("%distributed plan net --batch batch --stage 2", "plan has no option --stage; it takes --devices, "),
     ],

@@ -203,10 +203,12 @@ def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
 
 
 def name(flag: str, word: Word, notebook: Namespace) -> str:
-    """A name that the notebook has."""
-    if word.plain not in notebook:
-        hint = similar(word.plain, (one for one in notebook if not one.startswith("_")))
-        raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {word.plain!r}{hint}")
+    """A name that the notebook has, or several: `x,y`; `trainer.batch` is what belongs to one."""
+    for part in word.plain.split(","):
+        first = part.strip().partition(".")[0]
+        if first not in notebook:
+            hint = similar(first, (one for one in notebook if not one.startswith("_")))
+            raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {first!r}{hint}")
     return word.plain
 
 
