@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measure import kernel, run, say
+from benchmarks.measure import run, say
 from nbtrain import registry, words
 from nbtrain.planning.profile import profile
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from tests.kernels import Kernel
+from tests.kernels import Kernel, running_kernel
 from tests.planned import PLANNED
 
 RANKS = 2
@@ -96,6 +96,9 @@ ROWS = (
 )
 """In an order in which ranks can be kept from one to the next."""
 
+NOTHING_KEPT = {"MKL_DISABLE_FAST_MM": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+"""What torch's libraries otherwise keep: buffers for each thread, code for each shape."""
+
 NOTEBOOK = """
 import ctypes, gc
 import torch
@@ -152,13 +155,6 @@ def weighed(kind, few, many):
 """
 ANEW = "anew({kind!r}, {size})"
 WEIGHED = "found = on_each_rank(weighed({kind!r}, {few}, {many}))"
-WARM = """
-ctypes.CDLL(None).mallopt(-3, 1 << 16)
-for kind, (size, *counts) in {sizes}.items():  # what libraries take for their own is there from now on
-    for samples in counts:
-        x, y = PLANNED[kind].batch(samples)
-        loss(PLANNED[kind].model(size)(x), y).backward()
-"""
 
 
 class Found(NamedTuple):
@@ -183,8 +179,7 @@ class Scales:
     def weigh(self, row: Row, kind: str) -> Found:
         if self._row != row:
             if self._row is None or self._row.world != row.world:  # other ranks
-                self._cell(row, WARM.format(sizes={kind: tuple(size) for kind, size in SIZES.items()}))
-                self._weigh(row, *next(iter(SIZES.items())))  # the way home of something large, too
+                self._weigh(row, *next(iter(SIZES.items())))  # what there is from the first time on
             self._floors = self._weigh(row, *TINY)
             self._row = row
         ranks = self._weigh(row, kind, SIZES[kind])
@@ -208,7 +203,7 @@ class Scales:
 
 @contextmanager
 def scales() -> Iterator[Scales]:
-    with kernel() as found:
+    with running_kernel(**NOTHING_KEPT) as found:
         yield Scales(found)
 
 
