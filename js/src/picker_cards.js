@@ -103,7 +103,7 @@ class Card {
     attribute(this._needs, "data-tone", fits === false ? "bad" : tight ? "wait" : null);
     attribute(this._needs, "title", memory && note ? note : null);
     if (!memory) return;
-    // Parts that are not there at once add up to more than the peak.
+    // Not all parts are there at once, and the step takes some for a moment: they are drawn as shares of the peak.
     const sum = PARTS.reduce((total, part) => total + memory[part], 0) || 1;
     const width = (bytes) => `${(100 * bytes) / scale}%`;
     PARTS.forEach((part, at) => style(this._bar.children[at], { width: width((memory[part] * memory.peak) / sum) }));

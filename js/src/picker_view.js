@@ -38,7 +38,8 @@ export class Picking {
     this._notes = element("ul");
     const summary = element("summary", {}, "what the plan assumes");
     this._assumed = element("details", { class: "nbt-soft", hidden: true }, summary, this._notes);
-    this._measure = element("button", { type: "button", onclick: () => this._run() }, "Measure");
+    this._measure = element("button", { type: "button", onclick: () => this._run("speed") }, "Measure");
+    this._find = element("button", { type: "button", onclick: () => this._run("batch") }, "Find the largest batch");
     this._stop = element("button", { type: "button", hidden: true, onclick: () => this._interrupt() }, "Stop");
     this._use = element("button", { type: "button", class: "nbt-primary", onclick: () => this._take() }, "Use");
     this._cell = element("span", { class: "nbt-soft" });
@@ -57,7 +58,7 @@ export class Picking {
       element("div", { class: "nbt-pick-result" }, this._line, this._copyButton),
       this._wrong,
       this._note,
-      element("div", { class: "nbt-pick-do" }, this._use, this._measure, this._stop, this._cell),
+      element("div", { class: "nbt-pick-do" }, this._use, this._measure, this._find, this._stop, this._cell),
       this._said,
       this._compared.node,
     );
@@ -115,6 +116,8 @@ export class Picking {
     const ticked = this._cards.ticked.length;
     text(this._measure, ticked ? `Measure ${ticked}` : "Measure");
     this._measure.disabled = measuring || !ticked;
+    this._find.hidden = data.goal !== "batch";
+    this._find.disabled = this._measure.disabled;
     this._use.disabled = !data.line;
     this._stop.hidden = !measuring;
     text(this._cell, measuring ? "" : data.cell);
@@ -129,8 +132,8 @@ export class Picking {
     this._late = setTimeout(() => this._say(BUSY, "wait"), PATIENCE);
   }
 
-  _run() {
-    this._ask({ kind: "measure", names: this._cards.ticked });
+  _run(goal) {
+    this._ask({ kind: "measure", goal, names: this._cards.ticked });
     clearTimeout(this._late);
     this._say("measuring …", "busy");
   }

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, replace
+from typing import Any
 
 import nbtrain.devices as devices
 from nbtrain import registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import choice_cards, choice_options, own
 from nbtrain.magics.choice_cards import Data, variant_name
+from nbtrain.magics.choice_wish import Backing, Wish, devices_of, ranks_of, whole
 from nbtrain.magics.parse import Request
 from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
 from nbtrain.planning.comparison import Comparison
 from nbtrain.planning.guide import GOALS, LOSSES, place
 from nbtrain.planning.making import Candidate, planned
-from nbtrain.planning.plan import Plan, Planned
+from nbtrain.planning.plan import Plan
 from nbtrain.specs import PRECISIONS
 
 Tell = Callable[[Data], None]
@@ -26,32 +27,6 @@ OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activation
 """options that the form has"""
 WORTH = 3
 """so many are measured unless the user says otherwise"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
-    """What a plan depends on."""
-
-    devices: str
-    """as it is typed behind --devices"""
-    batch: int | None = None
-    """samples of a rank's batch; None: as many as the notebook's have"""
-    precision: str = PRECISIONS[0]
-    goal: str = GOALS[0]
-    loss: str = "any"
-
-
-class Backing(Protocol):
-    """What a picker has behind it."""
-
-    def plan(self, wish: Wish) -> Plan:
-        """Raises a UsageError that says what to name where there is nothing to plan for."""
-
-    def cell(self) -> str:
-        """What `measure` would run, in words."""
-
-    def measure(self, candidates: Sequence[tuple[str, str]], told: Callable[[Comparison], None]) -> Comparison:
-        """Name and line of each."""
 
 
 class Choice:
@@ -82,7 +57,7 @@ class Choice:
         self._touched = False
         """a strategy was taken by hand: what is recommended does not replace it"""
         self.wish = Wish(
-            devices=_devices(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
+            devices=devices_of(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
         )
         self._more = [given.typed for name, given in request.given.items() if name not in OWN_PLACE]
         """what else was said for it, as it was typed"""
@@ -97,7 +72,7 @@ class Choice:
 
     @property
     def ranks(self) -> int:
-        return _ranks(self.wish.devices, self._count)
+        return ranks_of(self.wish.devices, self._count)
 
     @property
     def _count(self) -> int:
@@ -168,7 +143,7 @@ class Choice:
             elif what == "take":
                 self._take(str(message["line"]))
             elif what == "measure":
-                self.measure([str(name) for name in message["names"]])
+                self.measure([str(name) for name in message["names"]], str(message.get("goal", GOALS[0])))
             elif what == "use":
                 self.use(str(message.get("written", "")))
         except NbtrainError as error:
@@ -181,14 +156,14 @@ class Choice:
             self._busy = ""
             self.tell(self.data())
 
-    def measure(self, names: Sequence[str]) -> None:
+    def measure(self, names: Sequence[str], goal: str = GOALS[0]) -> None:
         """Run the loop for a few steps under each of these variants. Returns when that is over."""
         candidates = [self._candidate(name) for name in names]
         if not candidates:
             raise UsageError("nothing is ticked: tick the strategies that are to be measured")
         self._busy = "measure"
-        self._hear(Comparison.of(candidates, steps=0))
-        self._hear(self._backing.measure(candidates, self._hear))
+        self.tell(self.data())
+        self._hear(self._backing.measure(candidates, goal, self._hear))
 
     def use(self, written: str = "") -> str:
         """Sets the defaults; returns the line. `written`: in which cell the page has put it, in words."""
@@ -208,9 +183,9 @@ class Choice:
 
     def _set(self, name: str, value: Any) -> None:
         if name == "ranks":
-            self.wish = replace(self.wish, devices=str(_whole(name, value)))
+            self.wish = replace(self.wish, devices=str(whole(name, value)))
         elif name == "batch":
-            self.wish = replace(self.wish, batch=_whole(name, value) if value not in (None, "") else None)
+            self.wish = replace(self.wish, batch=whole(name, value) if value not in (None, "") else None)
         elif name in ("goal", "loss", "precision"):
             allowed = {"goal": GOALS, "loss": LOSSES, "precision": PRECISIONS}[name]
             if value not in allowed:
@@ -302,9 +277,12 @@ class Choice:
         names = [variant_name(self.strategy, self.recompute)]
         if self._plan is not None:
             best = self._plan.recommended
-            fitting = [row for row in self._plan.usable if row.fits and not row.recompute and speed(row) is not None]
-            fitting.sort(key=lambda row: (row.world.ranks < self.ranks, speed(row)))
-            names = [*([best.name] if best is not None else []), *names, *(row.name for row in fitting)]
+            fitting = [
+                (row.world.ranks < self.ranks, at, row.name)
+                for row in self._plan.usable
+                if row.fits and not row.recompute and (at := place(*row.way)) is not None
+            ]
+            names = [*([best.name] if best is not None else []), *names, *(name for *_, name in sorted(fitting))]
         return list(dict.fromkeys(names))[:WORTH]
 
     def _plan_data(self) -> Data | None:
@@ -325,37 +303,3 @@ class Choice:
         for card in cards:
             if card["chosen"]:
                 card["shown"] |= exact
-
-
-def speed(row: Planned) -> int | None:
-    """Where it stands in the guide's order, the fastest first."""
-    return place(*row.way)
-
-
-def _devices(defaults: Request, running: int | None, count: int) -> str:
-    """As it is typed."""
-    if "devices" in defaults.given and not defaults.value("devices").chosen_by_us:
-        return defaults.given["devices"].typed.partition(" ")[2]
-    return str(running or count)
-
-
-def _ranks(typed: str, count: int) -> int:
-    """How many ranks `4`, `"0,2"`, `free:2` and `-1` are."""
-    text = typed.strip("\"'")
-    if text == typed and text.isdecimal():
-        return max(1, int(text))
-    if text.startswith("free:"):
-        return int(text[5:])
-    if text in ("-1", "auto"):
-        return count
-    return max(1, len([part for part in text.strip("[]()").split(",") if part.strip()]))
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise UsageError(f"{name} is a whole number, 1 or more, not {value!r}")
-    return number

@@ -69,8 +69,6 @@ def words(inputs: list[Input]) -> list[str]:
             continue
         if one.kind == "switch":
             found.append(one.flag if one.value == "on" else "--no-" + one.flag[2:])
-        elif not one.value:
-            raise UsageError(f"{one.flag} needs a value here, for without one it would be {one.usual}")
         else:
             found += [one.flag, _word(one.value)]
     return found
@@ -81,6 +79,9 @@ def values(chosen: Chosen, typed: Mapping[str, str], notebook: Namespace) -> dic
     options, known = chosen.carried(), _by_field(chosen.load())
     for name, text in typed.items():
         flag = known[name]
+        if not text:
+            usual = shown(options.get(name, flag.default))
+            raise UsageError(f"{flag.flag} needs a value; the usual one is {usual}")
         word = Word(text if flag.type is bool else _word(text))
         options[name] = flags.read(flag.flag, word, flag, notebook)
     return options

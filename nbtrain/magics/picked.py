@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import UsageError
 from nbtrain.magics import cells, planned
-from nbtrain.magics.choice import Choice, Wish
+from nbtrain.magics.choice import Choice
+from nbtrain.magics.choice_wish import Wish
 from nbtrain.magics.parse import Request
 from nbtrain.magics.state import State
 from nbtrain.planning.plan import Plan
@@ -114,7 +115,9 @@ class Notebook:
             )
         return "Measure needs a loop: run a %%distributed cell first"
 
-    def measure(self, candidates: Sequence[tuple[str, str]], told: Callable[[Comparison], None]) -> Comparison:
+    def measure(
+        self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
+    ) -> Comparison:
         from nbtrain.magics import trials
         from nbtrain.session.compare import Question
 
@@ -122,7 +125,7 @@ class Notebook:
         ways = [trials.way(state, name, state.read(line), state.defaults) for name, line in candidates]
         with shielded():
             session = state.opened()
-        return session.compare(ways, cell, Question(steps=STEPS), told)
+        return session.compare(ways, cell, Question(goal=goal, steps=STEPS), told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:

@@ -42,6 +42,7 @@ class Form:
         self._ticked.observe(self._tick, "value")
         self._ticks = False
         """the user has said what is to be measured"""
+        self._find = self._button("Find batch", lambda: self._measure("batch"))
         self._asked_for: Any = None
         """which options are shown"""
         self.widget = widgets.VBox([
@@ -54,7 +55,7 @@ class Form:
             self._html["line"],
             self._html["note"],
             self._ticked,
-            widgets.HBox([self._button("Measure", self._measure), self._button("Use", self._use)]),
+            widgets.HBox([self._button("Measure", self._measure), self._find, self._button("Use", self._use)]),
             self._html["said"],
             self._html["compared"],
         ])  # fmt: skip
@@ -75,6 +76,7 @@ class Form:
             plan = data["plan"]
             self._batch.value = data["batch"] or (plan["samples"] if plan else 0)
             self._loss.disabled = data["goal"] == "speed"
+            self._find.disabled = data["goal"] != "batch"
             self._choices(data)
             self._inputs(data)
         finally:
@@ -157,8 +159,8 @@ class Form:
     def _tick(self, change: Mapping[str, Any]) -> None:
         self._ticks = self._ticks or not self._hearing
 
-    def _measure(self) -> None:
-        self._ask(kind="measure", names=list(self._ticked.value))
+    def _measure(self, goal: str = "speed") -> None:
+        self._ask(kind="measure", goal=goal, names=list(self._ticked.value))
 
     def _use(self) -> None:
         self._ask(kind="use")
