@@ -10,6 +10,7 @@ Units of a profile stand for the parts that a model is cut into, so parts withou
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from nbtrain.strategies import estimating
 from nbtrain.strategies._pipeline.plan import cut
 from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
-from nbtrain.strategies.estimating import largest, output, ring, step_bytes
+from nbtrain.strategies.estimating import largest, moments, output, ring, step_bytes
 
 LOSS = 3
 """times what the model returns: itself, what the loss makes of it, and the gradient of that"""
@@ -35,6 +36,8 @@ class Stage:
     """from the stage before"""
     leaves: int
     """to the next"""
+    passing: int
+    """what the backward makes of all samples at once, for a moment"""
 
     @property
     def parameters(self) -> int:
@@ -108,6 +111,7 @@ def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) ->
         ends.append(ends[-1] + count)
     known = sum(profile.units[unit].activations for unit in order)
     rest = sum(unit.activations for unit in profile.units) - known  # of parts without weights, wherever they are
+    passing = dict(_passing(profile, order))
     stages = []
     for start, end in pairwise(ends):
         mine = order[start:end]
@@ -118,9 +122,22 @@ def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) ->
                 own + rest * own // max(1, known),
                 profile.units[order[start - 1]].output if start else 0,
                 profile.units[mine[-1]].output if end < len(order) else 0,
+                max(passing.get(unit, 0) for unit in mine),
             )
         )
     return stages
+
+
+def _passing(profile: Profile, order: list[int]) -> Iterator[tuple[int, int]]:
+    """Of each unit, what there is in its backward besides the activations that wait."""
+    waiting = sum(unit.activations for unit in profile.units)
+    came = 0
+    for unit in reversed(order):
+        own = sum(weight.bytes for weight in profile.weights if weight.unit == unit and weight.trains)
+        found = [m.activations for m in moments(profile) if came <= m.gradients <= came + own]
+        yield unit, max(0, max(found, default=0) - waiting)
+        came += own
+        waiting -= profile.units[unit].activations
 
 
 # -- one of them ----------------------------------------------------------------------------------
@@ -131,6 +148,7 @@ def _of_stage(
 ) -> Estimate:
     stage.weights = [*stage.weights, *shared]
     parts = microbatches(options, profile.samples, world.ranks)
+    once = stage.passing // parts
     gradients, returned = stage.gradients, output(profile)
     buffers = profile.buffers * stage.parameters // max(1, profile.parameters)
     fixed = stage.parameters + buffers + stage.state
@@ -138,19 +156,19 @@ def _of_stage(
     # What has arrived waits with the stage's own activations, as the first part's input.
     waiting = stage.activations + stage.arrives
     if options.loss is None:
-        moments = [before + waiting + LOSS * returned]
+        peaks = [before + waiting + LOSS * returned, before + waiting + once + returned]
         # From the second micro-batch on gradients are added to those that are there.
-        moments.append(gradients + _less_one(waiting, parts) + stage.largest + returned)
+        peaks.append(gradients + _less_one(waiting, parts) + once + stage.largest + returned)
     else:
         at_a_time = min(parts, world.ranks - number)
         waiting = math.ceil(waiting * at_a_time / parts)
         last = LOSS * returned // parts if not stage.leaves else 0
-        moments = [before + gradients + waiting + stage.largest + last]
-        moments.append(before + 2 * gradients)  # those of the stages, and what they count in the loop's backward
-    moments.append(gradients + _step(profile, world, stage))
-    passing = ring(sum(weight.bytes for weight in shared if weight.trains), world.ranks)
+        peaks = [before + gradients + waiting + once + stage.largest + last]
+        peaks.append(before + 2 * gradients)  # those of the stages, and what they count in the loop's backward
+    peaks.append(gradients + _step(profile, world, stage))
+    added_up = 2 * ring(sum(weight.bytes for weight in shared if weight.trains), world.ranks)
     returns = returned if not stage.leaves and options.loss is None else 0
-    sent = (stage.leaves + stage.arrives + returns + 2 * passing) * world.accumulate
+    sent = (stage.leaves + stage.arrives + returns + added_up) * world.accumulate
     return Estimate(
         parameters=stage.parameters + buffers,
         gradients=gradients,
@@ -158,7 +176,7 @@ def _of_stage(
         activations=waiting + (LOSS * returned if options.loss is None else 0),
         buffers=stage.largest + before,
         kept=fixed + gradients,
-        peak=fixed + max(moments),
+        peak=fixed + max(peaks),
         sent=math.ceil(sent),
     )
 
