@@ -156,6 +156,8 @@ class Tried(Event):
     """that were timed"""
     seconds: float
     """that those took"""
+    median: float
+    """that one of them took"""
     samples: int
     """that its loaders gave it meanwhile"""
     batch: int

@@ -105,6 +105,8 @@ class Trial:
     """so many times as many samples are in a loader's batch"""
     names: Mapping[str, Any] = field(default_factory=dict)
     """what these names of the notebook hold meanwhile"""
+    threads: int = 0
+    """that a rank computes in, on a CPU; 0: as many as otherwise"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

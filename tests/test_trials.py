@@ -129,6 +129,17 @@ def test_the_largest_model_is_the_last_of_its_list_that_fits(nb: Notebook) -> No
 
 
 @pytest.mark.kernel
+def test_growth_is_measured_on_a_few_ranks_and_told_of_many(nb: Notebook) -> None:
+    found = nb(f"%%distributed --grow 1,2 --steps 3 --bandwidth 10GB/s{LOOP}").text
+    assert re.search(r"^512 +64 ", found, re.MULTILINE), found
+    assert "Fitted on 1, 2 ranks" in found
+    assert "10 GB/s between nodes" in found or "the stated 10 GB/s" in found
+    assert "★" not in found, "nobody asked for the best"
+    failing = nb.kernel.run("%%distributed --grow 1,2 --steps 3\n1 / 0").text
+    assert "fewer than that have worked" in failing
+
+
+@pytest.mark.kernel
 def test_stop_ends_it_with_what_was_measured(nb: Notebook) -> None:
     slow = LOOP.replace("    losses", "    time.sleep(0.05)\n    losses")
     running = nb.kernel.start(f"%%distributed -d 2 --compare ddp,zero1,sharded --steps 20{slow}")

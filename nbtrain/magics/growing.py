@@ -35,34 +35,38 @@ def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
         given["devices"] = Given(DeviceSpec(count), f"--devices {count}")
         ranks = f"{count} rank{'s' * (count > 1)}"
         ways.append(replace(trials.way(state, ranks, Request(given=given, own=line.own), base), keeps_name=True))
-    found = trials.show(state, cell, ways, trials.question(request))
+    # As many threads for each, or it would be seen how well torch's threads share the work.
+    threads = devices.threads_per_rank(max(counts), probes.cores_allowed())
+    question = replace(trials.question(request), goal="growth", threads=threads)
+    found = trials.show(state, cell, ways, question)
     done = [(count, row) for count, row in zip(counts, found.rows, strict=True) if row.state == "done"]
     if len(done) < 2:
         raise UsageError("growth is fitted on two counts of ranks or more, and fewer than that have worked here")
     spec = ways[-1].spec()
     volume = _volume(state, request, spec)
-    growth = fit([_point(count, row, spec, volume) for count, row in done], volume)
+    growth = fit([_point(count, row, spec, volume, threads) for count, row in done], volume)
     trials.Changing(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
 
 
-def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None) -> Point:
+def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
     from nbtrain.planning.growth import Point
 
     cores = probes.cores_allowed() if spec.pool.kind == "cpu" else 0
     return Point(
         ranks=count,
-        seconds=1 / row.steps_per_second,
+        seconds=row.step,
         samples=row.samples_per_second / row.steps_per_second,
         volume=volume(count) if volume is not None else 0,
         cores=cores,
-        threads=devices.threads_per_rank(count, cores) if cores else 1,
+        threads=threads if cores else 1,
     )
 
 
 def _volume(state: State, request: Request, spec: RunSpec) -> Volume | None:
-    """What a rank sends in a step, as the strategy's estimate has it. None: the model is made in the cell, or the
-    strategy does not say."""
+    """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
+    cell, or cannot be looked at."""
     from nbtrain.magics.planned import subject_of
+    from nbtrain.planning.growth import ring
     from nbtrain.planning.profile import profile
     from nbtrain.strategies.estimates import World
 
@@ -76,6 +80,6 @@ def _volume(state: State, request: Request, spec: RunSpec) -> Volume | None:
 
     def volume(ranks: int) -> float:
         estimate = asked.estimate(told, World(ranks=ranks, kind=spec.pool.kind, precision=spec.precision))
-        return 0.0 if estimate is None else float(estimate.sent)
+        return float(estimate.sent) if estimate is not None else ring(told.gradients)(ranks)
 
     return volume

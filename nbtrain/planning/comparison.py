@@ -26,12 +26,14 @@ class Measured:
     """bytes at the most, for each rank"""
     steps: int = 0
     """that were timed"""
+    step: float = 0.0
+    """seconds that one of them took: the median, of the slowest rank"""
     steps_per_second: float = 0.0
     samples_per_second: float = 0.0
     """of all ranks together; 0: no loader said how many samples there are"""
     batch: int = 0
     """samples of one step on one rank; 0: not known"""
-    size: int | None = None
+    size: float | None = None
     """what the batch or the size parameter was in this row, where one was looked for"""
     why: str = ""
     """it failed: in a sentence"""
@@ -48,7 +50,7 @@ class Measured:
         return self.samples_per_second or self.steps_per_second
 
 
-GOALS = ("speed", "batch", "model")
+GOALS = ("speed", "batch", "model", "growth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +60,7 @@ class Comparison:
     rows: tuple[Measured, ...]
     steps: int
     goal: str = "speed"
-    """one of GOALS: the fastest, the largest batch, the largest model"""
+    """one of GOALS: the fastest, the largest batch, the largest model; or how it grows, where none is the best"""
     parameter: str = ""
     """the name that was changed, where the goal is a model"""
     seconds: float = 0.0
@@ -69,6 +71,8 @@ class Comparison:
     def best(self) -> Measured | None:
         """Of those that worked: the fastest; or the one with the largest size, and of equal ones the fastest."""
         done = [row for row in self.rows if row.state == "done"]
+        if self.goal == "growth":
+            return None
         if self.goal == "speed":
             return max(done, key=lambda row: row.pace, default=None)
         return max(done, key=lambda row: (row.size or 0, row.pace), default=None)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 WIDTH = 760
 STAR = "★"
 COMING = ("waiting", "running")
+SIZED = ("batch", "model")
+"""goals for which a size is looked for"""
 STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
 
 
@@ -83,9 +85,11 @@ def use(comparison: Comparison) -> str:
     best = comparison.best
     if any(row.state in COMING for row in comparison.rows):
         return ""
+    if comparison.goal == "growth":
+        return ""
     if best is None:
         return "none of them worked"
-    if best.size is None or comparison.goal == "speed":
+    if best.size is None or comparison.goal not in SIZED:
         return f"use: {_typed(best)}"
     return f"use: {_typed(best)} with {_sized(comparison, best.size)}"
 
@@ -95,14 +99,14 @@ def _typed(row: Measured) -> str:
 
 
 def table(comparison: Comparison) -> tuple[tables.Row, list[tables.Row]]:
-    return _speeds(comparison) if comparison.goal == "speed" else _sizes(comparison)
+    return _sizes(comparison) if comparison.goal in SIZED else _speeds(comparison)
 
 
 def groups(comparison: Comparison) -> list[Group]:
     """In the order in which they were asked for."""
     found: dict[str, list[Measured]] = {}
     for row in comparison.rows:
-        found.setdefault(row.line if comparison.goal != "speed" else str(len(found)), []).append(row)
+        found.setdefault(row.line if comparison.goal in SIZED else str(len(found)), []).append(row)
     return [Group(_plain(rows[0]), tuple(rows)) for rows in found.values()]
 
 
@@ -236,7 +240,9 @@ def span(memory: Sequence[int]) -> str:
 def picture(comparison: Comparison) -> str:
     """Memory of the rank that has the most, and pace; empty while none is known."""
     unit = _unit(comparison.rows)
-    sized = comparison.goal != "speed"
+    if comparison.goal == "growth":
+        return ""
+    sized = comparison.goal in SIZED
     dots = []
     for group in groups(comparison):
         for row in sorted(group.rows, key=lambda row: row.size or 0):

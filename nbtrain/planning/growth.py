@@ -17,6 +17,8 @@ from operator import mul
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from nbtrain.errors import UsageError
 from nbtrain.planning import growth_table
 
@@ -25,7 +27,7 @@ PER_NODE = 8
 ALIKE = 1e-6
 """a term that makes the fit better by less than this share of a step is not needed"""
 
-SINGULAR = 1e-9
+SINGULAR = 1e-5
 """so little is left of a column that the others make up"""
 
 Row = tuple[float, float, float]
@@ -255,31 +257,13 @@ def _solve(rows: Sequence[Row], seconds: Sequence[float]) -> Row:
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
     """Factors with which every row adds up to 1; None where the columns are not independent."""
-    scales = [math.sqrt(sum(row[at] ** 2 for row in rows)) for at in range(len(rows[0]))]
-    if len(rows) < len(scales) or not all(scales):
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    scales = matrix.norm(dim=0)
+    if not scales.all() or torch.linalg.matrix_rank(matrix / scales, rtol=SINGULAR) < len(scales):
         return None
-    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
-    matrix = [[sum(row[i] * row[j] for row in scaled) for j in range(len(scales))] for i in range(len(scales))]
-    values = [sum(row[i] for row in scaled) for i in range(len(scales))]
-    found = _eliminated(matrix, values)
-    return found and [value / scale for value, scale in zip(found, scales, strict=True)]
-
-
-def _eliminated(matrix: list[list[float]], values: list[float]) -> list[float] | None:
-    """The solution of a few equations whose diagonal is 1."""
-    size = len(values)
-    for at in range(size):
-        if matrix[at][at] < SINGULAR:
-            return None
-        for below in range(at + 1, size):
-            factor = matrix[below][at] / matrix[at][at]
-            matrix[below] = [one - factor * other for one, other in zip(matrix[below], matrix[at], strict=True)]
-            values[below] -= factor * values[at]
-    found = [0.0] * size
-    for at in reversed(range(size)):
-        rest = sum(matrix[at][right] * found[right] for right in range(at + 1, size))
-        found[at] = (values[at] - rest) / matrix[at][at]
-    return found
+    found = torch.linalg.lstsq(matrix / scales, torch.ones(len(rows), 1, dtype=torch.float64)).solution
+    factors: list[float] = (found.flatten() / scales).tolist()
+    return factors
 
 
 def _gradients(points: Sequence[Point]) -> float:

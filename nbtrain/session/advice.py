@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.words as words
 from nbtrain.exchange.names import Captured
-from nbtrain.specs import RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,8 @@ SHARE = 0.1
 
 _kept: MutableMapping[nn.Module, tuple[str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
 """What was chosen for a model, for as long as there is one."""
+_fitted: MutableMapping[nn.Module, tuple[PoolSpec, str, int]] = weakref.WeakKeyDictionary()
+"""Where a model was found to fit: it is not looked at again for each cell."""
 
 
 def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = ()) -> tuple[RunSpec, str]:
@@ -36,28 +38,41 @@ def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Ite
     if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
         return run, ""
     models, optimizers = _found(names, notebook)
+    where = run.pool, run.precision, run.accumulate
     for model in models.values():
         if model in _kept:
             strategy, options = _kept[model]
             return replace(run, strategy=strategy, options=options), ""
     weights = _weights(models.values(), optimizers)
-    size = sum(p.nbytes for p in weights)
-    if size < SMALL:
-        return run, ""
-    from nbtrain.planning.advice import instead_of, weighed
-    from nbtrain.planning.ground import ground
-
-    at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
-    if size * STATES < SHARE * min(one.bytes for one in at.each):
+    if sum(p.nbytes for p in weights) < SMALL or all(_fitted.get(model) == where for model in models.values()):
         return run, ""
     name = " and ".join(models) or "the model"
-    found = instead_of("ddp", weighed(name, list(models.values()), weights, optimizers, run.precision), at)
+    found = _instead(name, list(models.values()), weights, optimizers, run, pids)
     if found is None:
+        _fitted.update(dict.fromkeys(models.values(), where))
         return run, ""
     ddp, best = found
     for model in models.values():
         _kept[model] = best.base, best.options
     return replace(run, strategy=best.base, options=best.options), _said(name, ddp, best)
+
+
+def _instead(
+    name: str,
+    models: list[nn.Module],
+    weights: list[torch.Tensor],
+    optimizers: list[Optimizer],
+    run: RunSpec,
+    pids: Iterable[int],
+) -> tuple[Planned, Planned] | None:
+    """ddp, which does not fit, and what does."""
+    from nbtrain.planning.advice import instead_of, weighed
+    from nbtrain.planning.ground import ground
+
+    at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
+    if sum(p.nbytes for p in weights) * STATES < SHARE * min(one.bytes for one in at.each):
+        return None
+    return instead_of("ddp", weighed(name, models, weights, optimizers, run.precision), at)
 
 
 def _said(name: str, ddp: Planned, best: Planned) -> str:

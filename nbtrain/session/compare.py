@@ -31,6 +31,8 @@ class Question:
     steps: int = 10
     memory: int = 0
     """bytes that a rank may come to have; 0: what the device has"""
+    threads: int = 0
+    """of each rank, on a CPU; 0: as many as otherwise"""
     parameter: str = ""
     """for the goal `model`: the name, and what it is to hold"""
     values: tuple[Any, ...] = ()
@@ -53,7 +55,7 @@ class Comparing:
         if self._asked.goal == "model":
             self._tries.check_reads(self._asked.parameter)
         began = time.monotonic()
-        find = {"speed": self._speed, "batch": self._batch, "model": self._model}[self._asked.goal]
+        find = {"batch": self._batch, "model": self._model}.get(self._asked.goal, self._speed)
         try:
             for at, way in enumerate(self._ways):
                 self._note(at, state="running")
@@ -72,7 +74,8 @@ class Comparing:
 
     def _trial(self, **what: Any) -> Trial:
         """The first step makes what all others have; speed wants one more that is not timed."""
-        return Trial(steps=self._asked.steps, warm=2 if self._asked.goal == "speed" else 1, **what)
+        warm = 2 if self._asked.goal in ("speed", "growth") else 1
+        return Trial(steps=self._asked.steps, warm=warm, threads=self._asked.threads, **what)
 
     def _speed(self, at: int, way: Way) -> None:
         self._note(at, **_row(self._tries.try_out(way, self._trial())))

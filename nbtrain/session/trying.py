@@ -155,6 +155,7 @@ def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
         "steps": steps,
         "steps_per_second": steps / seconds,
         "samples_per_second": sum(one.samples for one in found) / seconds,
+        "step": max(one.median for one in found),
         "batch": found[0].batch,
         "grown": all(one.grown for one in found),
     }

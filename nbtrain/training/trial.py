@@ -9,6 +9,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +51,15 @@ class Trying:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """No more memory than the trial may have: what wants more raises, and the machine's other processes live."""
-        with self._peak.limited(self.trial.memory) if self.trial.memory else nullcontext():
-            yield
+        """No more memory than the trial may have: what wants more raises, and the machine's other processes live. And
+        no more threads."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.trial.threads or threads)
+        try:
+            with self._peak.limited(self.trial.memory) if self.trial.memory else nullcontext():
+                yield
+        finally:
+            torch.set_num_threads(threads)
 
     def begin(self, steps: Steps) -> None:
         """The cell begins."""
@@ -85,6 +93,7 @@ class Trying:
             memory=self._peak.bytes(),
             steps=len(marks) - 1 - first,
             seconds=until.time - since.time,
+            median=median([b.time - a.time for a, b in pairwise(marks[first:])] or [0.0]),
             samples=round(samples * self.share),
             batch=round(samples / batches) if batches else 0,
             grown=self.grown,
