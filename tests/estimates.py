@@ -93,6 +93,15 @@ ROWS = (
     Row("zero1"),
     Row("sharded"),
     Row("horovod"),
+    Row("fsdp"),
+    Row("fsdp", {"sharding": "SHARD_GRAD_OP"}),
+    Row("fsdp", {"cpu_offload": True}),
+    Row("deepspeed", {"stage": 1}),
+    Row("deepspeed", {"stage": 2}),
+    Row("deepspeed", {"stage": 3}),
+    Row("deepspeed", {"stage": 2, "offload_optimizer": "cpu"}),
+    Row("deepspeed", {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+    Row("pipeline"),
 )
 """In an order in which ranks can be kept from one to the next."""
 
