@@ -93,6 +93,7 @@ def test_what_the_user_has_chosen_stays(run: RunSpec) -> None:
 def test_what_the_cell_does_not_read_is_not_looked_at() -> None:
     notebook = of_size(0.1)
     assert advise(reads("other"), notebook, FOUR) == (FOUR, "")
+    assert advise(reads("net"), notebook, FOUR) == (FOUR, ""), "without its optimizer it is not trained"
 
 
 # ---------------------------------------------------------------- out of memory

@@ -99,8 +99,8 @@ def given(wanted: Request, notebook: Namespace) -> Mapping[str, Mapping[str, Any
 
 def ranks_of(state: State | None) -> tuple[int, ...]:
     """Processes of the ranks that are there."""
-    running = getattr(getattr(state and state.session, "ranks", None), "pool", None)
-    return tuple(running.pids().values()) if running is not None else ()
+    ranks = getattr(state.session, "ranks", None) if state is not None else None
+    return ranks.pids if ranks is not None else ()
 
 
 # ---------------------------------------------------------------- for programs

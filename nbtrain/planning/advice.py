@@ -26,7 +26,7 @@ def weighed(
     held = list(parameters)
     state: dict[int, int] = {}
     names: list[str] = []
-    for optimizer in optimizers or (None,):
+    for optimizer in optimizers:
         stepped = step(optimizer, {id(p): _hollow(p) for p in held})
         names.append(stepped.name)
         for key, size in stepped.state.items():

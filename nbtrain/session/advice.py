@@ -43,6 +43,8 @@ def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Ite
         if model in _kept:
             strategy, options = _kept[model]
             return replace(run, strategy=strategy, options=options), ""
+    if not optimizers:  # it evaluates
+        return run, ""
     weights = _weights(models.values(), optimizers)
     if sum(p.nbytes for p in weights) < SMALL or all(_fitted.get(model) == where for model in models.values()):
         return run, ""
