@@ -16,6 +16,8 @@ relay.py         what ranks write, into the notebook (screen.py: into which cell
 surroundings.py  directory, path and environment of the kernel, for the ranks
 aging.py         what the kernel itself runs in an older version than is on the disk
 failure.py       what the ranks raised, as one exception (hints.py: what else is to be said)
+memory.py        what is said when memory ran out (instead.py: and what to write in place of the line)
+advice.py        what `--strategy auto` takes where a model does not fit under ddp
 forked.py        `--start fork`
 inkernel.py      `--engine inprocess`
 status.py        `%distributed status`
