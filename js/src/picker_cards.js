@@ -66,7 +66,9 @@ class Card {
     this.node = element("div", { class: "nbt-pick-card" }, head, this._bar, this._needs, this._about);
     // The whole card is to be clicked, but for what is a button of its own.
     this.node.addEventListener("click", (event) => {
-      if (!event.target.closest("label, input") && !this._radio.disabled) this._radio.click();
+      if (event.target.closest("label, input") || this._radio.disabled) return;
+      this._radio.focus({ preventScroll: true });
+      this._radio.click();
     });
   }
 

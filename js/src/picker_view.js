@@ -46,8 +46,7 @@ export class Picking {
     this._said = element("p", { class: "nbt-pick-said", role: "status", "aria-live": "polite" });
     this.node = element(
       "section",
-      // Letters and arrows are the form's own, not JupyterLab's shortcuts.
-      { class: "nbt-root nbt-pick", "aria-label": "strategy picker", "data-lm-suppress-shortcuts": "true" },
+      { class: "nbt-root nbt-pick", "aria-label": "strategy picker", onfocusin: (event) => keep(event.target) },
       element("div", { class: "nbt-pick-head" }, element("strong", {}, "Pick a strategy"), this._model),
       this._devices.node,
       this._wishes.node,
@@ -166,6 +165,11 @@ export class Picking {
     text(this._said, words);
     attribute(this._said, "data-tone", words ? tone : null);
   }
+}
+
+// Letters and arrows are the form's own, not JupyterLab's shortcuts: it asks what has the focus.
+function keep(focused) {
+  focused.setAttribute("data-lm-suppress-shortcuts", "true");
 }
 
 // net · 14,200,000 parameters · AdamW · 32 samples
