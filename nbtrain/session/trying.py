@@ -148,8 +148,10 @@ def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
     if not steps:
         why = "the loop has taken no optimizer step, so there is nothing to measure"
         return {"state": "failed", "ranks": ranks, "memory": memory, "why": why}
+    assert spec.trial is not None
     return {
         "state": "done",
+        "why": f"the loop was over after {steps} timed steps" if steps < spec.trial.steps else "",
         "ranks": ranks,
         "memory": memory,
         "steps": steps,

@@ -104,6 +104,8 @@ class Trying:
         if len(self._marks) in (self.trial.warm, self.trial.warm + self.trial.steps):
             self._peak.wait()
         self._peak.look()
+        if len(self._marks) > self.trial.warm + self.trial.steps:
+            return  # the cell has caught what was to end it, and goes on
         self._marks.append(Mark(self._clock(), self._steps.samples, self._steps.batches))
 
 
