@@ -94,21 +94,22 @@ def _saves(way: Way, at: Ground) -> bool:
 
 
 def _typed(run: RunSpec, at: Ground) -> str:
-    """The line as it was, with what `auto` and defaults have made of it."""
+    """The line as it was, for trying it."""
     entry = registry.find_strategy(run.strategy)
     again = f"{guide.RECOMPUTE} {','.join(run.checkpoint_activations)}" if run.checkpoint_activations else ""
     world = at.world(entry.needs if entry is not None else Needs())
-    return " ".join([at.line(run.strategy, world, (words.flags(run.options), again)), *_rest(run)])
+    return " ".join([at.line(run.strategy, world, (words.flags(run.options), again)), *_rest(run, tried=True)])
 
 
-def _rest(run: RunSpec) -> Sequence[str]:
-    """What else was asked for."""
+def _rest(run: RunSpec, tried: bool = False) -> Sequence[str]:
+    """What else was asked for. `tried`: where the cell is only tried, what becomes of its work is no matter."""
     plain = {one.name: one.default for one in fields(RunSpec)}
-    said = {name: getattr(run, name) for name in FLAGS if getattr(run, name) != plain[name]}
+    names = FLAGS[:1] if tried else FLAGS
+    said = {name: getattr(run, name) for name in names if getattr(run, name) != plain[name]}
     found = [words.flags({name: f"{value:g}" if isinstance(value, float) else value}) for name, value in said.items()]
     if not run.sampler:
         found.append("--no-sampler")
-    if run.save_steps is not None or run.save_seconds is not None:
+    if not tried and (run.save_steps is not None or run.save_seconds is not None):
         found.append(f"--save-every {run.save_steps or f'{run.save_seconds:g}s'}")
     if run.pool.start != "warm":
         found.append(f"--start {run.pool.start}")
