@@ -14,6 +14,8 @@ import pytest
 from nbtrain.events import PHASES
 from nbtrain.magics.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
+from nbtrain.planning.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
+from nbtrain.planning.plan_table import HEAD
 from nbtrain.session.background import BackgroundRun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +23,7 @@ README = ROOT / "README.md"
 RULES = ROOT / "docs" / "namespace.md"
 PROMISES = ROOT / "docs" / "reliability.md"
 WATCH = ROOT / "docs" / "watch.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
 PICTURE = re.compile(r"(?:srcset|src)=\"([^\"]+)\"")
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -123,6 +126,22 @@ def test_the_page_on_watching_has_every_part_of_a_step_as_the_dashboard_calls_it
     rows = re.findall(r"^\| ([\w ]+) \| `(\w+)` \|", text_of(WATCH), re.MULTILINE)
     assert [(name, phase) for phase, name in names.items()] == rows
     assert [phase for _, phase in rows] == list(PHASES)
+
+
+def test_the_page_on_choosing_has_the_guide_as_it_is() -> None:
+    told = {}
+    for goal, row in re.findall(r"^\| the largest (\w+) \| (.+) \|$", text_of(CHOOSING), re.MULTILINE):
+        for loss, cell in zip(LOSSES, row.split(" | "), strict=True):
+            *ways, last = re.findall(r"`([^`]+)`", cell)
+            told[goal, loss] = (tuple(ways), True) if last == RECOMPUTE else ((*ways, last), False)
+    assert {goal for goal, _ in told} == set(GOALS) - {"speed"}
+    assert told == {aim: (advice.ways, advice.recompute) for aim, advice in GUIDE.items()}
+
+
+def test_the_page_on_choosing_explains_every_column_of_a_plan() -> None:
+    rows = re.findall(r"^\| ([a-z, ]+) \| .+ \|$", text_of(CHOOSING).partition("| column | |")[2], re.MULTILINE)
+    told = {name for row in rows for name in row.split(", ")}
+    assert told >= {*HEAD[1:], "communication", "fits its room"}
 
 
 def test_what_a_run_in_the_background_is_asked_is_there() -> None:
