@@ -339,11 +339,11 @@ def test_the_loop_that_is_made_for_a_model_trains_it(batches: str) -> None:
             torch.utils.data.TensorDataset(names["x"], names["y"]), batch_size=4
         )
     before = names["net"].weight.clone()
-    code = loop(subject(names, "net", batches), names).replace("* 1000", "* 3")
+    code = loop(subject(names, "net", batches), names).replace("10**6", "3")
     exec(compile(code, "cell", "exec"), names)
     assert not torch.equal(names["net"].weight, before)
     del names["opt"]
-    exec(compile(loop(subject(names, "net", batches), names).replace("* 1000", "* 3"), "cell", "exec"), names)
+    exec(compile(loop(subject(names, "net", batches), names).replace("10**6", "3"), "cell", "exec"), names)
     assert list(islice(names["net"].parameters(), 1))
 
 

@@ -23,8 +23,8 @@ from nbtrain.specs import PRECISIONS
 
 Tell = Callable[[Data], None]
 
-OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activations")
-"""options that the form has"""
+OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activations", "memory")
+"""options that the form has, or that are about the plan alone"""
 WORTH = 3
 """so many are measured unless the user says otherwise"""
 

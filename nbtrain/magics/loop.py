@@ -10,16 +10,15 @@ from torch.utils.data import DataLoader
 from nbtrain.planning.subject import Subject
 
 LOOP = """from nbtrain.planning.profile_call import find_call, find_loss
-{optimizer}for batch in {batches}:
+{optimizer}for batch in (batch for _ in range(10**6) for batch in {batches}):
     call = find_call({model}, batch, None)
     loss, _ = find_loss({model}(*call.given, **call.named), call.targets)
     loss.backward()
     {stepped}.step()
     {stepped}.zero_grad()
 """
+"""It goes on until it is stopped, which a trial does."""
 OWN = "import torch\noptimizer = torch.optim.SGD({model}.parameters(), lr=0.0)\n"
-TIMES = 1000
-"""More steps than are measured."""
 
 
 def loop(found: Subject, notebook: dict[str, Any]) -> str:
@@ -29,7 +28,7 @@ def loop(found: Subject, notebook: dict[str, Any]) -> str:
         model=found.name,
         optimizer="" if found.optimizer_name else OWN.format(model=found.name),
         stepped=found.optimizer_name or "optimizer",
-        batches=found.batch_name if is_loader else f"[({found.batch_name})] * {TIMES}",
+        batches=found.batch_name if is_loader else f"[({found.batch_name})]",
     )
 
 

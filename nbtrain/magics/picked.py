@@ -123,9 +123,10 @@ class Notebook:
 
         cell, state = self._cell(), self._state
         ways = [trials.way(state, name, state.read(line), state.defaults) for name, line in candidates]
+        question = Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
         with shielded():
             session = state.opened()
-        return session.compare(ways, cell, Question(goal=goal, steps=STEPS), told)
+        return session.compare(ways, cell, question, told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:

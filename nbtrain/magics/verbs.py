@@ -16,7 +16,7 @@ from nbtrain.magics.state import State
 from nbtrain.magics.values import similar
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
-PICK_TAKES = ("batch", "precision", "strategy", "accumulate")
+PICK_TAKES = ("batch", "precision", "strategy", "accumulate", "memory")
 NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 
 
