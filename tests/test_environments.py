@@ -204,4 +204,4 @@ def test_the_picker(notebook: Notebook) -> None:
     notebook("%distributed --strategy auto")
     notebook(CELL + LOOP)
     notebook("named['to measure'].value = ('ddp', 'zero1'); named['Measure'].click()", timeout=120)
-    assert notebook("[row['why'] for row in form._choice.data()['compared']['rows']]").value == "['', '']"
+    assert notebook("[row['state'] for row in form._choice.data()['compared']['rows']]").value == "['done', 'done']"
