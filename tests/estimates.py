@@ -12,6 +12,7 @@ Who adds a strategy adds a row to `ROWS`.
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +45,11 @@ SIZES = {
     "resnet": Size(80, 8, 16),
     "mlp": Size(896, 2048, 4096),
 }
-TINY = "transformer", Size(8, 4, 8)
+TINY = Size(8, 4, 8)
+FIRST = Size(80, 4, 8)
+"""Of the convolutional net, before anything of a strategy is measured."""
+WEIGHTS = Size(1400, 16, 32)
+"""Of the perceptron: gradients are all there is of a backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +190,13 @@ class Scales:
         self._row: Row | None = None
         self._floors: list[list[int]] = []
 
-    def weigh(self, row: Row, kind: str) -> Found:
+    def weigh(self, row: Row, kind: str, size: Size) -> Found:
         if self._row != row:
-            if self._row is None or self._row.world != row.world:  # other ranks
-                self._weigh(row, *next(iter(SIZES.items())))  # what there is from the first time on
-            self._floors = self._weigh(row, *TINY)
+            if self._row is None or (self._row.strategy, self._row.world) != (row.strategy, row.world):
+                self._weigh(row, "resnet", FIRST)  # what there is from the first time on
+            self._floors = self._weigh(row, "transformer", TINY)
             self._row = row
-        ranks = self._weigh(row, kind, SIZES[kind])
+        ranks = self._weigh(row, kind, size)
         found = [[n - floor[0] for n in rank] for rank, floor in zip(ranks, self._floors, strict=True)]
         return Found(*map(max, zip(*found, strict=True)))
 
@@ -212,22 +217,26 @@ class Scales:
 
 @contextmanager
 def scales() -> Iterator[Scales]:
-    with running_kernel(**NOTHING_KEPT) as found:
+    """With a directory of its own for what a pool keeps there, as `kernel_of` has it."""
+    own = {"DS_ACCELERATOR": "cpu"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_kernel(XDG_RUNTIME_DIR=folder, **own, **NOTHING_KEPT) as found,
+    ):
         yield Scales(found)
 
 
 @functools.cache
-def profiled(kind: str, precision: str) -> tuple[Profile, Profile]:
+def profiled(kind: str, size: Size, precision: str) -> tuple[Profile, Profile]:
     """With few samples, and with many."""
-    size = SIZES[kind]
     model = PLANNED[kind].model(size.size)
     optimizer = torch.optim.AdamW(model.parameters())
     few, many = (PLANNED[kind].batch(samples) for samples in (size.few, size.many))
     return profile(model, few, optimizer, precision=precision), profile(model, many, optimizer, precision=precision)
 
 
-def estimated(row: Row, kind: str) -> tuple[Estimate, Estimate]:
-    few, many = profiled(kind, row.precision)
+def estimated(row: Row, kind: str, size: Size) -> tuple[Estimate, Estimate]:
+    few, many = profiled(kind, size, row.precision)
     return row.estimate(few), row.estimate(many)
 
 
@@ -244,9 +253,10 @@ class Compared:
     """all of it in megabytes, measured and estimated"""
 
 
-def compared(scales: Scales, row: Row, kind: str) -> Compared:
-    few, many = estimated(row, kind)
-    found = scales.weigh(row, kind)
+def compared(scales: Scales, row: Row, kind: str, size: Size | None = None) -> Compared:
+    size = size or SIZES[kind]
+    few, many = estimated(row, kind, size)
+    found = scales.weigh(row, kind, size)
     pairs = {
         "kept": (found.kept, few.kept),
         "activations": (found.many - found.few, many.activations - few.activations),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.estimates import ROWS, SIZES, Row, Scales, compared, scales
+from tests.estimates import ROWS, SIZES, WEIGHTS, Row, Scales, compared, scales
 
 pytestmark = [
     pytest.mark.kernel,
@@ -38,3 +38,13 @@ def test_a_rank_holds_what_its_strategy_has_said(weighing: Scales, row: Row, kin
     assert abs(found.kept - 1) <= KEPT, found.said
     assert abs(found.activations - 1) <= ACTIVATIONS, found.said
     assert abs(found.peak - 1) <= PEAK, found.said
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded"])
+def test_where_weights_are_large_gradients_make_the_peak(weighing: Scales, strategy: str) -> None:
+    row = Row(strategy)
+    if not row.playable:
+        pytest.skip(f"{strategy} cannot be used here")
+    found = compared(weighing, row, "mlp", WEIGHTS)
+    assert abs(found.kept - 1) <= KEPT, found.said
+    assert abs(found.peak - 1) <= KEPT, found.said
