@@ -110,7 +110,7 @@ ROWS = (
 )
 """In an order in which ranks can be kept from one to the next."""
 
-NOTHING_KEPT = {"MKL_DISABLE_FAST_MM": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+NOTHING_KEPT = {"MKL_DISABLE_FAST_MM": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "DS_ACCELERATOR": "cpu"}
 """What torch's libraries otherwise keep: buffers for each thread, code for each shape."""
 
 NOTEBOOK = """
@@ -218,11 +218,7 @@ class Scales:
 @contextmanager
 def scales() -> Iterator[Scales]:
     """With a directory of its own for what a pool keeps there, as `kernel_of` has it."""
-    own = {"DS_ACCELERATOR": "cpu"}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_kernel(XDG_RUNTIME_DIR=folder, **own, **NOTHING_KEPT) as found,
-    ):
+    with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder, **NOTHING_KEPT) as found:
         yield Scales(found)
 
 
