@@ -110,7 +110,8 @@ def test_memory_stands_against_the_room(picking: Picking) -> None:
     shown = card(picking(), "ddp")["shown"]
     # 18,696 numbers of four bytes
     assert shown["memory"]["parameters"] == shown["memory"]["gradients"] == 74_784
-    assert (shown["room"], shown["fits"]) == (10**9, True)
+    assert 0.99 * 10**9 < shown["room"] <= 10**9
+    assert shown["fits"] is True
     assert card(picking(backing=Backed(limit=50_000)), "ddp")["shown"]["fits"] is False
 
 
@@ -272,6 +273,13 @@ def test_what_is_measured(picking: Picking) -> None:
     assert {one["answered"] for one in told} == {12}
     choice.do({"kind": "measure", "names": []})
     assert choice.data()["said"][0].startswith("nothing is ticked")
+
+
+def test_what_is_known_by_another_name_has_figures_too(picking: Picking) -> None:
+    """The plan has one row where a preset is what its strategy does anyway."""
+    for one in picking().data()["cards"]:
+        if not one["reason"] and one["name"] not in ("none", "xla"):
+            assert one["shown"]["memory"] is not None, one["name"]
 
 
 def test_a_strategy_of_the_notebook_is_a_card(picking: Picking, state: State) -> None:

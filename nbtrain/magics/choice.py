@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,7 +19,6 @@ from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
 from nbtrain.planning.comparison import Comparison
 from nbtrain.planning.guide import GOALS, LOSSES, place
-from nbtrain.planning.making import Candidate, planned
 from nbtrain.planning.plan import Plan
 from nbtrain.specs import PRECISIONS
 
@@ -84,7 +85,8 @@ class Choice:
         chosen = self._chosen
         if lacks := choice_cards.against(chosen.needs, self._kind, self.ranks):
             raise UsageError(f"{self.strategy}: {lacks}")
-        own.check_options(chosen.load(), choice_options.values(chosen, self.typed, self._state.notebook))
+        if self._loaded:
+            own.check_options(chosen.load(), choice_options.values(chosen, self.typed, self._state.notebook))
         words = [f"--strategy {self.strategy}"]
         words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.wish.devices}")
         words += self._more
@@ -93,7 +95,7 @@ class Choice:
             words.append(f"--precision {self.wish.precision}")
         if self.recompute:
             words.append(f"--checkpoint-activations {self.recompute}")
-        return " ".join([*words, *choice_options.words(choice_options.inputs(chosen, self.typed))])
+        return " ".join([*words, *choice_options.words(self._inputs())])
 
     def data(self) -> Data:
         """All that is to be seen."""
@@ -101,8 +103,7 @@ class Choice:
         name = variant_name(self.strategy, self.recompute)
         cards = choice_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
         line, wrong = self._line_or_wrong()
-        if not wrong:
-            self._as_typed(cards)
+        self._fill(cards)
         return {
             "kernel": self._kernel,
             "magic": self._magic,
@@ -242,8 +243,14 @@ class Choice:
     def _chosen(self) -> Chosen:
         return Chosen.named(self.strategy, self._state.notebook)
 
+    @property
+    def _loaded(self) -> bool:
+        """A strategy says what its options are when it is loaded, which brings torch. The form need not wait for that:
+        a notebook without torch has nothing to train, and once a card is taken it is loaded anyway."""
+        return "torch" in sys.modules
+
     def _inputs(self) -> list[choice_options.Input]:
-        return choice_options.inputs(self._chosen, self.typed)
+        return choice_options.inputs(self._chosen, self.typed) if self._loaded else []
 
     def _line_or_wrong(self) -> tuple[str, str]:
         try:
@@ -254,8 +261,7 @@ class Choice:
     def _candidate(self, name: str) -> tuple[str, str]:
         """Name and line of a variant; of the chosen one as it stands."""
         if name == variant_name(self.strategy, self.recompute):
-            own = choice_options.words(choice_options.inputs(self._chosen, self.typed))
-            return " ".join([name, *own]), self.line()
+            return " ".join([name, *choice_options.words(self._inputs())]), self.line()
         row = next((row for row in self._plan.rows if row.name == name), None) if self._plan is not None else None
         if row is not None:
             return name, row.line
@@ -288,18 +294,15 @@ class Choice:
     def _plan_data(self) -> Data | None:
         return None if self._plan is None else self._plan.data()
 
-    def _as_typed(self, cards: Sequence[Data]) -> None:
-        """The chosen card shows what the typed options make of it, which the plan knows nothing of."""
-        if self._plan is None or not self.typed or self.recompute:
+    def _fill(self, cards: Sequence[Data]) -> None:
+        """What the plan has no row for: options that were typed, and what it has under another name."""
+        if self._plan is None:
             return
-        chosen = self._chosen
-        options = choice_options.values(chosen, self.typed, self._state.notebook)
-        candidate = Candidate(name=self.strategy, needs=chosen.needs, source=chosen.source, options=options)
-        row = planned(candidate, self._plan.profile, self._plan.ground)
-        estimate = None if row.estimate is None else asdict(row.estimate)
-        exact = choice_cards.figures(
-            {"estimate": estimate, "room": row.room, "fits": row.fits, "tight": row.tight, "note": row.note}
-        )
         for card in cards:
-            if card["chosen"]:
-                card["shown"] |= exact
+            shown, typed = card["shown"], self.typed if card["chosen"] else {}
+            if card["reason"] or (shown["planned"] and not typed) or (card["chosen"] and self.recompute):
+                continue
+            chosen = Chosen.named(shown["name"], self._state.notebook)
+            with suppress(UsageError):  # that is said where the line would be
+                options = choice_options.values(chosen, typed, self._state.notebook)
+                shown |= choice_cards.exact(self._plan, shown["name"], chosen, options)

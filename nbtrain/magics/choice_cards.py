@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import nbtrain.probes as probes
@@ -10,8 +11,10 @@ from nbtrain import registry
 from nbtrain.devices import Machine
 from nbtrain.errors import UsageError
 from nbtrain.magics.own import checked, of_notebook
+from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.values import Namespace
-from nbtrain.planning.making import UNTOUCHED
+from nbtrain.planning.making import UNTOUCHED, Candidate, planned
+from nbtrain.planning.plan import Plan
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 
@@ -89,14 +92,16 @@ def _variants(name: str, reason: str, rows: Sequence[Data], chosen: str, best: s
 
 
 def _variant(name: str, stands: str, row: Mapping[str, Any] | None, chosen: str, best: str) -> Data:
+    # What has to be filled in can be taken, and is asked for then.
+    whole = row is not None and not row["asks"]
     return {
         "name": name,
         "stands": stands,
-        "line": f"--strategy {name}" if row is None else row["line"],
-        "planned": row is not None,
+        "line": row["line"] if row is not None and whole else f"--strategy {name}",
+        "planned": whole,
         "chosen": name == chosen,
         "recommended": name == best,
-        "reason": "" if row is None else row["available"],
+        "reason": row["available"] if row is not None and whole else "",
     } | figures(row)
 
 
@@ -111,6 +116,15 @@ def figures(row: Mapping[str, Any] | None) -> Data:
         "note": row.get("note", ""),
         "seconds": row.get("seconds"),
     }
+
+
+def exact(plan: Plan, name: str, chosen: Chosen, options: Mapping[str, Any]) -> Data:
+    """The figures of a variant with just these options."""
+    candidate = Candidate(name=name, needs=chosen.needs, source=chosen.source, options=options)
+    row = planned(candidate, plan.profile, plan.ground)
+    estimate = None if row.estimate is None else asdict(row.estimate)
+    note = "" if name == UNTOUCHED else row.note
+    return figures({"estimate": estimate, "room": row.room, "fits": row.fits, "tight": row.tight, "note": note})
 
 
 def _registry_name(strategy: str) -> str:
