@@ -112,7 +112,7 @@ def test_memory_stands_against_the_room(picking: Picking) -> None:
     assert shown["memory"]["parameters"] == shown["memory"]["gradients"] == 74_784
     assert 0.99 * 10**9 < shown["room"] <= 10**9
     assert shown["fits"] is True
-    assert card(picking(backing=Backed(limit=50_000)), "ddp")["shown"]["fits"] is False
+    assert card(picking(backing=Backed(limit=350_000)), "ddp")["shown"]["fits"] is False
 
 
 def test_what_cannot_be_used_says_why_and_what_helps(picking: Picking) -> None:
