@@ -64,7 +64,8 @@ def build(js: Path, made: Path) -> None:
     node, npm = find_node()
     environment = {**os.environ, "PATH": f"{Path(node).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     esbuild = js / "node_modules" / "esbuild" / "bin" / "esbuild"
-    bundle = [node, str(esbuild), "src/widget.js", "src/picker.js", "src/page.js", "--bundle", "--minify", "--format=esm"]
+    sources = [f"src/{name}" for name in BUNDLE if name.endswith(".js")]
+    bundle = [node, str(esbuild), *sources, "--bundle", "--minify", "--format=esm"]
     run([*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], js, environment)
     made.mkdir(parents=True, exist_ok=True)
     run([*bundle, "--target=es2021", "--charset=utf8", "--log-level=warning", f"--outdir={made}"], js, environment)
