@@ -6,8 +6,17 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
+
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
+"""Of the C library: blocks of so many bytes are had from the system one by one, and given back; so much of what is free
+at the heap's end is."""
+EXACT = 1 << 16
+"""What the C library keeps for later would be counted as if it were held."""
+QUICK = 1 << 25
+"""What the C library comes to by itself where large blocks come and go; it cannot be told to find that out again."""
 
 
 class Peak:
@@ -16,15 +25,14 @@ class Peak:
     def __init__(self, device: torch.device) -> None:
         self._card = device if device.type == "cuda" else None
         self._most = 0
+        self._known: int | None = None
         if self._card is not None:
             torch.cuda.empty_cache()
             for card in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(card)
             self._before = torch.cuda.memory_allocated(self._card)
             return
-        if sys.platform == "linux":
-            with suppress(AttributeError):  # another C library
-                ctypes.CDLL(None).malloc_trim(0)
+        _tell_allocator(("malloc_trim", 0), ("mallopt", M_MMAP_THRESHOLD, EXACT))
         with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:  # the system counts its peak anew
             refs.write("5")
         self._before = _pages()["RssAnon"]
@@ -34,12 +42,21 @@ class Peak:
         if self._card is None:
             self._most = max(self._most, _pages()["RssAnon"])
 
+    def close(self) -> None:
+        """It is known from now on, and memory is had as quickly as otherwise."""
+        if self._known is None:
+            self._known = self.bytes()
+            if self._card is None:
+                _tell_allocator(("mallopt", M_MMAP_THRESHOLD, QUICK), ("mallopt", M_TRIM_THRESHOLD, 2 * QUICK))
+
     def wait(self) -> None:
         """Until the card has done what it was told."""
         if self._card is not None:
             torch.cuda.synchronize(self._card)
 
     def bytes(self) -> int:
+        if self._known is not None:
+            return self._known
         if self._card is not None:  # what uses several has them all in this process
             cards = range(torch.cuda.device_count())
             return max(torch.cuda.max_memory_allocated(card) for card in cards) - self._before
@@ -84,3 +101,13 @@ def _pages() -> dict[str, int]:
         import psutil
 
         return {"RssAnon": int(psutil.Process().memory_info().rss)}
+
+
+def _tell_allocator(*calls: tuple[Any, ...]) -> None:
+    """Each is the name of a function of the C library, and what it is given."""
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    for name, *arguments in calls:
+        with suppress(AttributeError):  # another C library
+            getattr(library, name)(*arguments)

@@ -22,6 +22,8 @@ from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Enough
 
 ENDLESS = 10**9
+SEEN = 2
+"""Steps after which it is known what they take: the first makes the optimizer's state, the second has all at once."""
 
 
 class Mark(NamedTuple):
@@ -59,6 +61,7 @@ class Trying:
             with self._peak.limited(self.trial.memory) if self.trial.memory else nullcontext():
                 yield
         finally:
+            self._peak.close()
             torch.set_num_threads(threads)
 
     def begin(self, steps: Steps) -> None:
@@ -106,6 +109,8 @@ class Trying:
         self._peak.look()
         if len(self._marks) > self.trial.warm + self.trial.steps:
             return  # the cell has caught what was to end it, and goes on
+        if len(self._marks) == SEEN:
+            self._peak.close()
         self._marks.append(Mark(self._clock(), self._steps.samples, self._steps.batches))
 
 

@@ -139,6 +139,8 @@ class Rank:
         if run.spec.trial is None:
             self._run_cell(run)
             return
+        self._last = None  # what it holds would count for what was there before
+        self.shell.let_go_of_errors()
         self._trying = trying(run.spec, self.info.device)
         try:
             with self._trying.limited():
