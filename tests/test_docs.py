@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -17,6 +18,8 @@ from nbtrain.magics.verbs import VERBS
 from nbtrain.planning.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
 from nbtrain.planning.plan_table import HEAD
 from nbtrain.session.background import BackgroundRun
+from nbtrain.strategies.estimates import World
+from tests.test_estimating import MB, SIZES, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -142,6 +145,23 @@ def test_the_page_on_choosing_explains_every_column_of_a_plan() -> None:
     rows = re.findall(r"^\| ([a-z, ]+) \| .+ \|$", text_of(CHOOSING).partition("| column | |")[2], re.MULTILINE)
     told = {name for row in rows for name in row.split(", ")}
     assert told >= {*HEAD[1:], "communication", "fits its room"}
+
+
+def test_the_estimate_of_a_strategy_of_ones_own_is_right() -> None:
+    text = text_of(ROOT / "docs" / "add_a_strategy.md")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    whole, method, above = (
+        next(one for one in blocks if one.startswith(words)) for words in ("from contextlib", "    def ", "from data")
+    )
+    made: dict[str, Any] = {"__name__": __name__}
+    exec(above + whole + method, made)
+    model = profile(8 * MB, 4 * MB, 2 * MB, 1 * MB, 0)
+    found = made["TopK"](made["TopK"].Options(fraction=0.1)).estimate(model, World(ranks=4))
+    weights = sum(SIZES)
+    assert (found.parameters, found.gradients, found.optimizer) == (weights, weights, 2 * weights)
+    assert found.buffers == weights  # what waits
+    assert found.kept == 5 * weights
+    assert found.sent == pytest.approx(0.1 * weights / 4 * (4 + 8) * 3, rel=1e-6)  # a value and its place
 
 
 def test_what_a_run_in_the_background_is_asked_is_there() -> None:
