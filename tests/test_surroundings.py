@@ -103,6 +103,18 @@ def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> N
 # -- local modules -----------------------------------------------------------------------------------
 
 
+def test_a_rank_that_came_in_place_of_another_has_them_too(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(f"import os, signal, torch; home = os.getcwd(); os.chdir({str(tmp_path)!r}); os.environ['WHERE'] = 'here'")
+    told = "%%distributed -d 2 --output all\nprint(os.getcwd(), os.environ.get('WHERE'), torch.get_default_dtype())"
+    notebook(told)
+    notebook.fails("%%distributed -d 2\nif rank: os.kill(os.getpid(), signal.SIGKILL)\nbarrier()")
+    changes = "os.chdir('/'); os.environ['WHERE'] = 'there'; torch.set_default_dtype(torch.float64)"
+    notebook(f"%%distributed -d 2\n{changes}")
+    assert notebook(told).stdout.count(f"{tmp_path} here torch.float32") == 2
+    notebook("os.chdir(home); del os.environ['WHERE']")
+    notebook("%distributed stop")
+
+
 def test_changed_module_is_loaded_again_before_the_cell_and_the_output_names_it(
     notebook: Notebook, files: Files
 ) -> None:

@@ -50,7 +50,7 @@ def rows(result: Result) -> dict[str, list[str]]:
     """Of the table that is shown last: by name, the cells of a line."""
     text = result.text
     lines = text[text.rindex("strategy  ") :].split("\n\n")[0].splitlines()[2:]
-    found = [re.split(r"\s{2,}", line.replace("★", "").strip()) for line in lines]
+    found = [re.split(r"\s{2,}", line.replace("★", "").strip()) for line in lines if line[:1].strip()]
     return {cells[0].strip(): cells[1:] for cells in found if cells[0]}
 
 
@@ -87,6 +87,7 @@ def test_what_fails_is_a_row(nb: Notebook) -> None:
     assert "use: %%distributed --strategy ddp --devices 2" in found.text
     found = nb(f"%%distributed -d 2 --compare ddp,fsdp --steps 2\nif rank: os.kill(os.getpid(), signal.SIGKILL){LOOP}")
     assert found.text.count("SIGKILL") == 2
+    assert "out of memory" not in found.text
     assert "none of them worked" in found.text
     found = nb(f"%%distributed -d 2 --compare ddp --memory 200MB\nlarge = torch.ones(100_000_000) * 2{LOOP}")
     assert rows(found)["ddp"] == ["out of memory"]
@@ -113,7 +114,8 @@ def test_the_largest_batch_is_found_between_what_fits_and_what_does_not(nb: Note
         assert 1000 < size < 4500, found.text
     nb("x, y = next(iter(loader))")
     loop = "for i in range(9):\n    F.cross_entropy(model(x), y).backward(); optimizer.step()"
-    assert "--find-model NAME=8,16,32" in nb.kernel.run(f"%%distributed -d 2 --find-batch\n{loop}").text
+    found = nb(f"%%distributed -d 2 --find-batch\n{loop}")
+    assert "write --find-model NAME=8,16,32 with it" in " ".join(found.text.split())
 
 
 @pytest.mark.kernel
@@ -152,10 +154,69 @@ def test_stop_ends_it_with_what_was_measured(nb: Notebook) -> None:
 
 
 @pytest.mark.kernel
+def test_a_search_that_is_stopped_says_how_far_it_came(nb: Notebook) -> None:
+    slow = LOOP.replace("    losses", "    time.sleep(0.05 * (len(x) > 100))\n    losses")
+    running = nb.kernel.start(f"%%distributed -d 2 --find-batch --steps 20{slow}")
+    nb.kernel.wait_for(lambda: "trying a batch of 256" in running.text)
+    nb.kernel.interrupt()
+    nb.kernel.wait(running)
+    assert "stopped" in running.text
+    assert "with a batch of 128 per rank" in running.text
+
+
+@pytest.mark.kernel
+def test_a_held_step_is_not_dropped_for_a_trial(nb: Notebook) -> None:
+    failed = nb.kernel.run(f"%%distributed -d 2{LOOP}    if len(losses) == 5: raise ValueError('now')")
+    assert "is held" in failed.text
+    assert "is held on the ranks" in nb.refused(f"%%distributed -d 2 --compare ddp,zero1{LOOP}")
+    assert nb("%distributed recover").stdout
+    assert nb("print(len(losses))").stdout == "5\n"
+
+
+@pytest.mark.kernel
+def test_a_loop_that_listens_for_stop_does_not_hear_of_a_trial(nb: Notebook, tmp_path: Path) -> None:
+    path = tmp_path / "stopped.txt"
+    body = LOOP.strip().replace("\n", "\n        ")
+    epochs = f"for epoch in range(200):\n    try:\n        {body}\n"
+    caught = f"    except KeyboardInterrupt:\n        open({str(path)!r}, 'w')"
+    found = nb(f"%%distributed -d 2 --compare ddp,zero1 --steps 2\n{epochs}{caught}")
+    assert found.text.count("★") == 1
+    assert not path.exists()
+
+
+@pytest.mark.kernel
+def test_loaders_with_workers_are_let_go_of(nb: Notebook) -> None:
+    nb("loader = DataLoader(data, batch_size=8, num_workers=1, persistent_workers=True)")
+    for _ in range(2):
+        found = nb(f"%%distributed -d 2 --compare ddp,zero1 --steps 2{LOOP}")
+        assert found.text.count("★") == 1
+
+
+@pytest.mark.kernel
+def test_what_cannot_have_larger_batches_is_a_row_that_says_so(nb: Notebook) -> None:
+    nb(
+        "class Few(torch.utils.data.IterableDataset):\n    def __iter__(self):\n"
+        "        return iter([data[i] for i in range(100)] * 2)"
+    )
+    nb("loader = DataLoader(Few(), batch_size=8)")
+    found = nb(f"%%distributed -d 2 --find-batch --steps 2{LOOP}")
+    assert "no more than" in found.text
+    assert 8 <= int(next(iter(rows(found).values()))[0].split()[0]) <= 200
+
+
+@pytest.mark.kernel
+def test_the_table_says_why_it_went_no_further(nb: Notebook) -> None:
+    nb("import threading; lock = threading.Lock()")
+    found = nb.kernel.run(f"%%distributed -d 2 --compare ddp,zero1\nlock{LOOP}")
+    assert found.error is not None
+    assert "● running" not in found.text
+    assert "… waiting" not in found.text
+
+
+@pytest.mark.kernel
 def test_what_keep_has_left_on_the_ranks_is_not_lost(nb: Notebook) -> None:
     nb(f"%%distributed -d 2 --keep model{LOOP}")
-    found = nb(f"%%distributed -d 2 --compare ddp,zero1 --steps 2{LOOP}")
-    assert "--keep" in found.text
+    assert "--keep" in nb.refused(f"%%distributed -d 2 --compare ddp,zero1 --steps 2{LOOP}")
     nb(f"%%distributed -d 2{LOOP}")
     assert nb("print(len(losses))").stdout == "80\n"
 

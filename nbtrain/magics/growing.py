@@ -39,12 +39,12 @@ def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
     threads = devices.threads_per_rank(max(counts), probes.cores_allowed())
     question = replace(trials.question(request), goal="growth", threads=threads)
     found = trials.show(state, cell, ways, question)
-    done = [(count, row) for count, row in zip(counts, found.rows, strict=True) if row.state == "done"]
+    done = [at for at, row in enumerate(found.rows) if row.state == "done"]
     if len(done) < 2:
         raise UsageError("growth is fitted on two counts of ranks or more, and fewer than that have worked here")
-    spec = ways[-1].spec()
-    volume = _volume(state, request, spec)
-    growth = fit([_point(count, row, spec, volume, threads) for count, row in done], volume)
+    spec = ways[done[-1]].spec()
+    volume = _volume(state, cell, spec)
+    growth = fit([_point(counts[at], found.rows[at], spec, volume, threads) for at in done], volume)
     trials.Changing(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
 
 
@@ -62,16 +62,19 @@ def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None, thre
     )
 
 
-def _volume(state: State, request: Request, spec: RunSpec) -> Volume | None:
+def _volume(state: State, cell: Cell, spec: RunSpec) -> Volume | None:
     """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
     cell, or cannot be looked at."""
+    from nbtrain.exchange.places import Places
     from nbtrain.magics.planned import subject_of
     from nbtrain.planning.growth import ring
     from nbtrain.planning.profile import profile
+    from nbtrain.session.names import captured
     from nbtrain.strategies.estimates import World
 
+    read = captured(cell.code, state.notebook, (), cell, Places(state.notebook))
     try:
-        found = subject_of(state.notebook, "", "")
+        found = subject_of({name: state.notebook[name] for name in (*read.hard, *read.soft)}, "", "")
         told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)
         strategy = Chosen.named(spec.strategy, state.notebook).load()
     except NbtrainError:
@@ -79,7 +82,10 @@ def _volume(state: State, request: Request, spec: RunSpec) -> Volume | None:
     asked = strategy(strategy.Options(**spec.options))
 
     def volume(ranks: int) -> float:
-        estimate = asked.estimate(told, World(ranks=ranks, kind=spec.pool.kind, precision=spec.precision))
+        try:
+            estimate = asked.estimate(told, World(ranks=ranks, kind=spec.pool.kind, precision=spec.precision))
+        except Exception:  # a strategy of the user's
+            estimate = None
         return float(estimate.sent) if estimate is not None else ring(told.gradients)(ranks)
 
     return volume

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nbtrain.errors import UsageError
 from nbtrain.planning.comparison import Comparison
 from nbtrain.planning.search import largest
 from nbtrain.session.trying import Tries, Way
 from nbtrain.specs import Trial
 
-LONG = 60.0
-"""Seconds that one attempt may take before no larger one is made."""
+LONG, LONG_IN_ALL = 60.0, 240.0
+"""Seconds that one attempt may take, or all of one way, before no larger one is made."""
+CLOSE = 0.1
+"""A batch may be smaller by so much than it was to be: loaders that validate have other batches."""
 MOST = 2**20
 """Samples in a batch; more are not tried."""
 
@@ -52,8 +54,7 @@ class Comparing:
 
     def run(self) -> Comparison:
         """Stop ends it with what was found until then."""
-        if self._asked.goal == "model":
-            self._tries.check_reads(self._asked.parameter)
+        self._tries.check(self._asked.parameter)
         began = time.monotonic()
         find = {"batch": self._batch, "model": self._model}.get(self._asked.goal, self._speed)
         try:
@@ -61,12 +62,18 @@ class Comparing:
                 self._note(at, state="running")
                 find(at, way)
         except KeyboardInterrupt:
-            for at, row in enumerate(self.found.rows):
-                if row.state in ("waiting", "running"):
-                    self._note(at, state="failed", why="stopped")
+            self._end("stopped")
+        except BaseException as error:  # of the cell itself: every way would raise it
+            self._end(str(error).split("\n")[0])
+            raise
         self.found = replace(self.found, seconds=time.monotonic() - began, over=True)
         self._tell(self.found)
         return self.found
+
+    def _end(self, why: str) -> None:
+        for at, row in enumerate(self.found.rows):
+            if row.state in ("waiting", "running"):
+                self._note(at, state="failed", why=why)
 
     def _note(self, at: int, **changes: Any) -> None:
         self.found = self.found.with_row(at, **changes)
@@ -86,7 +93,8 @@ class Comparing:
         first = attempts.make(0, lambda: self._tries.try_out(way, self._trial()))
         size = first.get("batch") or self._tries.batch()
         if not size:
-            raise UsageError(NO_LOADER)
+            self._note(at, state="failed", why=NO_LOADER)
+            return
         attempts.rename(0, size)
         if first["state"] != "done" and not first.get("no_memory"):
             self._note(at, **_row(first))
@@ -97,29 +105,41 @@ class Comparing:
                 if attempts.long and number > (attempts.most or 0):
                     return False
                 self._note(at, size=number, why=f"trying a batch of {number:,}")
-                told = attempts.make(
-                    number, lambda: self._tries.try_out(way, self._trial(batch=number / size)) | {"batch": number}
-                )
-                if told["state"] == "done" and not told["grown"]:
-                    raise UsageError(NO_LOADER)
+                trial = self._trial(batch=number / size)
+                attempts.make(number, lambda: _grown(self._tries.try_out(way, trial), number))
             return attempts.worked(number)
 
-        largest(fits, guess=size, most=MOST)
-        self._note(at, **attempts.row(lambda number: f"a batch of {number:,}"))
+        with self._stopped(at, attempts, batches):
+            largest(fits, guess=size, most=MOST)
 
     def _model(self, at: int, way: Way) -> None:
         attempts = Attempts()
         name, values = self._asked.parameter, self._asked.values
-        for number, value in enumerate(values):
-            self._note(at, why=f"trying {name} = {value!r}")
-            trial = self._trial(names={name: value})
-            attempts.make(number, partial(self._tries.try_out, way, trial))
-            if not attempts.worked(number):
-                break
-        row = attempts.row(lambda number: f"{name} = {values[number]!r}")
-        if row["size"] is not None:
-            row["size"] = values[row["size"]]
-        self._note(at, **row)
+        with self._stopped(at, attempts, lambda number: f"{name} = {values[number]!r}", values):
+            for number, value in enumerate(values):
+                self._note(at, why=f"trying {name} = {value!r}")
+                trial = self._trial(names={name: value})
+                attempts.make(number, partial(self._tries.try_out, way, trial))
+                if not attempts.worked(number):
+                    break
+
+    @contextmanager
+    def _stopped(
+        self, at: int, attempts: Attempts, words: Callable[[int], str], sizes: Sequence[Any] | None = None
+    ) -> Iterator[None]:
+        """Around attempts: what they have found becomes the row, also where Stop ends them. `sizes`: of which numbers
+        are places."""
+        why = ""
+        try:
+            yield
+        except KeyboardInterrupt:
+            why = "stopped"
+            raise
+        finally:
+            if attempts.made and (not why or attempts.most is not None):
+                row = attempts.row(words)
+                size = row["size"] if sizes is None or row["size"] is None else sizes[row["size"]]
+                self._note(at, **{**row, "size": size, "why": why or row["why"]})
 
 
 class Attempts:
@@ -128,13 +148,15 @@ class Attempts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.made: dict[int, dict[str, Any]] = {}
         self.long = False
-        """the last one took so long that a larger one is not made"""
+        """the last one, or all of them, took so long that a larger one is not made"""
         self._clock = clock
+        self._began = clock()
 
     def make(self, number: int, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         began = self._clock()
         told = self.made[number] = attempt()
-        self.long = self._clock() - began > LONG
+        now = self._clock()
+        self.long = now - began > LONG or now - self._began > LONG_IN_ALL
         return told
 
     def rename(self, old: int, new: int) -> None:
@@ -156,8 +178,21 @@ class Attempts:
         if beyond is not None:
             why = f"{words(beyond)}: {self.made[beyond].get('why', '')}"
         elif self.long:
-            why = f"more was not tried: {words(max(self.made))} took more than {LONG:.0f} s"
+            why = "larger ones were not tried, for want of time: --memory SIZE and --steps 1 make it quicker"
         return {**_row(self.made[beyond if most is None else most]), "size": most, "why": why}  # type: ignore[index]
+
+
+def batches(number: int) -> str:
+    return f"a batch of {number:,}"
+
+
+def _grown(told: dict[str, Any], number: int) -> dict[str, Any]:
+    """Of an attempt with batches of so many samples: whether it had them."""
+    if told["state"] == "done" and not told["grown"]:
+        told = {**told, "state": "failed", "why": NO_LOADER}
+    elif told["state"] == "done" and told["batch"] < number * (1 - CLOSE):
+        told = {**told, "state": "failed", "why": f"the data has no more than {told['batch']:,} samples for it"}
+    return {**told, "batch": number}
 
 
 def _row(told: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +201,6 @@ def _row(told: dict[str, Any]) -> dict[str, Any]:
 
 
 NO_LOADER = (
-    "--find-batch changes how many samples a DataLoader puts into a batch, and this loop takes its batches from "
-    "elsewhere. Let the cell read the batch's size from a name of the notebook, and write --find-model NAME=8,16,32 "
-    "with that name"
+    "no DataLoader gives the loop its batches. Let the cell read their size from a name of the notebook, and write "
+    "--find-model NAME=8,16,32 with it"
 )

@@ -80,9 +80,19 @@ class Session:
     def compare(self, ways: Sequence[Way], cell: Cell, question: Question, told: Told) -> Comparison:
         """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
         self._check_free()
-        for line in (*self.aging.lines(forks=False), self.ranks.drop_left()):
-            if line:
-                print(line)
+        if self.ranks.left is not None:
+            raise UsageError(
+                f"step {self.ranks.left.outcome.steps:,} of the failed cell is held on the ranks, and would be lost: "
+                "%distributed recover brings it home, %distributed stop lets it go"
+            )
+        if self.ranks.traffic is not None and self.ranks.traffic.ahead:
+            names = listed(sorted(self.ranks.traffic.ahead))
+            raise UsageError(
+                f"{names}: what --keep has left on the ranks would be lost. Bring it home with a cell that reads "
+                f"{names}, or let it go with %distributed stop"
+            )
+        for line in self.aging.lines(forks=False):
+            print(line)
         self.outside.open()
         try:
             return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()

@@ -19,7 +19,7 @@ LESS = (
 def ran_out(failed: Failed) -> bool:
     if failed.name in ("MemoryError", "OutOfMemoryError"):
         return True
-    return failed.name in ("RuntimeError", "OSError") and _ALLOCATOR.search(failed.text) is not None
+    return _ALLOCATOR.search(failed.text) is not None  # libraries put it into errors of their own
 
 
 def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LESS) -> str:

@@ -191,6 +191,11 @@ class Ranks:
         return tuple(self.pool.pids().values()) if self.pool is not None else ()
 
     @property
+    def out_of_memory_kills(self) -> bool:
+        """The system has ended something for want of memory since the ranks were started."""
+        return (probes.out_of_memory_kills() or 0) > self._killed
+
+    @property
     def everybody_ready(self) -> bool:
         return self.pool is None or len(self._ready) == len(self.pool.ranks)
 
@@ -226,7 +231,7 @@ class Ranks:
         less: Callable[[], str] = lambda: LESS,
     ) -> Exception:
         """What to raise for them. `less`: says what needs less memory."""
-        killed = (probes.out_of_memory_kills() or 0) > self._killed
+        killed = self.out_of_memory_kills
         return failure.died(deaths, tails or {}, self.numbers(), killed, held, less)
 
     def _new_traffic(self, spared: bool = False) -> None:
@@ -298,6 +303,8 @@ class Ranks:
             self._ready.clear()
         self._adopting -= anew
         self._replaced |= bool(anew)
+        if anew:
+            self.mirror = Mirror(self.shell)  # the new ones have been told nothing of the kernel's surroundings
         if anew == {info.rank for info in self.pool.ranks}:
             mourn(self.traffic, self.shell.user_ns)
         elif anew:

@@ -16,7 +16,6 @@ from nbtrain.session.advice import advise
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured
 from nbtrain.session.ranks import Ranks
-from nbtrain.session.report import listed
 from nbtrain.session.run import CellRun
 from nbtrain.session.unkept import Unkept
 from nbtrain.specs import RunSpec, Trial
@@ -67,9 +66,10 @@ class Tries:
             self._fresh = self._ranks.pool is None
             return {"state": "failed", "why": str(error).split("\n")[0]}
 
-    def check_reads(self, name: str) -> None:
+    def check(self, name: str) -> None:
+        """Raises what every way would raise. `name`: what the cell has to read; empty: nothing in particular."""
         names = self._reads()
-        if name not in (*names.hard, *names.soft):
+        if name and name not in (*names.hard, *names.soft):
             raise UsageError(
                 f"the cell does not read {name}, so it is the same with every value of it: let the cell make its "
                 f"model with {name}"
@@ -99,12 +99,6 @@ class Tries:
     def _have(self, spec: RunSpec) -> None:
         """The right ranks, with nothing on them."""
         ranks = self._ranks
-        if ranks.traffic is not None and ranks.traffic.ahead:
-            names = listed(sorted(ranks.traffic.ahead))
-            raise UsageError(
-                f"{names}: what --keep has left on the ranks would be lost. Bring it home with a cell that reads "
-                f"{names}, or let it go with %distributed stop"
-            )
         before = ranks.pool
         ranks.have(spec.pool)
         if ranks.pool is not before:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import signal
 
+from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.events import Failed, Tried
 from nbtrain.session.homecoming import Homecoming
 from nbtrain.session.memory import ran_out
+
+EXITS = (1, 127)
+"""of a process that could not start a thread, or load a library"""
+LINE = 200
+"""characters of an error's text in a table"""
 
 
 class Unkept(Homecoming):
@@ -46,10 +52,16 @@ class Unkept(Homecoming):
         if run.stopped:
             raise KeyboardInterrupt("stopped; the notebook is as it was before this cell")
 
+    def _wanted_memory(self, death: Death) -> bool:
+        """Code that is not told by an exception that there is no more ends its process, by a signal or an exit code."""
+        if death.signal == signal.SIGKILL:
+            return self.held.out_of_memory_kills
+        return death.signal in (signal.SIGABRT, signal.SIGSEGV) or death.code in EXITS
+
     def _read_failure(self) -> None:
         deaths = self.held.deaths
         if deaths:
-            self.no_memory = any(death.signal in (signal.SIGKILL, signal.SIGABRT) for death in deaths)
+            self.no_memory = any(map(self._wanted_memory, deaths))
             self.why = str(deaths[0])
             return
         first = min(self.outcome.failed.values(), key=lambda one: (one.interrupted, one.time), default=None)
@@ -59,5 +71,6 @@ class Unkept(Homecoming):
 
 
 def _short(failed: Failed) -> str:
-    line = failed.text.strip().split("\n")[0]
-    return f"{failed.name}: {line}"[:200] if line else failed.name
+    line = " ".join(failed.text.split())
+    line = line if len(line) < LINE else f"{line[:LINE]} …"
+    return f"{failed.name}: {line}" if line else failed.name

@@ -15,6 +15,8 @@ M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 at the heap's end is."""
 EXACT = 1 << 16
 """What the C library keeps for later would be counted as if it were held."""
+STACKS = 1 << 26
+"""Room for what threads that are started meanwhile may come to have, and do not."""
 QUICK = 1 << 25
 """What the C library comes to by itself where large blocks come and go; it cannot be told to find that out again."""
 
@@ -62,7 +64,7 @@ class Peak:
             return max(torch.cuda.max_memory_allocated(card) for card in cards) - self._before
         now = _pages()
         counted = now.get("VmHWM", 0) - now.get("RssFile", 0) - now.get("RssShmem", 0)
-        return max(self._most, counted, now["RssAnon"]) - self._before
+        return max(0, max(self._most, counted, now["RssAnon"]) - self._before)
 
     @contextmanager
     def limited(self, more: int) -> Iterator[None]:
@@ -81,7 +83,7 @@ class Peak:
             yield
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = _pages().get("VmData", 0) + more
+        wanted = _pages().get("VmData", 0) + more + STACKS
         if hard != resource.RLIM_INFINITY:
             wanted = min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))

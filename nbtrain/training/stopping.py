@@ -47,8 +47,9 @@ class Stopped(KeyboardInterrupt):
     """Raised where nothing is under way."""
 
 
-class Enough(Stopped):
-    """Raised where the last step of a trial has ended: on every rank after the same one, for all count alike."""
+class Enough(BaseException):
+    """Raised where the last step of a trial has ended: on every rank after the same one, for all count alike. It is no
+    Stop, for which the loop may have something to do."""
 
 
 class Stopping:
@@ -104,7 +105,7 @@ class Stopping:
         if self._board is not None and self._board.head[STOP] == self._run:
             self._raise(self._board)
 
-    def _raise(self, board: Board, how: type[Stopped] = Stopped) -> None:
+    def _raise(self, board: Board, how: type[BaseException] = Stopped) -> None:
         part = board.parts[self.rank]
         if part[RAISED] != self._run:
             part[RAISED] = self._run

@@ -83,6 +83,14 @@ class Trying:
         """The cell has ended by itself, or because it was enough."""
         return failure is None or isinstance(failure, Enough)
 
+    def let_go(self) -> None:
+        """Of loaders that were cut short: their workers end now, and not while somebody waits for it."""
+        assert self._steps is not None
+        for iterator, _, _ in self._steps.iterators:
+            shut = getattr(iterator(), "_shutdown_workers", None)
+            if shut is not None:
+                shut()
+
     def told(self, rank: int) -> Tried:
         """When the cell is over, however it ended."""
         marks = self._marks

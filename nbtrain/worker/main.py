@@ -147,6 +147,7 @@ class Rank:
                 self._run_cell(run)
         finally:
             self._trying = None
+            self.shell.let_go_of_errors()
 
     def _run_cell(self, run: Run) -> None:
         self._last = None
@@ -170,6 +171,7 @@ class Rank:
         self.meters.end()
         if self._trying is not None and self._trying.well(failure):
             told = self._trying.told(self.info.rank)
+            self._trying.let_go()
             self._finish(
                 Finished(rank=told.rank, time=told.time, steps=steps.count, tried=told, grouped=self.group.intact)
             )
@@ -369,6 +371,8 @@ class Rank:
         from nbtrain.strategies.mixed import explain
 
         self._is_over()
+        if self._trying is not None and self._trying.well(error):
+            return False
         explain(error)
         return not self._is_interruption(error)
 
