@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch.optim import Optimizer
 
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile_call import Call, find_call
+from nbtrain.planning.profile_left import Left
 from nbtrain.planning.profile_model import bare, check, lent
 from nbtrain.planning.profile_real import for_real
 from nbtrain.planning.profile_run import Traced, trace
-from nbtrain.planning.profile_state import step
+from nbtrain.planning.profile_state import Stepped, step
 from nbtrain.planning.profile_units import places_of
 from nbtrain.planning.tracing import CannotProfile, size
 from nbtrain.specs import PRECISIONS
@@ -52,18 +54,16 @@ def profile(
     call = find_call(model, batch, keyword)
     form = FORMATS.get(precision)
     shapes = Shapes(form)
-    weights = {id(p): shapes.lowered(p) for p in model.parameters()}
+    left = Left(shapes.mode)
     try:
-        traced = _on_shapes(model, call, shapes, weights, recompute)
+        with left:
+            looked = _on_shapes(model, call, shapes, recompute, optimizer, left)
     except UsageError:
         raise
     except Exception as error:
         traced = for_real(model, call, form, recompute, error)
-        with shapes.mode:
-            for fake in weights.values():
-                fake.grad = torch.empty_like(fake) if fake.requires_grad else None
-    with torch.inference_mode(False), torch.enable_grad():
-        stepped = step(optimizer, weights)
+        looked = _without_trace(model, shapes, optimizer, traced)
+    traced, stepped = looked.traced, looked.stepped
     places = places_of(model, traced.units)
     return Profile(
         model=type(model).__name__,
@@ -71,7 +71,7 @@ def profile(
             Weight(
                 name=name,
                 numel=p.numel(),
-                bytes=size(weights[id(p)]),
+                bytes=looked.sizes[id(p)],
                 trains=p.requires_grad,
                 state=stepped.state.get(id(p), 0),
                 unit=places.get(id(p), -1),
@@ -88,7 +88,7 @@ def profile(
         precision=precision,
         operations=traced.operations,
         recomputed=recompute,
-        notes=(*call.notes, *traced.notes, *stepped.notes),
+        notes=(*call.notes, *traced.notes, *stepped.notes, *left.notes()),
     )
 
 
@@ -112,9 +112,19 @@ class Shapes:
         return self.like(real, self.form.dtype if lowers and self.form else None)
 
 
+@dataclass(slots=True)
+class _Looked:
+    traced: Traced
+    stepped: Stepped
+    sizes: dict[int, int]
+    """bytes, by the weight's id"""
+
+
 def _on_shapes(
-    model: nn.Module, call: Call, shapes: Shapes, weights: dict[int, torch.Tensor], recompute: tuple[str, ...]
-) -> Traced:
+    model: nn.Module, call: Call, shapes: Shapes, recompute: tuple[str, ...], optimizer: Optimizer | None, left: Left
+) -> _Looked:
+    """Whatever stands for something real here is gone when this is over."""
+    weights = {id(p): shapes.lowered(p) for p in model.parameters()}
     others = weights | {id(b): shapes.lowered(b) for b in model.buffers()}
     given = call.changed(shapes.like)
 
@@ -124,7 +134,24 @@ def _on_shapes(
     # What the forward makes itself lies where torch is told to make it, but everything is on the CPU here.
     elsewhere = torch.get_default_device().type != "cpu"
     with _quiet(), lent(model, others, attribute), torch.device("cpu") if elsewhere else nullcontext(), shapes.mode:
-        return trace(model, given, shapes.form, recompute)
+        traced = trace(model, given, shapes.form, recompute)
+    left.watch(traced.watched)
+    return _stepped(traced, weights, optimizer)
+
+
+def _without_trace(model: nn.Module, shapes: Shapes, optimizer: Optimizer | None, traced: Traced) -> _Looked:
+    """Where it was run for real, and has gradients of which nothing is left."""
+    weights = {id(p): shapes.lowered(p) for p in model.parameters()}
+    with shapes.mode:
+        for fake in weights.values():
+            fake.grad = torch.empty_like(fake) if fake.requires_grad else None
+    return _stepped(traced, weights, optimizer)
+
+
+def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimizer | None) -> _Looked:
+    with torch.inference_mode(False), torch.enable_grad():
+        stepped = step(optimizer, weights)
+    return _Looked(traced, stepped, {key: size(fake) for key, fake in weights.items()})
 
 
 @contextmanager

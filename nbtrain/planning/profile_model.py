@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from nbtrain.training.streams import capture, restore
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 BOXES = (dict, OrderedDict, list, set, deque)
+APART = (nn.Module, torch.Tensor, type, ModuleType, FunctionType)
+HELPERS = 10_000
+"""Objects of a model that are looked at, at most."""
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -51,7 +55,7 @@ def lent(
 
     (`torch.func.functional_call` ends with the forward, but layers that are computed again need it in the backward.)
     """
-    notebooks = [_Attributes(module) for module in model.modules()]
+    notebooks = [*(_Attributes(vars(module)) for module in model.modules()), *map(_Attributes, _helpers(model))]
     streams = capture()
     try:
         for module in model.modules():
@@ -89,11 +93,38 @@ def _uncompiled() -> Iterator[None]:
         yield
 
 
-class _Attributes:
-    """Of one module: what there is, and what is in its lists and dicts."""
+def _helpers(model: nn.Module) -> list[dict[str, Any]]:
+    """Attributes of objects that modules hold and that are no modules: tables that are filled when they are needed."""
+    waiting: list[Any] = [value for module in model.modules() for value in vars(module).values()]
+    found: dict[int, dict[str, Any]] = {}
+    seen: set[int] = set()
+    while waiting and len(seen) < HELPERS:
+        one = waiting.pop()
+        if id(one) in seen or issubclass(type(one), APART):
+            continue
+        seen.add(id(one))
+        if type(one) in BOXES or type(one) is tuple:
+            if len(one) <= HELPERS:
+                waiting += one.values() if isinstance(one, dict) else one
+        elif type(held := _space(one)) is dict:
+            found[id(held)] = held
+            waiting += held.values()
+    return list(found.values())
 
-    def __init__(self, module: nn.Module) -> None:
-        self._held = vars(module)
+
+def _space(one: Any) -> Any:
+    """Without asking the object itself."""
+    try:
+        return object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return None
+
+
+class _Attributes:
+    """Of one module, or of what helps it: what there is, and what is in its lists and dicts."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._held = held
         self._before = dict(self._held)
         self._contents = [(box, _listed(box)) for box in self._held.values() if type(box) in BOXES]
 

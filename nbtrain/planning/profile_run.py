@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ class Traced:
     units: tuple[Unit, ...]
     operations: float
     notes: tuple[str, ...]
+    watched: Sequence[Callable[[], Any]] = ()
+    """weak references to what there was at the end; nothing of it is to stay"""
 
 
 def trace(model: nn.Module, call: Call, form: Format | None, recompute: tuple[str, ...], real: bool = False) -> Traced:
@@ -54,7 +56,7 @@ def trace(model: nn.Module, call: Call, form: Format | None, recompute: tuple[st
         memory.undo()
     del output, loss  # until here, as in a loop that prints them
     operations = memory.operations if memory.counted else 0.0
-    return Traced(timeline.moments(), units.described(), operations, (note,))
+    return Traced(timeline.moments(), units.described(), operations, (note,), memory.watched())
 
 
 def _forward(model: nn.Module, call: Call, form: Format | None) -> Any:

@@ -93,6 +93,10 @@ class Memory(TorchDispatchMode):
         self._watched.pop(address, None)
         return High(self._sizes.pop(address, 0) or size(tensor), self._born.pop(address, self._ticks))
 
+    def watched(self) -> list[Any]:
+        """Weak references to whatever has memory now, what was there before included."""
+        return list(self._watched.values())
+
     def undo(self) -> None:
         """What was written to has the content that it had."""
         while self._before:

@@ -1,0 +1,241 @@
+"""What a forward has kept for its next call, outside of the model, is taken out again where it has no content.
+
+A mask in a module's dict, or behind `lru_cache`, would else be found by the next real forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import CellType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+ROUNDS = 5
+DEEP = 6
+"""tuples in tuples"""
+REMAINS = (
+    "the forward keeps what it has computed somewhere where it could not be taken out again after it was looked at: "
+    "make the model anew if its next call fails"
+)
+
+
+class Left:
+    """Of one trace, which runs inside of it: what is made there is known to be new."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._frozen = False
+        self._new: set[int] = set()
+        self._watched: Sequence[Callable[[], Any]] = ()
+        self._kept: dict[str, None] = {}
+        self._remains = False
+
+    def watch(self, made: Sequence[Callable[[], Any]]) -> None:
+        """Weak references to what has to be gone at the end; nothing is searched as long as it is."""
+        self._watched = made
+
+    def notes(self) -> tuple[str, ...]:
+        taken = f"what the forward has kept in {', '.join(self._kept)} while it was looked at was taken out again"
+        return (*([taken] if self._kept else []), *([REMAINS] if self._remains else []))
+
+    def __enter__(self) -> None:
+        if not gc.get_freeze_count():  # by somebody else, who wants it to stay
+            gc.freeze()  # the collector lists only what is made from here on
+            self._frozen = True
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        try:
+            if error is not None:
+                _let_go_of_frames(error)
+            search = error is not None or any(one() is not None for one in self._watched)
+            if search and self._frozen:
+                self._new = {id(one) for one in gc.get_objects()}
+        finally:
+            if self._frozen:
+                gc.unfreeze()
+        if search:
+            self._take_out()
+
+    def _take_out(self) -> None:
+        for _ in range(ROUNDS):
+            gc.collect()
+            found = self._alive()
+            if not found:
+                return
+            if not self._taken(found):
+                break
+            del found
+        self._remains = True
+
+    def _alive(self) -> list[Any]:
+        fakes = (one for one in gc.get_objects() if issubclass(type(one), FakeTensor))
+        return [one for one in fakes if one.fake_mode is self._mode]
+
+    def _taken(self, targets: list[Any]) -> bool:
+        """Of all that holds them. What cannot be changed, or was made only now, goes as a whole."""
+        taken = False
+        seen = {id(one) for one in targets}
+        for _ in range(DEEP):
+            above: list[Any] = []
+            ids = {id(one) for one in targets}
+            for holder in gc.get_referrers(*targets):
+                if holder is targets or id(holder) in seen or isinstance(holder, FrameType):
+                    continue
+                owner = _owner(holder) if type(holder) is dict else holder
+                if issubclass(type(owner), FakeTensor):
+                    continue
+                if self._whole(owner):
+                    seen.add(id(owner))
+                    above.append(owner)
+                elif (name := _out_of(holder, owner, ids)) is not None:
+                    self._kept.update({name: None} if name else {})
+                    taken = True
+            if not above:
+                break
+            targets = above
+        return taken
+
+    def _whole(self, owner: Any) -> bool:
+        if issubclass(type(owner), tuple | frozenset):
+            return True
+        # (An empty dict is unknown to the collector: one that it comes to know may be older.)
+        apart = (dict, CellType, FunctionType, ModuleType, type)
+        return id(owner) in self._new and not issubclass(type(owner), apart)
+
+
+def _let_go_of_frames(error: BaseException) -> None:
+    """What went wrong is told; what it went wrong with is let go of."""
+    told: BaseException | None = error
+    seen: set[int] = set()
+    while told is not None and id(told) not in seen:
+        seen.add(id(told))
+        traceback.clear_frames(told.__traceback__)
+        told = told.__cause__ or told.__context__
+
+
+def _owner(space: dict[Any, Any]) -> Any:
+    """Whose attributes these are; the dict itself if it is nobody's."""
+    for one in gc.get_referrers(space):
+        if _attributes(one) is space:
+            return one
+        if isinstance(one, type) and all(vars(one).get(name) is value for name, value in space.items()):
+            return one
+    return space
+
+
+def _attributes(one: Any) -> Any:
+    """Asks the object itself nothing."""
+    with suppress(AttributeError):
+        return object.__getattribute__(one, "__dict__")
+    return None
+
+
+def _out_of(holder: Any, owner: Any, ids: set[int]) -> str | None:
+    """The name of what it was taken out of, empty if nobody uses that any more; None: it could not be."""
+    if isinstance(holder, functools._lru_cache_wrapper):
+        holder.cache_clear()
+        return str(getattr(holder, "__name__", "a cache"))
+    if isinstance(holder, CellType):
+        holder.cell_contents = None
+        return _closure(holder)
+    if owner is holder and issubclass(type(holder), dict):
+        name = _named(holder)
+        for key in [key for key, value in holder.items() if id(value) in ids or id(key) in ids]:
+            dict.pop(holder, key)
+        return name
+    if issubclass(type(holder), list | deque):
+        name = _named(holder)
+        held = [one for one in holder if id(one) not in ids]
+        holder.clear()
+        holder.extend(held)
+        return name
+    if issubclass(type(holder), set):
+        name = _named(holder)
+        for one in [one for one in holder if id(one) in ids]:
+            holder.discard(one)
+        return name
+    return _off(owner, ids)
+
+
+def _closure(cell: CellType) -> str:
+    """Empty: only the frames of an error still know the function."""
+    for cells in gc.get_referrers(cell):
+        for function in gc.get_referrers(cells) if isinstance(cells, tuple) else ():
+            if isinstance(function, FunctionType) and function.__closure__ is cells and _is_used(function):
+                return function.__qualname__.replace("<locals>.", "")
+    return ""
+
+
+def _is_used(function: FunctionType) -> bool:
+    return any(not isinstance(one, FrameType | list) for one in gc.get_referrers(function))
+
+
+def _off(owner: Any, ids: set[int]) -> str | None:
+    """An attribute becomes what it is before a forward, as far as its class says so."""
+    names = [name for name, value in _all_attributes(owner) if id(value) in ids]
+    for name in names:
+        if isinstance(owner, ModuleType):
+            vars(owner)[name] = None
+        elif isinstance(owner, type):
+            type.__setattr__(owner, name, None)
+        elif isinstance(owner, FunctionType):
+            vars(owner)[name] = None
+        elif _begins_with(type(owner), name):
+            object.__setattr__(owner, name, None)
+        else:
+            object.__delattr__(owner, name)
+    if not names:
+        return None
+    if isinstance(owner, ModuleType):
+        return names[0]
+    of = owner.__name__ if isinstance(owner, type | FunctionType) else type(owner).__name__
+    return f"{of}.{names[0]}"
+
+
+def _all_attributes(owner: Any) -> list[tuple[str, Any]]:
+    found = list((_attributes(owner) or {}).items()) if not isinstance(owner, type) else list(vars(owner).items())
+    for cls in () if isinstance(owner, type) else type(owner).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                found.append((name, object.__getattribute__(owner, name)))
+    return found
+
+
+def _begins_with(cls: type, name: str) -> bool:
+    """Whether an `__init__` makes this attribute, and no class has it for those that lack it."""
+    if any(name in vars(one) and name not in vars(one).get("__slots__", ()) for one in cls.__mro__):
+        return False
+    codes = (getattr(vars(one).get("__init__"), "__code__", None) for one in cls.__mro__)
+    return any(name in code.co_names for code in codes if code is not None)
+
+
+def _named(holder: Any) -> str:
+    """As the user knows it."""
+    for space in gc.get_referrers(holder):
+        if type(space) is dict:
+            owner = _owner(space)
+            key = next((key for key, value in space.items() if value is holder), None)
+            if owner is not space and isinstance(key, str):
+                return key if isinstance(owner, ModuleType) else f"{_class(owner)}.{key}"
+        elif any(value is holder for _, value in _some(space)):
+            name = next(name for name, value in _some(space) if value is holder)
+            return f"{_class(space)}.{name}"
+    kind = type(holder).__name__
+    return f"a {kind}"
+
+
+def _some(space: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(space, FrameType | CellType | ModuleType | list | tuple):
+        return ()
+    return _all_attributes(space)
+
+
+def _class(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, type | FunctionType) else type(owner).__name__
