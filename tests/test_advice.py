@@ -64,6 +64,41 @@ def test_one_that_does_not_fit_gets_what_the_guide_names_and_keeps_it() -> None:
     assert advise(reads("net"), notebook, FOUR) == (run, "")
 
 
+def test_where_a_cell_is_only_tried_nothing_is_remembered() -> None:
+    notebook = of_size(0.1)
+    names = reads(*notebook)
+    tried, said = advise(names, notebook, FOUR, keep=False)
+    assert tried.strategy != "ddp"
+    assert said
+    assert advise(reads("net"), notebook, FOUR) == (FOUR, ""), "nothing was chosen for it"
+    run, again = advise(names, notebook, FOUR)
+    assert (run, again) == (tried, said)
+    assert advise(names, notebook, FOUR, keep=False) == (run, ""), "what was chosen counts for trials"
+
+
+class Wraps(torch.optim.Optimizer):
+    """Not as torch wants them to be."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+def test_what_cannot_be_looked_at_is_run_without_advice() -> None:
+    notebook = of_size(0.1)
+    notebook["optimizer"] = Wraps(notebook["optimizer"])
+    assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
+
+
+def test_of_layers_without_a_size_the_others_count() -> None:
+    notebook = of_size(0.1)
+    notebook["net"].append(nn.LazyLinear(4))
+    notebook["optimizer"] = torch.optim.Adam(notebook["net"].parameters())
+    assert advise(reads(*notebook), notebook, FOUR)[0].strategy != "ddp"
+    small = nn.Sequential(nn.LazyLinear(4))
+    notebook = {"net": small, "optimizer": torch.optim.SGD(small.parameters(), 0.1)}
+    assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
+
+
 def test_what_was_chosen_for_a_model_does_not_keep_it_alive() -> None:
     notebook = of_size(0.1)
     assert advise(reads(*notebook), notebook, FOUR)[1]

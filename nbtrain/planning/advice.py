@@ -14,6 +14,7 @@ from nbtrain.planning.making import candidates, planned
 from nbtrain.planning.plan import Plan, Planned
 from nbtrain.planning.profile_state import step
 from nbtrain.planning.profile_units import places_of
+from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.estimates import Profile, Unit, Weight
 from nbtrain.strategies.units import find_units
 
@@ -22,8 +23,9 @@ def weighed(
     name: str, models: Sequence[nn.Module], parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer],
     precision: str,
 ) -> Profile:  # fmt: skip
-    """A profile without activations. `parameters`: all of them, each once; some may belong to none of the models."""
-    held = list(parameters)
+    """A profile without activations. `parameters`: all of them, each once; some may belong to none of the models, and
+    of some only the first batch will say how large they are: they are left out."""
+    held = [p for p in parameters if not is_lazy(p)]
     state: dict[int, int] = {}
     names: list[str] = []
     for optimizer in optimizers:

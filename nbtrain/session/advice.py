@@ -32,11 +32,23 @@ _fitted: MutableMapping[nn.Module, tuple[PoolSpec, str, int]] = weakref.WeakKeyD
 """Where a model was found to fit: it is not looked at again for each cell."""
 
 
-def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = ()) -> tuple[RunSpec, str]:
+def advise(
+    names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), keep: bool = True
+) -> tuple[RunSpec, str]:
     """How a cell is run, where `auto` has chosen the strategy, and what is said of it. `pids`: the ranks that are
-    there. A model for which something else was chosen once stays with it, whatever else becomes free."""
+    there. A model for which something else was chosen once stays with it, whatever else becomes free. `keep`: it is
+    this cell that chooses; where it is only tried, nothing is remembered."""
     if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
         return run, ""
+    try:
+        return _advised(names, notebook, run, pids, keep)
+    except Exception:  # an optimizer of somebody's own, a driver that has gone …: the cell runs as without advice
+        return run, ""
+
+
+def _advised(
+    names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int], keep: bool
+) -> tuple[RunSpec, str]:
     models, optimizers = _found(names, notebook)
     where = run.pool, run.precision, run.accumulate
     for model in models.values():
@@ -51,11 +63,12 @@ def advise(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Ite
     name = " and ".join(models) or "the model"
     found = _instead(name, list(models.values()), weights, optimizers, run, pids)
     if found is None:
-        _fitted.update(dict.fromkeys(models.values(), where))
+        if keep:
+            _fitted.update(dict.fromkeys(models.values(), where))
         return run, ""
     ddp, best = found
-    for model in models.values():
-        _kept[model] = best.base, best.options
+    if keep:
+        _kept.update(dict.fromkeys(models.values(), (best.base, best.options)))
     return replace(run, strategy=best.base, options=best.options), _said(name, ddp, best)
 
 
@@ -105,6 +118,9 @@ def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.M
 
 
 def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Those whose sizes are known."""
+    from nbtrain.strategies.base import is_lazy
+
     found = [p for model in models for p in model.parameters()]
     found += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return list({id(p): p for p in found}.values())
+    return list({id(p): p for p in found if not is_lazy(p)}.values())
