@@ -21,7 +21,7 @@ help:
 	@echo 'make tables memory and pace of every strategy, the largest that fits; SIZE=10 RANKS="2 4" MEMORY= COPY=FILE'
 	@echo 'make fuzz   random notebooks against one process; EXAMPLES=2000 SEED=0'
 	@echo 'make parity every line that people write under every strategy and option, against one process; all pairs'
-	@echo '            of checkpoints; what a rank holds; SEED=0'
+	@echo '            of checkpoints; what a rank holds, and what the plan says; SEED=0'
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
 	@echo 'make soak   hours of a notebook: does anything grow or slow down; MINUTES=60 SEED=0'
 
@@ -64,7 +64,7 @@ fuzz: $(INSTALLED)
 
 parity: $(INSTALLED)
 	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_parity.py tests/test_sharded_memory.py \
-	    tests/test_checkpoints.py tests/test_empty.py
+	    tests/test_checkpoints.py tests/test_empty.py tests/test_estimates.py
 
 faults: $(INSTALLED)
 	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults
