@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -442,6 +443,33 @@ def test_programs_get_the_same(nb: Notebook) -> None:
     assert named.strategy in guide.GUIDE["model", "small"].ways
     with pytest.raises(UsageError, match="loss='none': there are no, small, any"):
         nbtrain.plan("net", "batch", loss="none")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer": "optimiser"}, "the notebook has no 'optimiser'; did you mean optimizer?"),
+        ({"optimizer": "nosuch"}, "the notebook has no 'nosuch'; an optimizer could be optimizer"),
+        ({"optimizer": "batch"}, "batch is a tuple, not an optimizer of torch.optim"),
+        ({"optimizer": 5}, "optimizer is an int, not an optimizer of torch.optim"),
+        ({"model": "nett"}, "the notebook has no 'nett'; did you mean net?"),
+        ({"batch": "bach"}, "the notebook has no 'bach'; did you mean batch?"),
+        ({"model": 5}, "is an int, not a model"),
+        ({"batch": 5}, "is an int, not a batch"),
+    ],
+)
+def test_names_that_a_program_gets_wrong_are_told_with_what_is_like_them(
+    nb: Notebook, given: dict[str, Any], says: str
+) -> None:
+    nb.run("%distributed --devices 2")
+    with pytest.raises(UsageError, match=re.escape(says)):
+        nbtrain.plan(**{"model": "net", "batch": "batch", **given})
+
+
+def test_layers_without_a_size_are_told_what_to_do(nb: Notebook) -> None:
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(4))
+    nb.shell.user_ns.update(lazy=lazy, x=torch.randn(4, 8))
+    assert "call it with one batch before, as in model(x)" in nb.complaint("%distributed plan lazy --batch x")
 
 
 def test_a_script_without_a_notebook_can_ask() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.planning.subject import subject
+from nbtrain.planning.subject import optimizer, subject
 from tests.planned import mlp, mlp_batch
 
 X, Y = mlp_batch(20)
@@ -174,3 +174,15 @@ def test_batches_by_name() -> None:
     assert subject(mine, batch="x,y").batch == (X, Y)
     assert subject(mine, batch="x").batch is X
     assert subject(mine, "holder.net").model is mine["holder"].net
+
+
+def test_an_optimizer_that_does_not_say_what_it_steps_is_not_taken() -> None:
+    class Wraps(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+    mine = notebook()
+    mine["opt"] = Wraps(torch.optim.SGD(mine["model"].parameters()))
+    assert subject(mine).optimizer is None
+    with pytest.raises(UsageError, match="opt, a Wraps, has no param_groups"):
+        optimizer(mine, "opt")

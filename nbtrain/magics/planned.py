@@ -32,10 +32,17 @@ def show(state: State, request: Request) -> None:
         raise UsageError(f"plan takes the name of one model: what is {' '.join(names[1:])!r}?")
     wanted = request.over(state.defaults)
     found = subject_of(state.notebook, names[0] if names else "", wanted.value("batch"))
-    if (count := sum(p.numel() for p in found.model.parameters())) > LARGE:
+    if (count := _weights(found.model)) > LARGE:
         print(f"looking at what {found.name}, {count / 1e9:.2g} billion parameters, does in a step …", flush=True)
     plan = plan_of(found, state.notebook, wanted, ranks_of(state))
     state.shell.display_pub.publish({"text/plain": repr(plan), "text/html": plan._repr_html_()})
+
+
+def _weights(model: Any) -> int:
+    """Of layers whose sizes their first batch decides there is nothing to count yet."""
+    from nbtrain.strategies.base import is_lazy
+
+    return sum(p.numel() for p in model.parameters() if not is_lazy(p))
 
 
 def subject_of(notebook: Namespace, model: str, batch: str) -> Subject:
@@ -121,8 +128,15 @@ def for_programs(
     wanted = parse(line, notebook).over(state.defaults if state is not None else Request())
     found = subject_of(notebook, named(model, "model", notebook), named(batch, "batch", notebook))
     if optimizer is not None:
-        found = replace(found, optimizer=notebook[optimizer] if isinstance(optimizer, str) else optimizer)
+        found = replace(found, optimizer=optimizer_of(optimizer, notebook))
     return plan_of(found, notebook, wanted, ranks_of(state), goal, loss)
+
+
+def optimizer_of(value: Any, notebook: Mapping[str, Any]) -> Any:
+    """Itself, or the one of this name."""
+    from nbtrain.planning.subject import optimizer
+
+    return optimizer(notebook, value)
 
 
 def typed(value: Any) -> str:

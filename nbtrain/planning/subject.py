@@ -75,6 +75,20 @@ def subject(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> Su
     )
 
 
+def optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
+    """The one that is meant: itself, or by its name."""
+    name = value if isinstance(value, str) else "optimizer"
+    found = _value(notebook, name, lambda one: _is(one, Optimizer), "an optimizer") if name is value else value
+    if not _is(found, Optimizer):
+        raise UsageError(f"{name} is {_kind(found)}, not an optimizer of torch.optim; leave it out to have it found")
+    if not hasattr(found, "param_groups"):
+        raise UsageError(
+            f"{name}, {_kind(found)}, has no param_groups, so nobody knows what it steps; name what it wraps"
+        )
+    chosen: Optimizer = found
+    return chosen
+
+
 def _is(value: Any, kind: type) -> bool:
     """Asks the object itself nothing: it may be anything."""
     return issubclass(type(value), kind)
@@ -121,8 +135,8 @@ def _optimizer(theirs: Mapping[str, Any], name: str, model: nn.Module, notes: li
     """The name of the one that trains most of it."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     counts = {
-        other: sum(id(p) in trained for group in optimizer.param_groups for p in group["params"])
-        for other, optimizer in _unique(theirs, Optimizer).items()
+        other: sum(id(p) in trained for group in getattr(one, "param_groups", ()) for p in group["params"])
+        for other, one in _unique(theirs, Optimizer).items()
     }
     counts = {other: count for other, count in counts.items() if count}
     if not counts:
