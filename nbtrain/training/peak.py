@@ -30,14 +30,22 @@ class Peak:
         self._known: int | None = None
         if self._card is not None:
             torch.cuda.empty_cache()
+            self._before = torch.cuda.memory_allocated(self._card)
+        else:
+            _tell_allocator(("malloc_trim", 0), ("mallopt", M_MMAP_THRESHOLD, EXACT))
+            self._before = _pages()["RssAnon"]
+        self.begin()
+
+    def begin(self) -> None:
+        """The most is counted from here on, besides what there was at first: what comes before the first step is made
+        once, and most of it let go of."""
+        if self._card is not None:
             for card in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(card)
-            self._before = torch.cuda.memory_allocated(self._card)
             return
-        _tell_allocator(("malloc_trim", 0), ("mallopt", M_MMAP_THRESHOLD, EXACT))
+        self._most = 0
         with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:  # the system counts its peak anew
             refs.write("5")
-        self._before = _pages()["RssAnon"]
 
     def look(self) -> None:
         """Now and then, where the system does not say by itself what was the most."""

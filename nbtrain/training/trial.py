@@ -67,6 +67,7 @@ class Trying:
     def begin(self, steps: Steps) -> None:
         """The cell begins."""
         self._steps = steps
+        self._peak.begin()
         self._mark()
 
     def regrouped(self, batches: Any) -> Any:
