@@ -3,6 +3,7 @@ of a cell that ran out of memory names what needs less."""
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
 from dataclasses import replace
@@ -104,6 +105,7 @@ def test_what_was_chosen_for_a_model_does_not_keep_it_alive() -> None:
     assert advise(reads(*notebook), notebook, FOUR)[1]
     gone = weakref.ref(notebook["net"])
     notebook.clear()
+    gc.collect()
     assert gone() is None
 
 

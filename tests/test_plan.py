@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def some_profile(activations: int = 2 * GB, blocks: int = 24, numel: int = 4_000
     )
 
 
-def on(room: int, ranks: int = 4, alone: int | None = None, host: int = 0, kind: str = "cpu") -> Ground:
+def on(room: int, ranks: int = 4, alone: int | None = None, host: int | None = None, kind: str = "cpu") -> Ground:
     """Ranks that may have so much each."""
 
     def made(size: int) -> Room:
@@ -256,12 +256,46 @@ def test_the_machines_memory_counts_where_parts_are_kept_there() -> None:
                 parameters=1, gradients=0, optimizer=0, activations=0, buffers=0, kept=1, peak=1, sent=1, host=GB
             )
 
-    def fits(host: int) -> bool | None:
+    def fits(host: int | None) -> bool | None:
         row = make(some_profile(), on(GB, kind="cuda", host=host), own={"Hosted": Hosted}).row("Hosted")
         assert row is not None
         return row.fits
 
-    assert (fits(2 * GB), fits(GB // 2), fits(0)) == (True, False, True)
+    assert (fits(2 * GB), fits(GB // 2), fits(0), fits(None)) == (True, False, False, True)
+
+
+def test_where_no_room_is_left_nothing_fits_and_where_none_is_known_nobody_says() -> None:
+    made = plan(0)
+    assert {row.fits for row in made.usable} == {False}
+    assert made.recommended is None
+    assert made.why.startswith("Nothing fits: ")
+    assert "no, nothing is left" in repr(made)
+    json.dumps(made.data(), allow_nan=False)
+    at = on(GB)
+    unknown = replace(at, each=(replace(at.alone, bytes=0, known=False),) * 4, alone=replace(at.alone, known=False))
+    made = make(some_profile(), unknown)
+    assert {row.fits for row in made.usable} == {None}
+    assert made.why.startswith("What fits is not known")
+    assert "not known" in repr(made)
+    limited = make(some_profile(), unknown.at_most(GB, "--memory 1GB"))
+    assert ddp_of(limited).room == GB
+
+
+@pytest.mark.parametrize("loss", guide.LOSSES)
+@pytest.mark.parametrize("goal", guide.GOALS)
+def test_one_device_has_nobody_to_divide_with(goal: str, loss: str) -> None:
+    best = plan(64 * GB, ranks=1).best(goal, loss)
+    assert best is not None
+    assert best.strategy == "single"
+    assert best.recompute == (("Block",) if (goal, loss) in (("batch", "any"), ("model", "any")) else ())
+    assert "divides" not in best.why
+    tight = plan(2 * GB, ranks=1)
+    assert tight.recommended is not None
+    assert tight.recommended.way == ("single", True)
+    cards = make(some_profile(), on(64 * GB, ranks=1, kind="cuda", host=64 * GB)).best(goal, loss)
+    assert cards is not None
+    assert cards.strategy == "single" or (goal, loss) == ("model", "any")
+    assert cards.strategy == "single" or "offload" in cards.strategy
 
 
 @pytest.mark.parametrize("goal", ["batch", "model"])

@@ -52,7 +52,16 @@ def test_on_a_card_others_are_named_and_our_ranks_are_not_others() -> None:
 
 
 def test_a_card_whose_memory_nobody_says_has_no_room_and_says_so() -> None:
-    assert on_card("cuda:3", None, 1).why == "the driver does not say how much cuda:3 has"
+    one = on_card("cuda:3", None, 1)
+    assert (one.why, one.known) == ("the driver does not say how much cuda:3 has", False)
+    pool = PoolSpec(kind="cuda", devices=("cuda:3",))
+    at = Ground(pool=pool, precision="32", accumulate=1, alone=one, each=(one,))
+    single = at.world(STRATEGIES["single"].needs)
+    assert at.may_have(single, 0) is None
+    assert at.at_most(GB, "--memory 1GB").may_have(single, 0) == GB
+    full = Gpu(index=3, uuid="GPU-3", name="A", total=80 * GB, used=80 * GB, users=())
+    one = on_card("cuda:3", full, 1)
+    assert (one.bytes, one.known) == (0, True)
 
 
 def test_here_a_process_of_ours_makes_room_by_what_it_holds() -> None:

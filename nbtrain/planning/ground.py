@@ -22,8 +22,8 @@ class Ground:
     """of one rank that is alone on the first device"""
     each: tuple[Room, ...]
     """of a rank on each device"""
-    host: int = 0
-    """bytes of the machine's memory for each of as many ranks as there are devices, where devices are cards"""
+    host: int | None = None
+    """bytes of the machine's memory for each of as many ranks as there are devices; None: the devices are no cards"""
     limit: int = 0
     """bytes that the user lets a rank have; 0: as many as there are"""
 
@@ -50,20 +50,25 @@ class Ground:
             return self.alone
         if world.devices > 1 and world.kind == "cpu":  # one process has all of it
             return self.alone
-        return min(self.each, key=lambda one: one.bytes)
+        return min(self.each, key=lambda one: (one.bytes, not one.known))
 
     def at_most(self, limit: int, why: str) -> Ground:
         """The same where no rank may have more than so many bytes."""
 
         def less(one: Room) -> Room:
-            return replace(one, bytes=limit, why=f"{why} is what a rank may come to have") if one.bytes > limit else one
+            if one.known and one.bytes <= limit:
+                return one
+            return replace(one, bytes=limit, known=True, why=f"{why} is what a rank may come to have")
 
         return replace(self, alone=less(self.alone), each=tuple(map(less, self.each)), limit=limit)
 
-    def may_have(self, world: World, travels: int) -> int:
-        """That each rank may come to have. `travels`: what goes from the notebook to the ranks and comes home, in one
-        piece of the machine's memory that all of them see."""
-        one = self.room(world).bytes
+    def may_have(self, world: World, travels: int) -> int | None:
+        """That each rank may come to have; None: not known. `travels`: what goes from the notebook to the ranks and
+        comes home, in one piece of the machine's memory that all of them see."""
+        found = self.room(world)
+        if not found.known:
+            return None
+        one = found.bytes
         shares = self.pool.kind == "cpu" and not (self.limit and one <= self.limit)
         return max(0, one - travels // world.ranks) if shares else one
 
@@ -84,7 +89,7 @@ def ground(pool: PoolSpec, precision: str = PRECISIONS[0], accumulate: int = 1, 
     """`own`: processes that will make room, because they are the ranks."""
     kind, names = pool.kind, pool.devices
     alone, each = room(kind, names[:1], 1, own)[0], room(kind, names, len(names), own)
-    host = in_memory(probes.memory(), len(names), 0).bytes if kind == "cuda" else 0
+    host = in_memory(probes.memory(), len(names), 0).bytes if kind == "cuda" else None
     return Ground(pool=pool, precision=precision, accumulate=accumulate, alone=alone, each=each, host=host)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import nbtrain.words as words
+from nbtrain import registry
 from nbtrain.planning import guide
 from nbtrain.planning.ground import Ground
 from nbtrain.planning.guide import Way
@@ -31,10 +32,10 @@ class Planned:
     line: str
     """the options, as they are typed: `--strategy fsdp --devices 4`"""
     world: World
-    room: int
-    """bytes that each rank may come to have; 0: not known"""
-    host: int = 0
-    """bytes of the machine's memory that each rank may come to have, where devices are cards; 0: not known"""
+    room: int | None
+    """bytes that each rank may come to have, which may be none at all; None: not known"""
+    host: int | None = None
+    """bytes of the machine's memory that each rank may come to have, where devices are cards; None: they are not"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """the strategy's own"""
     recompute: tuple[str, ...] = ()
@@ -57,10 +58,10 @@ class Planned:
     @property
     def share(self) -> float | None:
         """Of the room; more than 1: it does not fit."""
-        if self.estimate is None or not self.room:
+        if self.estimate is None or self.room is None:
             return None
-        host = self.estimate.host / self.host if self.host else 0.0
-        return max(self.estimate.peak / self.room, host)
+        host = 0.0 if self.host is None else self.estimate.host / max(1, self.host)
+        return max(self.estimate.peak / max(1, self.room), host)
 
     @property
     def fits(self) -> bool | None:
@@ -73,6 +74,11 @@ class Planned:
         """It may fit or not."""
         share = self.share
         return share is not None and TIGHT < share <= 1
+
+    @property
+    def may_have(self) -> str:
+        """In words."""
+        return "nobody knows how much" if self.room is None else words.size(self.room)
 
     @property
     def needs(self) -> str:
@@ -101,6 +107,15 @@ class Plan:
         return tuple(row for row in self.rows if not row.available and row.estimate is not None and not row.asks)
 
     @property
+    def worthwhile(self) -> tuple[Planned, ...]:
+        """Of these, what saves anything here: on one device there is nobody to divide with."""
+        return tuple(row for row in self.usable if self.ground.count > 1 or self._saves_alone(row))
+
+    def _saves_alone(self, row: Planned) -> bool:
+        offloads = "offload" in row.strategy and self.ground.pool.kind != "cpu"
+        return offloads or row.strategy == "single" or registry.find_strategy(row.base) is None
+
+    @property
     def recommended(self) -> Planned | None:
         """What to take for the plan's goal. None: nothing fits, and `why` says so."""
         return self.best(self.goal, self.loss)
@@ -122,7 +137,7 @@ class Plan:
         """For a cell that ran out of memory: the fastest that fits and needs less than its way; where none fits, what
         needs the least. Where that one was thought to fit, a little less is not enough."""
         most = failed.estimate.peak * (TIGHT if failed.fits is False else CLEARLY) if failed.estimate else float("inf")
-        less = [row for row in self.usable if _peak(row) < most and row.way != failed.way]
+        less = [row for row in self.worthwhile if _peak(row) < most and row.way != failed.way]
         if self.ground.count > 1:
             less = [row for row in less if row.strategy != "single"]
         fitting = [row for row in less if row.fits and not row.tight and _at(row) is not None]
@@ -181,16 +196,18 @@ class Plan:
         return row.estimate.sent / self.bandwidth
 
     def _nothing(self) -> str:
-        usable = self.usable
+        usable = self.worthwhile
         if not usable:
             return "No strategy that can be used here says what it needs."
+        if all(row.room is None for row in usable):
+            return "What fits is not known, as nobody says how much memory these devices have: --compare measures it."
         least = min(usable, key=_peak)
         assert least.estimate is not None
         if self.goal != "speed" and self.best() is not None:
             return (
                 f"What the guide names for the largest {self.goal} at {self.loss} loss of speed is not available here."
             )
-        said = f"Nothing fits: {least.needs}, the least of all, and a rank may have {words.size(least.room)}."
+        said = f"Nothing fits: {least.needs}, the least of all, and a rank may have {least.may_have}."
         activations = least.estimate.activations
         if activations > 0.2 * least.estimate.peak:
             return f"{said} {words.size(activations)} of it are activations, which a smaller batch makes less."
@@ -211,7 +228,7 @@ def _fastest(plan: Plan) -> Planned | None:
     """The first in the guide's order that fits well, else the first that fits at all. With several devices, one alone
     is the last resort: on the CPU it has the memory of all."""
     several = plan.ground.count > 1
-    known = [row for row in plan.usable if row.fits and _at(row) is not None]
+    known = [row for row in plan.worthwhile if row.fits and _at(row) is not None]
     known.sort(key=lambda row: (row.tight, several and row.strategy == "single", _speed(row)))
     if not known:
         return None
@@ -221,31 +238,31 @@ def _fastest(plan: Plan) -> Planned | None:
     if first is None or first.estimate is None or first.way == best.way:
         why = f"{_of(best)}; {does}"
     elif several and best.strategy == "single" and not best.recompute:
-        why = (
-            f"{first.needs}, and may have {words.size(first.room)}; one rank alone has the memory of all. {_of(best)}."
-        )
+        why = f"{first.needs}, and may have {first.may_have}; one rank alone has the memory of all. {_of(best)}."
     else:
-        why = f"{first.needs}, and may have {words.size(first.room)}. "
-        why += f"{_of(best)}, and is the fastest that fits: {does}"
+        fastest = f"{_of(best)}, and is the fastest that fits: {does}"
+        why = f"{first.needs}, and may have {first.may_have}. {fastest}"
     return replace(best, why=why)
 
 
 def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
     """Of what the guide names and can be used here, what needs the least."""
     advice = guide.GUIDE[goal, loss]
-    named = [row for row in plan.usable if row.fits and row.strategy in advice.ways]
+    several = plan.ground.count > 1
+    ways = advice.ways if several else ("single", *(way for way in advice.ways if way != "single"))
+    named = [row for row in plan.worthwhile if row.fits and row.strategy in ways]
     named = [row for row in named if advice.recompute or not row.recompute]
-    if plan.ground.count > 1:
-        named = [row for row in named if row.strategy != "single"]
-    best = min(named, key=lambda row: (_peak(row), advice.ways.index(row.strategy)), default=None)
+    named = [row for row in named if not several or row.strategy != "single"]
+    best = min(named, key=lambda row: (_peak(row), ways.index(row.strategy)), default=None)
     if best is None:
         return None
-    return replace(best, why=f"For the largest {goal} at {loss} loss of speed: {_of(best)}; {advice.why}.")
+    why = advice.why if several else f"on one device there is nothing to divide, and it {_way(best).why}"
+    return replace(best, why=f"For the largest {goal} at {loss} loss of speed: {_of(best)}; {why}.")
 
 
 def _of(row: Planned) -> str:
     close = ", which is close: an estimate may be off by that much" if row.tight else ""
-    return f"{row.needs} of the {words.size(row.room)} that it may have{close}"
+    return f"{row.needs} of the {row.may_have} that it may have{close}"
 
 
 def _sends(row: Planned) -> str:

@@ -81,6 +81,8 @@ def _name(row: Planned) -> str:
 def _fits(row: Planned) -> str:
     if row.share is None:
         return "not known"
+    if not row.room:
+        return "no, nothing is left"
     said = "no" if not row.fits else "barely" if row.tight else "yes"
     return f"{said}, {math.ceil(row.share * 100)} %"
 
@@ -131,8 +133,8 @@ def _room(plan: Plan) -> str:
     each = plan.ground.each
     if not each:
         return "How much room there is on these devices is not known."
-    least = min(each, key=lambda one: one.bytes)
-    why = least.why if least.bytes else f"no room: {least.why}"
+    least = min(each, key=lambda one: (one.bytes, not one.known))
+    why = least.why if least.bytes or not least.known else f"no room: {least.why}"
     profile, travels = plan.profile, ""
     if plan.ground.pool.kind == "cpu" and not plan.ground.limit:
         size = profile.parameters + profile.buffers + profile.state

@@ -31,6 +31,8 @@ class Room:
     """that this rank may come to have"""
     why: str
     """how that came about, in a sentence"""
+    known: bool = True
+    """False: nobody says what the device has, so `bytes` means nothing"""
 
 
 def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ()) -> tuple[Room, ...]:
@@ -57,7 +59,8 @@ def in_memory(memory: probes.Memory, ranks: int, own: int = 0) -> Room:
 def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> Room:
     """Of one card. `ranks`: that share it."""
     if card is None or not card.total:
-        return Room(device=name, total=0, others=0, bytes=0, why=f"the driver does not say how much {name} has")
+        why = f"the driver does not say how much {name} has"
+        return Room(device=name, total=0, others=0, bytes=0, why=why, known=False)
     ours = sum(user.memory or 0 for user in card.users if user.pid in own)
     others = max(0, card.used - ours)
     free = card.total - others

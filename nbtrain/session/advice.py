@@ -95,7 +95,7 @@ def _said(name: str, ddp: Planned, best: Planned) -> str:
     least = words.size(best.estimate.peak)
     return (
         f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
-        f"for {words.size(ddp.room)}; so it is trained under {best.name} from now on, which takes {least} "
+        f"for {ddp.may_have}; so it is trained under {best.name} from now on, which takes {least} "
         "(--strategy ddp takes ddp all the same)"
     )
 
