@@ -166,6 +166,24 @@ def test_the_plan_names_what_needs_less_and_repeats_what_was_typed() -> None:
     assert said.endswith(LESS)
 
 
+def test_what_is_held_is_dealt_with_before_another_cell_runs(kernel: Kernel) -> None:
+    kernel.run("%load_ext nbtrain")
+    kernel.run(NET)
+    cell = """%%distributed --devices 2 --monitor off
+for step, (x, y) in enumerate(loader):
+    F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
+    optimizer.step(); optimizer.zero_grad()
+    if step: raise MemoryError("no more")
+"""
+    error = kernel.run(cell).error
+    assert error is not None
+    first, _, then = error.traceback.partition("The plan for net: ")
+    assert "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go." in first
+    assert "--find-batch" not in first
+    assert "--find-batch" in then
+    assert "until step" in kernel.run("%distributed recover").text
+
+
 def test_what_recomputes_already_is_told_something_else() -> None:
     run = RunSpec(pool=PoolSpec(devices=("cpu",) * 2), strategy="ddp", checkpoint_activations=("Block",))
     said = instead(reads("net", "optimizer", "batch"), small(), run)

@@ -54,6 +54,8 @@ class Homecoming:
         """what comes home was put together from the pieces of all ranks"""
         self.overwrites: Callable[[Home], None] = lambda home: None
         """is told what is about to come home"""
+        self._keeps = False
+        """what a failed cell has left on the ranks is held for `recover`"""
         self.came = False
         """the notebook has what the cell did"""
 
@@ -180,6 +182,7 @@ class Homecoming:
             keeps, held_back = False, ""
         elif self.outcome.in_pieces and not self.outcome.at_one_step:
             keeps, held_back = False, APART
+        self._keeps = keeps
         error = self._error(stuck, held_back)
         try:
             if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # new ones would not start
@@ -222,7 +225,7 @@ class Homecoming:
         from nbtrain.session.instead import instead  # on use, as few cells end like that
 
         pids = self.held.pool.pids().values() if self.held.pool is not None else ()
-        return instead(self.run.names, self.shell.user_ns, self.spec, pids)
+        return instead(self.run.names, self.shell.user_ns, self.spec, pids, self._keeps)
 
     def _come_home(self) -> None:
         traffic, finished, lead = self._traffic, self.outcome.finished, self.outcome.lead

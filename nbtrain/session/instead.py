@@ -17,23 +17,27 @@ from nbtrain.specs import Needs, RunSpec
 
 MODULES = 600
 """A model of more takes too long to look at, when somebody waits to hear what went wrong."""
+FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go."
 FLAGS = ("split_batches", "background", "keep", "hang_after", "save_to", "keep_last", "output", "monitor", "log_to")
 """Options of a run that say the same under every strategy."""
 
 
-def instead(names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = ()) -> str:
+def instead(
+    names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), held: bool = False
+) -> str:
     """The plan's alternative, and how to find the largest batch. `names`: what the cell reads; `pids`: the ranks that
-    are there."""
+    are there; `held`: they hold a step of the cell, which the next cell would let go of."""
+    first = FIRST if held else ""
     try:
         at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
     except Exception:  # a driver that has gone, for one: what is to be told is that memory ran out
-        return LESS
+        return f"{first} {LESS}".strip()
     try:
         better = _planned(names, notebook, run, at)
     except Exception:  # it cannot be looked at (one that reads what a handle stands for …): the guide knows without
         better = _guided(run, at)
     batch = f"The largest batch that fits: %%distributed {_typed(run, at)} --find-batch"
-    return " ".join(filter(None, [better, f"{batch}.", LESS]))
+    return " ".join(filter(None, [first, better, f"{batch}.", LESS]))
 
 
 def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Ground) -> str:
