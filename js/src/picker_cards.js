@@ -120,7 +120,7 @@ class Card {
 
 // 310 MB of 7.7 GB · sends 12 MB a step
 function needs(memory, room, fits, tight) {
-  const words = [room ? `${size(memory.peak)} of ${size(room)}` : size(memory.peak)];
+  const words = [room != null ? `${size(memory.peak)} of ${size(room)}` : size(memory.peak)];
   if (fits === false) words.push("does not fit");
   else if (tight) words.push("close");
   if (memory.sent) words.push(`sends ${size(memory.sent)} a step`);

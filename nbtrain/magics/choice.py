@@ -285,7 +285,7 @@ class Choice:
             best = self._plan.recommended
             fitting = [
                 (row.world.ranks < self.ranks, at, row.name)
-                for row in self._plan.usable
+                for row in self._plan.worthwhile
                 if row.fits and not row.recompute and (at := place(*row.way)) is not None
             ]
             names = [*([best.name] if best is not None else []), *names, *(name for *_, name in sorted(fitting))]

@@ -110,7 +110,7 @@ def figures(row: Mapping[str, Any] | None) -> Data:
     row = row or {}
     return {
         "memory": row.get("estimate"),
-        "room": row.get("room", 0),
+        "room": row.get("room"),
         "fits": row.get("fits"),
         "tight": row.get("tight", False),
         "note": row.get("note", ""),

@@ -57,7 +57,7 @@ class Tries:
             if spec.pool.engine == "inprocess":
                 raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
             names = self._reads(_own(spec), spec.options.values())
-            spec, _ = advise(names, self._shell.user_ns, spec, self._ranks.pids)
+            spec, _ = advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)
             told = self._run(_bare(spec), trial, names)
             return {**told, "name": spec.strategy} if spec.chosen and not way.keeps_name else told
         except (CannotTravel, MissingName, CellSyntaxError):

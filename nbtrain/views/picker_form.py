@@ -204,7 +204,10 @@ def _figures(shown: Mapping[str, Any]) -> list[str]:
     if memory is None:
         return [""] * (len(PARTS) + 1)
     fits = {False: " – does not fit", None: ""}.get(shown["fits"], " – close" if shown["tight"] else "")
-    return [*(size(memory[name]) for name in PARTS), (size(shown["room"]) if shown["room"] else "not known") + fits]
+    return [
+        *(size(memory[name]) for name in PARTS),
+        (size(shown["room"]) if shown["room"] is not None else "not known") + fits,
+    ]
 
 
 def _compared(compared: Mapping[str, Any] | None) -> str:
