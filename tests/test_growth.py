@@ -26,7 +26,7 @@ def machine(*counts: int, cores: float = 0) -> list[Point]:
     for ranks in counts:
         waits = max(1.0, ranks / cores) if cores else 1.0
         volume = ring(GRADIENTS)(ranks)
-        seconds = waits * (0.2 + volume / 4e9) + 2e-3 * math.log2(ranks)
+        seconds = waits * (0.2 + volume / 4e9 + 2e-3 * math.log2(ranks))
         found.append(Point(ranks=ranks, seconds=seconds, samples=32 * ranks, volume=volume, cores=cores))
     return found
 

@@ -2,10 +2,10 @@
 
 A step is computing, bytes at a bandwidth, and rounds of a latency:
 
-    seconds(n) = compute · slow(n) + volume(n) · crowd(n) / bandwidth + latency · log2(n)
+    seconds(n) = compute · slow(n) + (volume(n) / bandwidth + latency · log2(n)) · crowd(n)
 
 `slow` and `crowd` are of ranks that share too few cores, as on one machine without GPUs: each computes the slower, and
-what it sends is copied by the same cores. Where every rank has its own, both are 1.
+what it sends is copied, and each round is taken, by the same cores. Where every rank has its own, both are 1.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _columns(point: Point, first: Point) -> Row:
     if first.samples and point.samples:
         slow *= (point.samples / point.ranks) / (first.samples / first.ranks)
     volume = point.volume if point.ranks > 1 else 0.0
-    return slow, volume * point.crowd, math.log2(point.ranks)
+    return slow, volume * point.crowd, math.log2(point.ranks) * point.crowd
 
 
 def _solve(rows: Sequence[Row], seconds: Sequence[float]) -> Row:
