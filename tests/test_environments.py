@@ -164,7 +164,7 @@ def test_lines_of_text_and_stop(notebook: Notebook) -> None:
 
 
 def test_completion(notebook: Notebook) -> None:
-    assert sorted(notebook.kernel.complete("%%distributed --st")) == ["--start", "--strategy"]
+    assert sorted(notebook.kernel.complete("%%distributed --st")) == ["--start", "--steps", "--strategy"]
     assert "fsdp" in notebook.kernel.complete("%%distributed --strategy f")
     assert "status" in notebook.kernel.complete("%distributed st")
 
