@@ -253,7 +253,7 @@ def test_a_package_brings_a_strategy(nb: Notebook, installed: Path) -> None:
         assert "brought --colour green --bucket-mb 2.0 · 2 ranks" in run.stdout
         assert "brought" not in nb("%%distributed -s ddp -d 2" + LOOP).stdout, "nbtrain's own name"
         assert "brought" in nb.kernel.complete("%%distributed -s bro")
-        assert nb.kernel.complete("%%distributed -s brought --co") == ["--colour", "--comm-dtype"]
+        assert nb.kernel.complete("%%distributed -s brought --col") == ["--colour"]
         says = nb.refused("%%distributed -s broken -d 2" + LOOP)
         assert "the strategy broken, which the package brought-along announces as brought_along.broken:Broken" in says
         assert "ModuleNotFoundError: No module named 'a_module_that_is_not_there'" in says
