@@ -7,7 +7,30 @@ are had from the system one by one while that is measured, for what the C librar
 On a GPU it is what torch's allocator has given away at most.
 """
 
-NOTEBOOK = """
+MEMORY = """
+def on_each_rank(value):
+    "gather() asks one of those that see the same samples."
+    found = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+def pages():
+    with open("/proc/self/status") as lines:
+        found = (one.split(":") for one in lines)
+        return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
+
+def low_water():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")
+    return pages()["RssAnon"]
+"""
+"""What a rank says of its memory, wherever that is measured."""
+
+NOTEBOOK = (
+    """
 import ctypes, gc, time
 import torch
 import torch.distributed as dist
@@ -74,25 +97,9 @@ def pace(seconds):
         return steps / reduce(time.perf_counter() - began)
     return timed(max(3, min(200, int(seconds * timed(2)))))
 
-def on_each_rank(value):
-    "gather() asks one of those that see the same samples."
-    found = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
-
-def pages():
-    with open("/proc/self/status") as lines:
-        found = (one.split(":") for one in lines)
-        return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
-
-def low_water():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")
-    return pages()["RssAnon"]
-
+"""
+    + MEMORY
+    + """
 def peak(steps):
     "Bytes of this rank at the most, while it takes so many steps."
     if torch.cuda.is_initialized():
@@ -117,6 +124,7 @@ def measured(seconds):
     rate = pace(seconds) if seconds else 0.0
     return on_each_rank(peak(2 if seconds else 1)), rate
 """
+)
 
 ANEW = "anew({layers}, {width}, {batch})"
 BARE = "%%distributed {line}\nfloor = on_each_rank(bare())"

@@ -15,6 +15,11 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def quantity(value: float) -> str:
+    """3,600 · 28.1 · 0.52"""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 2`, `ranks 0, 1, 3`."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

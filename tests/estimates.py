@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.measure import run, say
+from benchmarks.tables_cells import MEMORY
 from nbtrain import registry, words
 from nbtrain.planning.profile import profile
 from nbtrain.strategies.estimates import Estimate, Profile, World
@@ -113,7 +114,8 @@ ROWS = (
 NOTHING_KEPT = {"MKL_DISABLE_FAST_MM": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "DS_ACCELERATOR": "cpu"}
 """What torch's libraries otherwise keep: buffers for each thread, code for each shape."""
 
-NOTEBOOK = """
+NOTEBOOK = (
+    """
 import ctypes, gc
 import torch
 import torch.distributed as dist
@@ -125,25 +127,9 @@ def anew(kind, size):
     model = PLANNED[kind].model(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-def on_each_rank(value):
-    "gather() asks one of those that see the same samples."
-    found = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
-
-def pages():
-    with open("/proc/self/status") as lines:
-        found = (one.split(":") for one in lines)
-        return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
-
-def low_water():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")
-    return pages()["RssAnon"]
-
+"""
+    + MEMORY
+    + """
 def step(kind, samples):
     x, y = PLANNED[kind].batch(samples)
     loss(model(x), y).backward()
@@ -167,6 +153,7 @@ def weighed(kind, few, many):
     optimizer.zero_grad()
     return kept, *peaks
 """
+)
 ANEW = "anew({kind!r}, {size})"
 WEIGHED = "found = on_each_rank(weighed({kind!r}, {few}, {many}))"
 

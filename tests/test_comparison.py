@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import nbformat
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbtrain.planning.comparison import STATES, Comparison, Measured
@@ -183,6 +183,11 @@ anything = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(anything)
+@example(
+    Comparison(
+        rows=(Measured(name="a", line="", state="done", memory=(1,), steps_per_second=5e-324),), steps=1, goal="speed"
+    )
+)
 def test_whatever_was_measured_can_be_shown(found: Comparison) -> None:
     repr(found)
     shown = found._repr_html_()

@@ -22,7 +22,7 @@ from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
 from nbtrain.session.screen import Screen
 from nbtrain.views import NoView, choose, no_widget
-from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, quantity, words
+from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.views.html import HtmlView
 from nbtrain.views.page import ROWS, page
 from nbtrain.views.picture import RANKS, picture
@@ -30,7 +30,7 @@ from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import Figures, Rate
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 from tests.kernels import Kernel
 
 MB, GB = 10**6, 10**9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nbtrain import devices, probes
+from nbtrain import probes
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import trials
 from nbtrain.magics.parse import Given, Request
@@ -25,6 +25,7 @@ BANDWIDTH = 25e9
 
 def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
+    from nbtrain import devices  # on use, as in `resolve`
     from nbtrain.planning.growth import fit
 
     request = line.over(base)

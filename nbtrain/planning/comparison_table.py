@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbtrain import tables
 from nbtrain.planning.scatter import Axis, Dot, image, scatter
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 
 if TYPE_CHECKING:
     from nbtrain.planning.comparison import Comparison, Measured
@@ -218,13 +218,8 @@ def _pace(row: Measured, unit: str) -> str:
     if row.state != "done" or not row.pace:
         return ""
     if unit == "samples/s" and not row.samples_per_second:
-        return f"{number(row.steps_per_second)} steps/s"
-    return number(row.samples_per_second if unit == "samples/s" else row.steps_per_second)
-
-
-def number(value: float) -> str:
-    """3,600 · 28.1 · 0.52"""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+        return f"{quantity(row.steps_per_second)} steps/s"
+    return quantity(row.samples_per_second if unit == "samples/s" else row.steps_per_second)
 
 
 def span(memory: Sequence[int]) -> str:
@@ -253,7 +248,7 @@ def picture(comparison: Comparison) -> str:
             best = row is comparison.best
             shown = label if row is group.largest else ""
             dots.append(Dot(row.peak, pace, _marked(shown, best), best, group.name if sized else ""))
-    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, number), _absent(comparison))
+    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), _absent(comparison))
 
 
 def _absent(comparison: Comparison) -> list[tuple[str, str]]:

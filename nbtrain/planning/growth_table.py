@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain import tables
 from nbtrain.planning import bandwidth
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 
 if TYPE_CHECKING:
     from nbtrain.planning.growth import Check, Growth, Outlook
@@ -156,7 +156,7 @@ def _ranks(count: int) -> str:
 def _turned(head: tables.Row, outlook: Outlook) -> tuple[tables.Row, list[tables.Row]]:
     rows: list[tables.Row] = [
         (
-            f"{row.ranks:,}", f"{row.nodes:,}", time(row.seconds), time(row.at_best), number(row.samples),
+            f"{row.ranks:,}", f"{row.nodes:,}", time(row.seconds), time(row.at_best), quantity(row.samples),
             f"{100 * row.efficiency:.0f} %", f"{100 * row.waiting:.0f} %",
             size(outlook.growth.volume(row.ranks)) if row.ranks > 1 else "",
         )
@@ -181,10 +181,5 @@ def time(seconds: float) -> str:
     """12 µs, 41.2 ms, 1.23 s"""
     for unit, one in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * one:
-            return f"{number(seconds / one)} {unit}"
-    return f"{number(seconds / 1e-6)} µs"
-
-
-def number(value: float) -> str:
-    """3,600 · 28.1 · 0.52"""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+            return f"{quantity(seconds / one)} {unit}"
+    return f"{quantity(seconds / 1e-6)} µs"

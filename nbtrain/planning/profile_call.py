@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.planning.tracing import CannotProfile
+from nbtrain.planning.tracing import CannotProfile, tensors
 from nbtrain.training.precision import changed
 
 TARGETS = ("target", "targets", "label", "labels", "y")
@@ -50,7 +50,7 @@ class Call:
 
 def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> Call:
     """`keyword`: whether a dict is its arguments by name; None: if the forward takes them."""
-    samples = next((t.shape[0] if t.dim() else 1 for t in _inside(batch)), 0)
+    samples = next((t.shape[0] if t.dim() else 1 for t in tensors(batch)), 0)
     if not samples:
         raise CannotProfile(
             f"the batch is {type(batch).__name__} and holds no tensor with samples in it; give what the model is "
@@ -62,21 +62,6 @@ def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> Call:
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
         return _in_order(model, tuple(batch), parameters, samples)
     return Call((batch,), {}, (), samples)
-
-
-def _inside(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors, wherever they are."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _inside(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _inside(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _inside(getattr(value, one.name, None))
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
@@ -124,7 +109,7 @@ def _is_target(value: Any) -> bool:
 
 def find_loss(output: Any, targets: tuple[Any, ...]) -> tuple[torch.Tensor, str]:
     """What a backward starts from, and what it was in words."""
-    found = [t for t in _inside(output) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    found = [t for t in tensors(output) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not found:
         raise CannotProfile(
             f"the model returned {type(output).__name__} in which nothing can be differentiated, so there is no "

@@ -29,6 +29,8 @@ AROUND = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
 """where a label may stand from its point, the best first"""
 FARTHEST = 9
 TICKS = 5
+NOTHING = 1e-12
+"""What is less than that can be divided no further."""
 
 Words = Callable[[float], str]
 Box = tuple[float, float, float, float]
@@ -84,8 +86,10 @@ def ticks(low: float, high: float, about: int = TICKS) -> list[float]:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """What an axis spans: from zero where that does not push all points to one side."""
     low, high = min(values), max(values)
+    if high < NOTHING:
+        return 0.0, 1.0
     if low == high:
-        return (0.0, 1.2 * high) if high > 0 else (0.0, 1.0)
+        return 0.0, 1.2 * high
     if low < 0.5 * high:
         return 0.0, high
     room = max(high - low, 0.2 * high) - (high - low)  # a difference of one percent is to look like one

@@ -7,7 +7,8 @@ when real ones would.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,15 +36,18 @@ def size(tensor: torch.Tensor) -> int:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """In tuples, lists and dicts, however deep."""
+    """In tuples, lists, dicts and dataclasses, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors(part)
     elif isinstance(value, tuple | list):
         for part in value:
             yield from tensors(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from tensors(getattr(value, one.name, None))
 
 
 class High(NamedTuple):

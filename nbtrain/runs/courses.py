@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from nbtrain.events import PHASES
-from nbtrain.views.base import metric, quantity
+from nbtrain.views.base import metric
 from nbtrain.watch.figures import Rate
 from nbtrain.watch.record import Record
 from nbtrain.watch.rows import COLUMNS, METRICS
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 
 MEASURED = ("throughput", "memory", "phases")
 """what there is beside metrics"""

@@ -13,8 +13,9 @@ from nbtrain.errors import UsageError
 from nbtrain.events import PHASES
 from nbtrain.runs import courses
 from nbtrain.runs.plots import draw, svg
-from nbtrain.views.base import duration, metric, quantity
+from nbtrain.views.base import duration, metric
 from nbtrain.watch.record import Record
+from nbtrain.words import quantity
 
 HEAD: tables.Row = (
     "run", "when", "cell", "strategy", "ranks", "steps", "last metrics", "samples/s", "memory, peak", "took", "ended",

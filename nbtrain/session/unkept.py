@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING
 
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.events import Failed, Tried
 from nbtrain.session.homecoming import Homecoming
 from nbtrain.session.memory import ran_out
+
+if TYPE_CHECKING:
+    from nbtrain.session.run import CellRun
 
 EXITS = (1, 127)
 """of a process that could not start a thread, or load a library"""
@@ -19,8 +23,8 @@ LINE = 200
 class Unkept(Homecoming):
     """One trial's."""
 
-    def __init__(self, run: object) -> None:
-        super().__init__(run)  # type: ignore[arg-type]  # it is made in the making of the run
+    def __init__(self, run: CellRun) -> None:
+        super().__init__(run)
         self.why = ""
         """it failed: in a sentence"""
         self.no_memory = False

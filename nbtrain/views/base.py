@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import nbtrain.probes as probes
 from nbtrain.watch.figures import Figures, RankFigures
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FETCH = ("Colab", "VS Code")
@@ -146,11 +146,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(math.ceil(seconds - 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def quantity(value: float) -> str:
-    """3,600 · 28.1 · 0.52"""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def metric(value: float) -> str:

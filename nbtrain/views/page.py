@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 from html import escape
 
-from nbtrain.views.base import duration, place, quantity, words
+from nbtrain.views.base import duration, place, words
 from nbtrain.views.picture import RANKS, colour, picture
 from nbtrain.watch.figures import Figures, RankFigures
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 
 ROWS = 16
 """so many ranks are shown; the rest is counted"""

@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from nbtrain.events import PHASES
-from nbtrain.views.base import CURVES, duration, metric, quantity
+from nbtrain.views.base import CURVES, duration, metric
 from nbtrain.watch.figures import Figures, RankFigures
 from nbtrain.watch.series import Series
-from nbtrain.words import size
+from nbtrain.words import quantity, size
 
 COLOURS = ("#3b8bd0", "#dd6b33", "#3d9b57", "#9b6bd6", "#ab8619", "#d4558c", "#22929e", "#7b8594")
 OF_PHASE = dict(zip(PHASES, (4, 0, 3, 1, 2, 7), strict=True))
