@@ -325,6 +325,17 @@ def test_ranks_take_their_place_in_the_environment_of_the_moment(kernel: Kernel)
     notebook("%distributed stop")
 
 
+@pytest.mark.parametrize("start", ["warm", "spawn"])
+def test_ranks_know_where_temporary_files_go(kernel: Kernel, start: str) -> None:
+    """Python tries it with a file when it is first asked. In a rank that may be torch, about to tell of a dead loader
+    worker, and torch is interrupted by the signal of that death: the file would stay."""
+    kernel.run("import torch._dynamo")  # with its cache settled, importing it in the nursery asks no more
+    notebook = Notebook(kernel, first="")
+    notebook(f"%%distributed --devices 2 --start {start}\nimport tempfile\nplace = tempfile.tempdir")
+    assert notebook("print(place)").stdout == f"{PRIVATE}\n"
+    notebook("%distributed stop")
+
+
 def test_other_cards_are_another_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda:0 is another card after CUDA_VISIBLE_DEVICES was changed between two cells."""
     cards = tuple(Gpu(index=index, uuid=f"GPU-{index}", name="H100") for index in range(3))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 
 from nbtrain.specs import RankInfo
 
@@ -45,6 +47,10 @@ def settle(info: RankInfo, directory: str) -> None:
 
     # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    with suppress(FileNotFoundError):
+        # Python tries places with a file, once. Torch would be the first to ask, just when a loader's worker has died,
+        # and the signal of that death would interrupt it: the file would stay.
+        tempfile.gettempdir()
     if info.device.startswith("cuda"):
         torch.cuda.set_device(info.device)
     elif info.device.startswith("xla"):

@@ -211,13 +211,14 @@ def workers(how: str) -> str:
 
 KEPT = {"a rank's files": 8, "files: nbtrain-*/listener-*": 16}
 """The last batches are memory that workers have shared, and a worker that is killed leaves its socket."""
+LOST = "RuntimeError|ConnectionResetError|HorovodInternalError"
+"""Torch tells it by a signal, which may come while it waits for what the worker was to hand over, or while Horovod
+waits for the other rank: that takes every RuntimeError for its own, and passes its words on."""
 
 
 LOADERS = [
-    # Torch tells it by a signal, which may come while it waits for what the worker was to hand over.
-    Fault("a loader's worker is killed", workers("kill"), "RuntimeError|ConnectionResetError", extra=WORKERS,
-          leaves=KEPT),
-    Fault("a loader's worker exits", workers("exit"), "RuntimeError|ConnectionResetError", extra=WORKERS, leaves=KEPT),
+    Fault("a loader's worker is killed", workers("kill"), LOST, extra=WORKERS, leaves=KEPT),
+    Fault("a loader's worker exits", workers("exit"), LOST, extra=WORKERS, leaves=KEPT),
     Fault("a loader's worker raises", workers("raise"), "ValueError", shows=("sample 101",), extra=WORKERS,
           leaves=KEPT),
 ]  # fmt: skip

@@ -42,7 +42,7 @@ class Census:
 
     counts: Counter[str]
     people: dict[str, list[str]]
-    """who was counted as what, for the message"""
+    """which processes and files were counted as what, for the message"""
 
     @classmethod
     def take(cls, kernel: Kernel, folder: Path) -> Census:
@@ -65,7 +65,9 @@ class Census:
         counts.update({what: max(numbers) for what, numbers in of_ranks.items()})
         counts["processes: zombie"] = sum(_is_zombie(p) for p in _below(kernel.pid))
         for path in [*_tree(folder), *_shared_memory({p.pid for p in kernel.children()} | {kernel.pid})]:
-            counts[f"files: {re.sub('[a-z0-9_]{8}(?=/|$)|[0-9]+', '*', path)}"] += 1
+            kind = f"files: {re.sub('[a-z0-9_]{8}(?=/|$)|[0-9]+', '*', path)}"
+            counts[kind] += 1
+            people.setdefault(kind, []).append(path)
         return cls(counts, people)
 
     def more_than(self, before: Census, allowed: Mapping[str, int] | None = None) -> list[str]:
