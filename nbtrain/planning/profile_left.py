@@ -180,22 +180,17 @@ def _off(owner: Any, ids: set[int]) -> str | None:
     """An attribute becomes what it is before a forward, as far as its class says so."""
     names = [name for name, value in _all_attributes(owner) if id(value) in ids]
     for name in names:
-        if isinstance(owner, ModuleType):
+        if isinstance(owner, ModuleType | FunctionType):
             vars(owner)[name] = None
         elif isinstance(owner, type):
             type.__setattr__(owner, name, None)
-        elif isinstance(owner, FunctionType):
-            vars(owner)[name] = None
         elif _begins_with(type(owner), name):
             object.__setattr__(owner, name, None)
         else:
             object.__delattr__(owner, name)
     if not names:
         return None
-    if isinstance(owner, ModuleType):
-        return names[0]
-    of = owner.__name__ if isinstance(owner, type | FunctionType) else type(owner).__name__
-    return f"{of}.{names[0]}"
+    return names[0] if isinstance(owner, ModuleType) else f"{_class(owner)}.{names[0]}"
 
 
 def _all_attributes(owner: Any) -> list[tuple[str, Any]]:
@@ -224,11 +219,9 @@ def _named(holder: Any) -> str:
             key = next((key for key, value in space.items() if value is holder), None)
             if owner is not space and isinstance(key, str):
                 return key if isinstance(owner, ModuleType) else f"{_class(owner)}.{key}"
-        elif any(value is holder for _, value in _some(space)):
-            name = next(name for name, value in _some(space) if value is holder)
+        elif (name := next((name for name, value in _some(space) if value is holder), None)) is not None:
             return f"{_class(space)}.{name}"
-    kind = type(holder).__name__
-    return f"a {kind}"
+    return f"a {type(holder).__name__}"
 
 
 def _some(space: Any) -> Iterable[tuple[str, Any]]:

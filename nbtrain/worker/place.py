@@ -42,7 +42,7 @@ def surround(info: RankInfo, backend: str, environ: Mapping[str, str]) -> dict[s
 
 
 def settle(info: RankInfo, directory: str) -> None:
-    """On its device. `directory`: private to the user."""
+    """On its device, and where its temporary files go. `directory`: private to the user."""
     import torch
 
     # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
