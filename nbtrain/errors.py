@@ -2,7 +2,8 @@
 
     NbtrainError
     ├── UsageError          what the user typed cannot be done; shown as one line
-    │   └── DeviceError     the devices asked for do not exist or are taken
+    │   ├── DeviceError     the devices asked for do not exist or are taken
+    │   └── VersionMismatch a package's version is not one that a strategy can be run with; names what can be
     ├── CellSyntaxError     the cell is not Python; shown as IPython shows a cell's own syntax error
     ├── MissingName         the cell reads a name that nobody has; also a NameError
     ├── CannotTravel        an object of the notebook cannot be sent to the ranks
@@ -29,6 +30,10 @@ class UsageError(NbtrainError):
 
 class DeviceError(UsageError):
     """The devices asked for do not exist or are taken."""
+
+
+class VersionMismatch(UsageError):
+    """A package's version lacks what a strategy needs of it."""
 
 
 class _Shown(NbtrainError):

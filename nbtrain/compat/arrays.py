@@ -1,0 +1,29 @@
+"""numpy's random generators. Nothing here imports numpy."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("numpy")
+check = its.check
+
+its.members("numpy.random.mtrand", "_rand")
+
+
+def seed_sequence(bits: Any) -> Any:
+    """What `spawn` goes on from: public from numpy 1.25 on."""
+    return getattr(bits, "seed_seq", None) or getattr(bits, "_seed_seq", None)
+
+
+def bit_generator(generator: Any) -> Any:
+    """Of a Generator or a RandomState, which has no public name for it."""
+    return generator._bit_generator if hasattr(generator, "_bit_generator") else generator.bit_generator
+
+
+def is_global_state(state: Any) -> bool:
+    """The one behind `numpy.random.rand()` and all functions of the module."""
+    numpy: Any = sys.modules["numpy.random"]
+    return state is numpy.mtrand._rand

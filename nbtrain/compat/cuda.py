@@ -1,0 +1,28 @@
+"""torch.cuda's way of waking up. Nothing here imports torch. All of it is there in torch 2.8 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+INITIALISE = "torch.cuda._lazy_init"
+"""Whatever needs a card comes here first."""
+its.members("torch.cuda", "_lazy_init", "_lazy_call", "_queued_calls")
+
+
+def call_when_initialised(cuda: Any, function: Callable[[], None]) -> bool:
+    """`cuda`: the module. False where this torch has no such queue."""
+    if not hasattr(cuda, "_lazy_call"):
+        return False
+    cuda._lazy_call(function)
+    return True
+
+
+def call_no_more(cuda: Any, function: Callable[[], None]) -> None:
+    queue = getattr(cuda, "_queued_calls", [])
+    queue[:] = [call for call in queue if call[0] != function]

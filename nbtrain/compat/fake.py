@@ -1,0 +1,82 @@
+"""Tensors without numbers, and the modes that see each operation. All of it is there in torch 2.8 to 2.15."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+FakeTensor: Any = its.name("torch._subclasses.fake_tensor.FakeTensor")
+FakeTensorMode: Any = its.name("torch._subclasses.fake_tensor.FakeTensorMode")
+DispatchMode: Any = its.name("torch.utils._python_dispatch.TorchDispatchMode")
+"""The base class of modes whose `__torch_dispatch__` sees each operation. torch's own examples import it from there."""
+without_modes: Any = its.name("torch.utils._mode_utils.no_dispatch")
+"""A context in which operations reach no mode."""
+_current = its.name("torch.utils._python_dispatch._get_current_dispatch_mode")
+_dispatch_modes = its.name("torch._C._len_torch_dispatch_stack")
+_function_modes = its.name("torch._C._len_torch_function_stack")
+READS_A_NUMBER: Any = its.name("torch.ops.aten._local_scalar_dense.default")
+"""The operation behind `tensor.item()`."""
+LOGGER = "torch._subclasses.fake_tensor"
+"""where it says what cannot be done without numbers"""
+ASKS_OF_FORM = frozenset({"_is_view"})
+"""What a mode is told by name, and says nothing of numbers."""
+SWITCHES = frozenset({"_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast"})
+"""Calls that a function mode sees when `no_grad` and `autocast` are entered and left."""
+
+aten = torch.ops.aten
+
+
+def current_mode() -> Any:
+    """The innermost mode that sees operations; None without one."""
+    return _current()
+
+
+def dispatch_modes() -> int:
+    """How many modes see operations."""
+    return int(_dispatch_modes())
+
+
+def function_modes() -> int:
+    """How many modes see functions (`torch.device(...)` as a context is one)."""
+    return int(_function_modes())
+
+
+def schema_of(operation: Any) -> Any:
+    """What it takes, returns and writes to; None for what has no schema. Nothing public says so."""
+    return getattr(operation, "_schema", None)
+
+
+def packet_of(operation: Any) -> Any:
+    """All overloads of it, as FLOP formulas are registered."""
+    return getattr(operation, "_overloadpacket", operation)
+
+
+def is_of_shapes(error: BaseException) -> bool:
+    """It is only about there being no numbers."""
+    return type(error).__module__.startswith("torch._subclasses")
+
+
+def wants_numbers(error: BaseException) -> bool:
+    """A forward looked at numbers."""
+    return is_of_shapes(error) and type(error).__name__.startswith(("DataDependent", "DynamicOutput"))
+
+
+def attention_on_cpu(backward: bool) -> list[Any]:
+    """torch's table of FLOP formulas is that of GPUs; a CPU computes attention in operations of its own."""
+    return packets("_scaled_dot_product_flash_attention_for_cpu" + ("_backward" if backward else ""))
+
+
+def whole_networks() -> frozenset[Any]:
+    """Recurrent networks that are computed in one call."""
+    return frozenset(packets("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "miopen_rnn"))
+
+
+def packets(*names: str) -> list[Any]:
+    """Not every build of torch has all of them."""
+    return [getattr(aten, name) for name in names if hasattr(aten, name)]

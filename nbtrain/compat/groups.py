@@ -1,0 +1,19 @@
+"""Process groups of torch.distributed. All of it is there in torch 2.8 to 2.15."""
+
+from __future__ import annotations
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+MAKE = "torch.distributed.distributed_c10d._new_process_group_helper"
+"""Every group comes from here, those of `new_group` and of device meshes, too."""
+its.members("torch.distributed.distributed_c10d", "_new_process_group_helper", "_abort_process_group")
+
+
+def abort() -> None:
+    """End NCCL's communicators: whoever waits in one gets an error. There is no public way for all of them."""
+    import torch.distributed.distributed_c10d as c10d
+
+    c10d._abort_process_group()

@@ -1,0 +1,65 @@
+"""DataLoader's iterators: where they stand, and from what they draw. Nothing here imports torch.
+
+All of it is there in torch 2.8 to 2.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
+"""The class of what `iter(loader)` returns, with and without workers."""
+BATCHES = "torch.utils.data.DataLoader._index_sampler"
+"""The property by which an iterator asks its loader what to take: of batches, or of single samples."""
+RUNNING = "_iterator"
+"""The attribute of a loader with `persistent_workers` that holds its iterator from epoch to epoch."""
+its.members(ITERATOR, "__init__", "__next__", "_next_data")
+its.fields(ITERATOR, "_num_yielded", "_base_seed", "_index_sampler")
+its.fields("torch.utils.data.DataLoader", RUNNING, "_index_sampler")
+its.members("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", "_shutdown_workers")
+
+
+def handed_out(iterator: Any) -> int:
+    """So many batches."""
+    return int(iterator._num_yielded)
+
+
+def set_handed_out(iterator: Any, count: int) -> None:
+    """It takes that many for given: its last batch is then its last."""
+    iterator._num_yielded = count
+
+
+def running(loader: Any) -> Any:
+    """The iterator whose workers live on, if there is one."""
+    return loader._iterator if loader.persistent_workers else None
+
+
+def take_batches_anew(loader: Any, iterator: Any) -> None:
+    """An iterator whose workers live on keeps what it takes from where it was made: an earlier cell."""
+    iterator._index_sampler = loader._index_sampler
+
+
+def base_seed(iterator: Any) -> int:
+    """From which its workers seed theirs."""
+    return int(iterator._base_seed)
+
+
+def set_base_seed(iterator: Any, seed: int) -> None:
+    iterator._base_seed = seed
+
+
+def pass_over(iterator: Any) -> None:
+    """Take a batch and count nothing. Raises StopIteration at the end."""
+    iterator._next_data()
+
+
+def end_workers(iterator: Any) -> None:
+    """Now, and not when the iterator is collected; one without workers has nothing to end."""
+    shut = getattr(iterator, "_shutdown_workers", None)
+    if shut is not None:
+        shut()

@@ -1,0 +1,106 @@
+"""`nn.Module`: its tables, which hold None and order where the public iterators do not, and what torch puts on modules.
+
+Nothing here imports torch. All of it is there in torch 2.8 to 2.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
+TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+"""Attributes of every module: what it owns, by name."""
+NOT_SAVED = "_non_persistent_buffers_set"
+"""The names of buffers that `state_dict` leaves out."""
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+CALL_HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+ALL_HOOKS = (
+    *FORWARD_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+"""The tables behind `register_…_hook`, each an attribute of every module."""
+COMPILED_CALL = "_compiled_call_impl"
+"""What `model.compile()` made; it stays in its process."""
+CALL = "_call_impl"
+"""What `model(...)` comes to below its `__call__`: the hooks, and the forward between them."""
+EXTRA_STATE = "_extra_state"
+"""How the entry of a state dict ends that `get_extra_state` made."""
+INITIALIZER = "_init_weights"
+"""Hugging Face's models fill each of their modules by this method."""
+FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
+"""Lists of its weights that a recurrent layer keeps besides, and of weak references to them."""
+
+its.fields("torch.nn.Module", *TABLES, NOT_SAVED, *ALL_HOOKS)
+its.members("torch.nn.Module", CALL)
+its.members("torch.nn.Module", COMPILED_CALL)
+its.members("torch.nn.utils.parametrize", "_inject_new_class", "_inject_property")
+its.fields("torch.nn.RNNBase", "_flat_weights_names")
+
+
+def parameters(module: Any) -> dict[str, Any]:
+    """Its own, by name, those that are None among them; what is written into it is what the module has."""
+    table: dict[str, Any] = module._parameters
+    return table
+
+
+def buffers(module: Any) -> dict[str, Any]:
+    table: dict[str, Any] = module._buffers
+    return table
+
+
+def children(module: Any) -> dict[str, Any]:
+    table: dict[str, Any] = module._modules
+    return table
+
+
+def forward_hooks(module: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """(after the forward, before it)"""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def call_hooks(module: Any) -> list[Any]:
+    """All that are called with a forward or its backward."""
+    return [hook for name in CALL_HOOKS for hook in getattr(module, name).values()]
+
+
+def is_hook_table(attribute: str) -> bool:
+    """Of a module or an optimizer: one of the tables that torch makes for each, and most leave empty."""
+    return attribute.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+def compiled(module: Any) -> Any:
+    """The module inside of what `torch.compile(model)` returned; None for any other."""
+    held = vars(module)
+    return held[CHILDREN].get("_orig_mod") if "dynamo_ctx" in held else None
+
+
+def is_compiled_class(cls: type) -> bool:
+    """The class of what `torch.compile(model)` returns, told without importing the compiler."""
+    return cls.__module__ == "torch._dynamo.eval_frame"
+
+
+def recompile_call(module: Any) -> None:
+    """A copy of what `torch.compile(model)` returned calls its own inner module."""
+    vars(module)["forward"] = module.dynamo_ctx(module._modules["_orig_mod"].__call__)
+
+
+def parametrize_again(module: Any) -> None:
+    """Its class becomes the one that `torch.nn.utils.parametrize` makes, for the parametrizations that it holds."""
+    from torch.nn.utils import parametrize
+
+    inject: Any = parametrize
+    inject._inject_new_class(module)
+    for name in module.parametrizations:
+        inject._inject_property(module, name)
+
+
+def flat_weight_names(module: Any) -> list[str]:
+    """In the order of the lists that a recurrent layer keeps."""
+    names: list[str] = module._flat_weights_names
+    return names

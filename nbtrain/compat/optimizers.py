@@ -1,0 +1,69 @@
+"""Optimizers and schedules: what they need besides what they hold. Nothing here imports torch.
+
+All of it is there in torch 2.8 to 2.15.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+MARK = "_wrapped_by_lr_sched"
+"""A schedule looks for it on an optimizer's `step`, to warn of steps that it cannot see."""
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+its.fields("torch.optim.Optimizer", *_STEP_HOOKS, *_STATE_HOOKS)
+its.members("torch.optim.Optimizer", "_patch_step_function")
+
+
+def make_hook_tables(optimizer: Any) -> None:
+    """As its constructor does, of an optimizer that is made without one."""
+    for name in (*_STEP_HOOKS, *_STATE_HOOKS):
+        setattr(optimizer, name, OrderedDict())
+
+
+def prepare_step(optimizer: Any) -> None:
+    """Have torch see its steps (hooks, profiler), as the constructor does."""
+    optimizer._patch_step_function()
+
+
+def call_last_before_step(optimizer: Any, hook: Any) -> None:
+    """This hook, by its handle, comes after all others that are called before a step."""
+    optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
+
+
+def call_first_after_step(optimizer: Any, hook: Any) -> None:
+    optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+
+
+def say_stepped(optimizer: Any) -> None:
+    """What a schedule's wrapper around `step` notes: else the schedule warns that it comes before the first step."""
+    optimizer._opt_called = True
+
+
+def has_schedule_mark(step: Any) -> bool:
+    return hasattr(step, MARK)
+
+
+def watch_for_schedule(optimizer: Any, schedule: Any) -> None:
+    """The mark that a schedule leaves on its optimizer's `step` when it is made; ReduceLROnPlateau leaves none."""
+    if "step" in vars(optimizer) or not hasattr(schedule, "_step_count"):
+        return
+    plain = type(optimizer).step
+
+    @functools.wraps(plain)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        say_stepped(optimizer)
+        return plain(optimizer, *args, **kwargs)
+
+    setattr(step, MARK, True)
+    optimizer.step = step

@@ -1,0 +1,176 @@
+"""Tensors: versions, memory, hooks on gradients, and operations on many of them at once.
+
+Nothing here imports torch before it is used: the notebook's side of the exchange reads it.
+All of it is there in torch 2.8 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.compat.internals import Internals
+
+if TYPE_CHECKING:
+    import torch
+
+its = Internals("torch")
+check = its.check
+
+GRADIENT_HOOKS = "_backward_hooks"
+"""the table behind `register_hook`"""
+ACCUMULATED_HOOKS = "_post_accumulate_grad_hooks"
+"""the table behind `register_post_accumulate_grad_hook`"""
+ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view"})
+"""Functions of a tensor, as `__torch_function__` is told their names, that say nothing of its numbers."""
+COMPILER_NOTES = "_dynamo"
+"""How attributes begin that torch's compiler sets on a tensor."""
+
+its.members(
+    "torch.Tensor",
+    *("_version", "_is_view", "_indices", "_values", "_use_count", "_make_subclass", "_backward_hooks", "_base"),
+    "_post_accumulate_grad_hooks",
+)
+its.members("torch.UntypedStorage", "_cdata")
+its.members(
+    "torch",
+    *("_conj", "_neg_view", "_foreach_mul_", "_foreach_copy_", "_foreach_norm"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+its.members("torch._C", "_swap_tensor_impl", "DisableTorchFunctionSubclass")
+its.members("torch._utils", "_flatten_dense_tensors", "_unflatten_dense_tensors")
+
+
+# --- what a tensor is ----------------------------------------------------------------------------
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it was written to, as autograd counts; `.data` and fused optimizers are not seen. Documented in torch's
+    notes on autograd, though its name is private."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """It shows another tensor's memory, and autograd knows."""
+    return bool(tensor._is_view())  # type: ignore[no-untyped-call]
+
+
+def memory_id(storage: Any) -> int:
+    """By which one memory is known: Python wraps the same storage anew each time it is asked for, and memory without
+    bytes has no address."""
+    return int(storage._cdata)
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Indices and values as they are; the public ones want them coalesced, which makes others."""
+    return [tensor._indices(), tensor._values()]
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._values()
+
+
+def conjugate_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Marked as conjugated, whatever it was: `tensor.conj()` would take the mark off again."""
+    import torch
+
+    return torch._conj(tensor)
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Marked as negated; there is no public way."""
+    import torch
+
+    return torch._neg_view(tensor)
+
+
+# --- hooks on its gradient -----------------------------------------------------------------------
+
+
+def hook_tables(tensor: Any) -> tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]:
+    """(on its gradient, after it was accumulated); None where there was never one. Nothing public lists hooks."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def hook_table(tensor: Any, name: str) -> dict[int, Any] | None:
+    """One of the two, `GRADIENT_HOOKS` or `ACCUMULATED_HOOKS`; what is written into it hangs there."""
+    table: dict[int, Any] | None = getattr(tensor, name, None)
+    return table
+
+
+def can_have_hooks(kind: type) -> bool:
+    """A class of tensors, told without importing torch."""
+    return hasattr(kind, GRADIENT_HOOKS)
+
+
+# --- becoming another ----------------------------------------------------------------------------
+
+
+def has_other_owners(tensor: Any) -> bool:
+    """Something of torch's own refers to it: a graph, a view."""
+    return bool(tensor._use_count() > 1)
+
+
+def swap_memory(tensor: Any, new: Any) -> None:
+    """As `torch.utils.swap_tensors`, which refuses a tensor that has weak references; recurrent layers keep some."""
+    import torch
+
+    torch._C._swap_tensor_impl(tensor, new)  # type: ignore[attr-defined]
+
+
+def as_subclass_of(cls: type, tensor: torch.Tensor) -> Any:
+    """An object of this class over the tensor's memory; `as_subclass` would go through `__torch_function__`."""
+    import torch
+
+    return torch.Tensor._make_subclass(cls, tensor)
+
+
+def as_plain_tensors() -> Any:
+    """A context in which no subclass's `__torch_function__` is called, as torch's own documentation of subclasses
+    has it."""
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# --- many at once: one call instead of one for each tensor -------------------------------------------
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Views into it, of these shapes."""
+    import torch
+
+    views: tuple[torch.Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    return views
+
+
+def multiply(tensors: list[torch.Tensor], factor: float) -> None:
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    import torch
+
+    torch._foreach_copy_(targets, sources)
+
+
+def norms(tensors: list[torch.Tensor], power: float) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    return tuple(torch._foreach_norm(tensors, power))
+
+
+def unscale(gradients: list[torch.Tensor], flag: torch.Tensor, share: torch.Tensor) -> None:
+    """Times `share`; `flag` becomes 1 where one of them is not finite. What torch's GradScaler does."""
+    import torch
+
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, share)
