@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from nbtrain.compat.internals import Internals
+from nbtrain.compat.modules import NORM_LAYER
 
 its = Internals("torch")
 check = its.check
 
-NormLayer: Any = its.name("torch.nn.modules.batchnorm._NormBase")
-"""What BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions have in common: running statistics."""
+NormLayer: Any = its.name(NORM_LAYER)
 its.members("torch.nn.SyncBatchNorm", "_check_input_dim")
 
 

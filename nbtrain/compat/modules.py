@@ -33,6 +33,8 @@ EXTRA_STATE = "_extra_state"
 """How the entry of a state dict ends that `get_extra_state` made."""
 INITIALIZER = "_init_weights"
 """Hugging Face's models fill each of their modules by this method."""
+NORM_LAYER = "torch.nn.modules.batchnorm._NormBase"
+"""What BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions have in common: running statistics."""
 FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 """Lists of its weights that a recurrent layer keeps besides, and of weak references to them."""
 

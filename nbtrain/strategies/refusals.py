@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches, While
+from nbtrain.intercept import Listeners, While
 
 
 class Refusals:
@@ -37,9 +37,9 @@ def refuse_hooks(parameters: Iterable[torch.Tensor | None], strategy: str) -> No
         )
 
 
-def _put(patches: Patches) -> None:
-    patches.wrap(torch.autograd, "backward", _backward)
-    patches.wrap(torch.autograd, "grad", _grad)
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.autograd.backward", "pieces", _backward)
+    listeners.listen("torch.autograd.grad", "pieces", _grad)
 
 
 _while: While[Refusals] = While(_put)

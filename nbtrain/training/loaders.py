@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbtrain.patches import Patches
+from nbtrain.compat.loaders import BATCHES, ITERATOR
+from nbtrain.intercept import Listeners
 from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.data import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.phases import DATA, FORWARD, UNDECIDED, Phases
@@ -39,15 +40,12 @@ class Loaders:
         self.regroup: Callable[[Any], Any] | None = None
         """batch sampler → one with batches of another size"""
 
-    def patch(self, patches: Patches) -> None:
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-        patches.wrap(DataLoader, "_index_sampler", self._index_sampler)
-        patches.wrap(DataLoader, "__iter__", self._iter)
-        patches.wrap(_BaseDataLoaderIter, "__init__", self._iterator_init)
-        patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
-        if "randperm" in vars(torch.utils.data.dataset):
-            patches.wrap(torch.utils.data.dataset, "randperm", self._split)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen(BATCHES, "loaders", self._index_sampler)
+        listeners.listen("torch.utils.data.DataLoader.__iter__", "loaders", self._iter)
+        listeners.listen(f"{ITERATOR}.__init__", "loaders", self._iterator_init)
+        listeners.listen(f"{ITERATOR}.__next__", "loaders", self._next)
+        listeners.listen("torch.utils.data.dataset.randperm", "loaders", self._split)
 
     def begin(self, deal: Deal, hands_off: bool) -> None:
         self.running, self.deal, self.hands_off = True, deal, hands_off

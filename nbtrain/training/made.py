@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import is_lazy
 
 Held = dict[int, ref[nn.Module]]
@@ -39,12 +39,12 @@ class Made:
         self._owners.clear()
         self._parents.clear()
 
-    def patch(self, patches: Patches) -> None:
-        patches.keep(register_module_parameter_registration_hook(self._note(self._owners)))
-        patches.keep(register_module_module_registration_hook(self._note(self._parents)))
-        patches.wrap(nn.Module, "__setstate__", self._copied)
-        patches.wrap(Optimizer, "__init__", self._init)
-        patches.wrap(Optimizer, "add_param_group", self._add)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.hook(register_module_parameter_registration_hook(self._note(self._owners)))
+        listeners.hook(register_module_module_registration_hook(self._note(self._parents)))
+        listeners.listen("torch.nn.Module.__setstate__", "made", self._copied)
+        listeners.listen("torch.optim.Optimizer.__init__", "made", self._init)
+        listeners.listen("torch.optim.Optimizer.add_param_group", "made", self._add)
 
     def models(self, parameters: Iterable[Any]) -> list[nn.Module]:
         """The outermost modules that hold these."""

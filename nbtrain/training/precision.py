@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nbtrain.errors import UsageError
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.base import Strategy
 
@@ -93,10 +93,10 @@ class Forwards:
         self.after: Callable[[Any, Any], None] = lambda given, returned: None
         """with what it was given, and what it returned"""
 
-    def patch(self, patches: Patches) -> None:
-        patches.wrap(nn.Module, "__call__", self._call)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.nn.Module.__call__", "precision", self._call)
         if self.form.weights:
-            patches.wrap(torch.autograd, "backward", self._backward)
+            listeners.listen("torch.autograd.backward", "precision", self._backward)
 
     def _call(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.training import collectives
 from nbtrain.training.precision import changed
 from nbtrain.training.steps import Round
@@ -107,12 +107,12 @@ class Scaling:
         self.on = False
         return told
 
-    def patch(self, patches: Patches) -> None:
-        patches.wrap(torch.amp.GradScaler, "scale", self._scaler)
-        patches.wrap(Optimizer, "zero_grad", self._zero_grad)
-        patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
-        patches.keep(register_module_parameter_registration_hook(lambda *_: self.look_again()))
-        patches.keep(register_module_module_registration_hook(lambda *_: self.look_again()))
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.amp.GradScaler.scale", "scaling", self._scaler)
+        listeners.listen("torch.optim.Optimizer.zero_grad", "scaling", self._zero_grad)
+        listeners.listen("torch.Tensor.retain_grad", "scaling", self._retain_grad)
+        listeners.hook(register_module_parameter_registration_hook(lambda *_: self.look_again()))
+        listeners.hook(register_module_module_registration_hook(lambda *_: self.look_again()))
 
     def look_again(self) -> None:
         """Some model may have other parameters than before."""

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import nbtrain.intercept as intercept
 import nbtrain.registry as registry
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.residence import Table
@@ -88,31 +89,36 @@ class Rank:
             raise
         gc.freeze()  # what was imported stays: a collection after a failed cell need not look at it
         self._state("ready")
+        intercept.lay_aside()
         while True:
             message = self.link.receive()
-            if type(message) is Run:
-                self._run(message)
-            elif type(message) is Adopt:
-                self._adopt(message)
-            elif type(message) is Pull:
-                self._pull(message)
-            elif type(message) is Serve:
-                self.twins.pieces.serve(message.lead)
-            elif type(message) is Leave:
-                home = self.twins.leave(message.key, message.reason, message.together)
-                self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
-            elif type(message) is Forget:
-                self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
-                self._found = None
-            elif type(message) is Conclude:
-                self._conclude(message.lead)
-            elif type(message) is Regroup:
-                self.group.dissolve()
-                self.group.form(message.store)
-                self._regrouped = True
-                self._state("ready")
-            elif type(message) is Close:
-                return self._close()
+            with intercept.in_place():
+                if type(message) is Close:
+                    return self._close()
+                self._answer(message)
+
+    def _answer(self, message: Any) -> None:
+        if type(message) is Run:
+            self._run(message)
+        elif type(message) is Adopt:
+            self._adopt(message)
+        elif type(message) is Pull:
+            self._pull(message)
+        elif type(message) is Serve:
+            self.twins.pieces.serve(message.lead)
+        elif type(message) is Leave:
+            home = self.twins.leave(message.key, message.reason, message.together)
+            self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
+        elif type(message) is Forget:
+            self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
+            self._found = None
+        elif type(message) is Conclude:
+            self._conclude(message.lead)
+        elif type(message) is Regroup:
+            self.group.dissolve()
+            self.group.form(message.store)
+            self._regrouped = True
+            self._state("ready")
 
     def _take_place(self) -> None:
         """Threads, device, process group: what makes this process a rank."""

@@ -105,7 +105,7 @@ class Engined(Prepared):
         self.sources = self.inner.sources
         if own and self.device.type == "cuda" and decoupled is not None and self.kernel is None:
             self._fuse()
-        with quiet(), equal_already(deepspeed), as_local_rank(self.device), warnings.catch_warnings():
+        with quiet(), equal_already(), as_local_rank(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.engine = self._initialize(deepspeed, own)
         if not own:

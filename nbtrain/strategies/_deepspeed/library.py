@@ -1,25 +1,15 @@
 """DeepSpeed itself: imported quietly, on this rank's device and process group, and put right where it needs to be.
 
-What is changed in it, once per process, and why:
-
-    comm.torch.build_shm_op   compiles an op for a collective that training does not use: half a minute for nothing
-    torch.compile             while the module of DeepSpeed's Muon is imported, which everybody's optimizer is compared
-                              with: compiling its kernels took ten of the eleven seconds of a first set-up
-    free_param                a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty:
-                              `sum(p.numel() for p in …)` is right, and a penalty on weights outside of the model's
-                              forward is seen instead of being 0
-    OptimizerSwapper          reads a gradient from the disk straight to its place among others. Where that is not a
-                              multiple of 512 bytes the system refuses, and nobody looks: steps were taken with what
-                              had been there before. What is in front of such a multiple stays in memory
+`intercept.TABLE` says which of its functions are replaced, and why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -29,11 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import UsageError
+from nbtrain.intercept import Listeners, listening
 
 COLLAPSED = "nbtrain_collapsed"
 """The attribute of a parameter that says what it shows while it is in pieces."""
 
+_listeners = Listeners()
 _inside: list[object] = []
 _before: dict[str, str | None] = {}
 """of `as_local_rank`"""
@@ -95,49 +88,46 @@ def imported(device: torch.device) -> Any:
     return deepspeed
 
 
+@functools.cache
 def _put_right() -> None:
-    from deepspeed.runtime.zero import partition_parameters as parts
-
-    if getattr(parts.free_param, "nbtrain", False):
-        return
-    comm: Any = sys.modules["deepspeed.comm.torch"]  # as an attribute of deepspeed.comm, `torch` is torch itself
-    comm.build_shm_op = lambda: None
-    compile_it = torch.compile
-    torch.compile = _as_it_is
-    try:
+    """As long as the process lives."""
+    _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
+    with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        torch.compile = compile_it
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
-    empty_it = parts.free_param
+    _listeners.listen(ds.EMPTY_PARAMETER, "deepspeed", _collapsed)
+    _listeners.listen(ds.CUT_TO_BLOCKS, "deepspeed", _aligned)
+
+
+def _collapsed(old: Callable[..., Any]) -> Callable[..., Any]:
+    """`sum(p.numel() for p in …)` is right, and a penalty on weights outside of the model's forward is seen instead of
+    being 0."""
 
     def free_param(parameter: Any) -> None:
-        empty_it(parameter)
+        old(parameter)
         collapsed = vars(parameter).get(COLLAPSED)
         if collapsed is not None:
             parameter.data = collapsed
 
-    free_param.nbtrain = True  # type: ignore[attr-defined]
-    parts.free_param = free_param
-    _align_what_is_swapped()
+    return free_param
 
 
-def _align_what_is_swapped() -> None:
-    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+def _aligned(old: Callable[..., Any]) -> Callable[..., Any]:
+    """It reads a gradient from the disk straight to its place among others. Where that is not a multiple of 512 bytes
+    the system refuses, and nobody looks: steps were taken with what had been there before. What is in front of such a
+    multiple stays in memory."""
 
-    cut_ends = OptimizerSwapper._adjust_for_misaligned_lengths
-
-    def cut(self: Any, tensors: list[torch.Tensor], offsets: list[int]) -> Any:
+    def cut(swapper: Any, tensors: list[torch.Tensor], offsets: list[int]) -> Any:
         pieces, places = [], []
         for tensor, offset in zip(tensors, offsets, strict=True):
-            head = min(-offset % self.numel_alignment, tensor.numel())
+            head = min(-offset % swapper.numel_alignment, tensor.numel())
             pieces += [tensor[:head], tensor[head:]]
             places += [offset, offset + head]
         some = [i for i, piece in enumerate(pieces) if piece.numel()]
-        return cut_ends(self, [pieces[i] for i in some], [places[i] for i in some])
+        return old(swapper, [pieces[i] for i in some], [places[i] for i in some])
 
-    OptimizerSwapper._adjust_for_misaligned_lengths = cut
+    return cut
 
 
 def _late(name: str) -> Callable[..., Any]:
@@ -164,23 +154,23 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def equal_already(deepspeed: Any) -> Iterator[None]:
+def equal_already() -> Iterator[None]:
     """Around `initialize`, which would send every weight from rank 0 to all, under stage 3 twice: they have been
     compared. Those that are filled in later (`nbtrain.empty()`) have no memory that could be sent."""
-    from deepspeed.runtime.zero.partition_parameters import Init
+    with listening(ds.SEND_WEIGHTS, "deepspeed", _not_at_all), listening(ds.SEND_WEIGHT, "deepspeed", _only_cut):
+        yield
 
-    engine = deepspeed.DeepSpeedEngine
-    send_all, send = engine._broadcast_model, Init._zero_init_param
 
-    def cut(self: Any, parameter: Any) -> None:
-        self._convert_to_deepspeed_param(parameter)
+def _not_at_all(old: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda engine: None
+
+
+def _only_cut(old: Callable[..., Any]) -> Callable[..., Any]:
+    def cut(init: Any, parameter: Any) -> None:
+        init._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
-    engine._broadcast_model, Init._zero_init_param = lambda self: None, cut
-    try:
-        yield
-    finally:
-        engine._broadcast_model, Init._zero_init_param = send_all, send
+    return cut
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners, While
 from nbtrain.strategies._pipeline.asked import AGAIN
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.means import NOT_A_MEAN, counts_alike, weights
@@ -98,30 +99,17 @@ class Loss:
         self.named, self.function, self.parameters = named, function, parameters
         self.on = False
         """a cell runs"""
-        self._before: Any = None
-        self._mine: Any = None
         self.most = 0
         """micro-batches whose activations were held at a time, in the last call"""
 
     def enter(self) -> None:
         self.leave()
-        before = self._before = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            first = args[0] if args else None
-            # Of several components each puts a call of its own around the others': the output says whose it is.
-            if type(first) is Waiting and first.found is None and type(module).__name__ == first.loss.named:
-                return first.loss.of(first, module, args[1:], kwargs)
-            return before(module, *args, **kwargs)
-
-        self._mine = nn.Module.__call__ = call  # type: ignore[method-assign]
+        _while.on(self)
         self.on = True
 
     def leave(self) -> None:
         self.on = False
-        if self._before is not None and nn.Module.__call__ is self._mine:
-            nn.Module.__call__ = self._before  # type: ignore[method-assign]
-        self._before = None
+        _while.off(self)
 
     def of(self, waiting: Waiting, criterion: Callable[..., Any], targets: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         reduction = kwargs.get("reduction", getattr(criterion, "reduction", "mean"))
@@ -139,6 +127,24 @@ class Loss:
         found: torch.Tensor = Lossy.apply(turns, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
         self.most = turns.most
         return found
+
+
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.nn.Module.__call__", "criterion", _called)
+
+
+_while: While[Loss] = While(_put)
+
+
+def _called(old: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        # The output says to which component it belongs, and so what its criterion is.
+        if type(first) is Waiting and first.found is None and type(module).__name__ == first.loss.named:
+            return first.loss.of(first, module, args[1:], kwargs)
+        return old(module, *args, **kwargs)
+
+    return call
 
 
 class OneByTurns:

@@ -8,8 +8,7 @@ communicated, and every rank writes down the same. Parts are not looked into. A 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from nbtrain.intercept import listening
 from nbtrain.strategies._pipeline.forms import Reading
 from nbtrain.strategies._pipeline.plan import Line
 from nbtrain.strategies._pipeline.program import Held, OutOfOrder, Program, Ref, Step
@@ -69,7 +69,7 @@ def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.T
                 if isinstance(fake, torch.Tensor):
                     writer.numbers[id(fake)] = number
             args, kwargs = pytree.tree_unflatten(fakes, tree)
-            with writer.calls(), writer:
+            with listening("torch.nn.Module.__call__", "record", writer.calls), writer:
                 returned = plain_class(line.root).forward(line.root, *args, **kwargs)
             output = writer.described(returned)
             shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -160,31 +160,25 @@ class Writer(TorchFunctionMode):
         self.steps.append(step)
         return returned
 
-    @contextmanager
-    def calls(self) -> Iterator[None]:
+    def calls(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """Calls of modules come here."""
-        before: Any = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.inside or id(module) in self.through:
-                return before(module, *args, **kwargs)
+                return old(module, *args, **kwargs)
             step = self._step(module, args, kwargs)
             step.part, step.fixed = self.parts.get(id(module)), True
             self.inside = True
             try:
                 with torch.no_grad():
-                    returned = before(module, *args, **kwargs)
+                    returned = old(module, *args, **kwargs)
             finally:
                 self.inside = False
             step.outs = self._numbered(returned)
             self.steps.append(step)
             return returned
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = before  # type: ignore[method-assign]
+        return call
 
     def described(self, value: Any) -> Any:
         """With `Ref` in the places of values."""

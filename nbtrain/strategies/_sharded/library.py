@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import UsageError
+from nbtrain.intercept import without
 
 OLD = (
     "FairScale is no longer developed (its last release, 0.4.13, is of 2022); `-s fsdp --sharding SHARD_GRAD_OP` and "
@@ -67,16 +67,8 @@ class Never(Optimizer):
 
 def make_oss(oss: Any, parameters: list[torch.Tensor]) -> Any:
     """Whoever watches for new optimizers (training/made.py) is not to take it for one of the user's."""
-    names = ("__init__", "add_param_group")
-    before = {name: vars(Optimizer)[name] for name in names}
-    for name, function in before.items():
-        setattr(Optimizer, name, inspect.unwrap(function))
-    try:
-        with quiet():
-            return oss(parameters, optim=Never)
-    finally:
-        for name, function in before.items():
-            setattr(Optimizer, name, function)
+    with without("torch.optim.Optimizer.__init__", "torch.optim.Optimizer.add_param_group"), quiet():
+        return oss(parameters, optim=Never)
 
 
 def make_parallel(parallel: Any, parameters: list[torch.Tensor], oss: list[Any]) -> Any:
