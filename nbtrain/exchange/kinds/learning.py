@@ -30,7 +30,7 @@ class Module(Kind):
 
     def shell(self, node: Node, walk: Visit) -> Any:
         cls = type(node.obj)
-        return walk.encode(cls.__base__ if _parametrized(node.obj) else cls)
+        return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
@@ -45,7 +45,7 @@ class Module(Kind):
 
         held = vars(obj)
         own = getattr(type(obj), "__getstate__", None)
-        if _parametrized(obj):  # it refuses, because a plain pickle would not find its class
+        if modules.is_parametrized_class(type(obj)):  # it refuses, because a plain pickle would not find its class
             return held
         return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
 
@@ -83,14 +83,8 @@ class Module(Kind):
 
     def settle(self, node: Node) -> None:
         obj = node.obj
-        if "parametrizations" in modules.children(obj) and not _parametrized(obj):
+        if "parametrizations" in modules.children(obj) and not modules.is_parametrized_class(type(obj)):
             modules.parametrize_again(obj)
-
-
-def _parametrized(obj: Any) -> bool:
-    """Whether torch has put it into a class of its own (`weight_norm` and the like)."""
-    made = getattr(type(obj), "__getstate__", None)
-    return getattr(made, "__module__", "") == "torch.nn.utils.parametrize"
 
 
 def _own_setstate(obj: Any) -> bool:
@@ -191,7 +185,7 @@ class Compiled(Opaque):
         node.seen = self._seen(node)
 
     def _seen(self, node: Node) -> tuple[int, int]:
-        return id(modules.compiled(node.obj)), id(node.obj.dynamo_ctx)
+        return id(modules.compiled(node.obj)), id(modules.compiled_by(node.obj))
 
     def look(self, node: Node, walk: Visit) -> Any:
         if self._seen(node) == node.seen:
