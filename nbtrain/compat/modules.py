@@ -82,6 +82,11 @@ def compiled(module: Any) -> Any:
     return held[CHILDREN].get("_orig_mod") if "dynamo_ctx" in held else None
 
 
+def compiled_by(module: Any) -> Any:
+    """What `torch.compile` runs the module with that it returned."""
+    return module.dynamo_ctx
+
+
 def is_compiled_class(cls: type) -> bool:
     """The class of what `torch.compile(model)` returns, told without importing the compiler."""
     return cls.__module__ == "torch._dynamo.eval_frame"
@@ -90,6 +95,12 @@ def is_compiled_class(cls: type) -> bool:
 def recompile_call(module: Any) -> None:
     """A copy of what `torch.compile(model)` returned calls its own inner module."""
     vars(module)["forward"] = module.dynamo_ctx(module._modules["_orig_mod"].__call__)
+
+
+def is_parametrized_class(cls: type) -> bool:
+    """The class that torch makes for a module with parametrizations (`weight_norm` and the like): it refuses to be
+    pickled, by a method of its own."""
+    return getattr(getattr(cls, "__getstate__", None), "__module__", "") == "torch.nn.utils.parametrize"
 
 
 def parametrize_again(module: Any) -> None:

@@ -72,10 +72,8 @@ class Group:
                 _shut(descriptor, inode)
             self._sockets.clear()
         if "nccl" in self.backend and self._ours is not None:
-            import torch.distributed.distributed_c10d as c10d
-
             with suppress(Exception):  # it may be going down by itself
-                c10d._abort_process_group()
+                groups.abort()
 
     def dissolve(self) -> None:
         """Not collective: the others may be gone."""
