@@ -24,10 +24,20 @@ MOVERS = tuple(
 """One function, by which torch moves rows between ranks, under the names of all modules that know it."""
 
 
+def is_divided(tensor: Any) -> bool:
+    """A rank has a part of it: a DTensor, told without importing it, or what stands in for one's gradient."""
+    return hasattr(tensor, LOCAL)
+
+
 def local(tensor: Any) -> torch.Tensor:
     """This rank's part itself; `to_local()` would make a node of a graph of it, or a view."""
     part: torch.Tensor = tensor._local_tensor
     return part
+
+
+def met_undivided(error: BaseException) -> bool:
+    """An operation was given a tensor in pieces and an ordinary one. torch raises no class of its own for it."""
+    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
 
 
 class _Handle:

@@ -35,6 +35,9 @@ INITIALIZER = "_init_weights"
 """Hugging Face's models fill each of their modules by this method."""
 NORM_LAYER = "torch.nn.modules.batchnorm._NormBase"
 """What BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions have in common: running statistics."""
+RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
+"""Methods by which a module fills what it holds: there is no one name. torch's attention and transformers have the
+second."""
 FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 """Lists of its weights that a recurrent layer keeps besides, and of weak references to them."""
 
@@ -43,6 +46,9 @@ its.members("torch.nn.Module", CALL)
 its.members("torch.nn.Module", COMPILED_CALL)
 its.members("torch.nn.utils.parametrize", "_inject_new_class", "_inject_property")
 its.fields("torch.nn.RNNBase", "_flat_weights_names")
+its.members("torch.nn.MultiheadAttention", "_reset_parameters")
+its.members("torch.nn.Transformer", "_reset_parameters")
+its.fields("torch.utils.hooks.RemovableHandle", "id")
 
 
 def parameters(module: Any) -> dict[str, Any]:
@@ -76,6 +82,14 @@ def is_hook_table(attribute: str) -> bool:
     return attribute.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
+def new_hook_key() -> int:
+    """Under which no hook hangs anywhere in this process: as each `register_…_hook` takes its own."""
+    from torch.utils.hooks import RemovableHandle
+
+    key: int = RemovableHandle({}).id
+    return key
+
+
 def compiled(module: Any) -> Any:
     """The module inside of what `torch.compile(model)` returned; None for any other."""
     held = vars(module)
@@ -85,6 +99,11 @@ def compiled(module: Any) -> Any:
 def compiled_by(module: Any) -> Any:
     """What `torch.compile` runs the module with that it returned."""
     return module.dynamo_ctx
+
+
+def uncompiled_path(path: str) -> str:
+    """Of a parameter or buffer: as it is without `torch.compile(model)` around the model or a part of it."""
+    return path.replace("_orig_mod.", "")
 
 
 def is_compiled_class(cls: type) -> bool:

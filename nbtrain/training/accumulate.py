@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.compat.optimizers import MARK, has_schedule_mark
 from nbtrain.errors import NotPrepared, NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
@@ -97,8 +98,8 @@ class Accumulation:
                 self.start_over()
 
         marks: dict[str, Any] = {"nbtrain_gate": self, "before": own}
-        if hasattr(own, "_wrapped_by_lr_sched"):  # schedulers look for it, to warn of steps they cannot see
-            marks["_wrapped_by_lr_sched"] = True
+        if has_schedule_mark(own):
+            marks[MARK] = True
         vars(step).update(marks)
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         self.gated.add(optimizer)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.compat import layers
 from nbtrain.compat.cuda import INITIALISE
 from nbtrain.intercept import Listeners
 from nbtrain.training.collectives import connected, reduce
@@ -79,7 +80,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    layers.check_input(norm, x)
     shape = (1, -1, *[1] * (x.dim() - 2))
     around = [i for i in range(x.dim()) if i != 1]
     wide = x.double()

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from nbtrain.compat import modules
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import is_lazy
 
@@ -50,8 +51,8 @@ class Made:
         """The outermost modules that hold these."""
         found: dict[int, nn.Module] = {}
         for parameter in parameters:
-            owner = _holder(self._owners, parameter, "_parameters")
-            while owner is not None and (parent := _holder(self._parents, owner, "_modules")) is not None:
+            owner = _holder(self._owners, parameter, modules.PARAMETERS)
+            while owner is not None and (parent := _holder(self._parents, owner, modules.CHILDREN)) is not None:
                 owner = parent
             if owner is not None:
                 found[id(owner)] = owner
@@ -79,8 +80,11 @@ class Made:
         def setstate(module: nn.Module, state: Any) -> None:
             old(module, state)
             if self.active():
-                for held, items in ((self._owners, module._parameters), (self._parents, module._modules)):
-                    for item in items.values():  # type: ignore[attr-defined]
+                for held, items in (
+                    (self._owners, modules.parameters(module)),
+                    (self._parents, modules.children(module)),
+                ):
+                    for item in items.values():
                         if item is not None:
                             _hold(held, item, module)
 
