@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.shards import whole
@@ -27,8 +28,6 @@ ALONE = (
     "`norm = float(norm)` on every rank, above `if rank == 0:`"
 )
 NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
-PLACES = ("_redistribute", "_dispatch", "_api")
-"""modules of torch.distributed.tensor that know the function which moves rows between ranks"""
 
 _meshes: list[DeviceMesh] = []
 _undo: list[Callable[[], None]] = []
@@ -56,27 +55,23 @@ def active() -> bool:
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
     if all(isinstance(one, Replicate) for one in tensor.placements):
-        return tensor._local_tensor.detach()
+        return dtensor.local(tensor).detach()
     return whole(tensor)
 
 
 def _patch() -> None:
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    operator: Any = torch.ops.aten._local_scalar_dense.default
-    if isinstance(handlers, dict) and operator not in handlers:
-        handlers[operator] = lambda op, args, kwargs: op(complete(args[0]))
-        _undo.append(lambda: handlers.pop(operator, None))
+    undo = dtensor.read_numbers_by(complete)
+    if undo is not None:
+        _undo.append(undo)
     else:  # then at least where Python asks for it
         for name in NUMBERS:
             _put(DTensor, name, _number(getattr(torch.Tensor, name)))
     _put(DTensor, "__str__", _text)
     _put(DTensor, "__format__", _formatted)
     _put(DTensor, "_repr_pretty_", _shown)
-    for module in [sys.modules.get(f"torch.distributed.tensor.{name}") for name in PLACES]:
-        old = getattr(module, "redistribute_local_tensor", None)
-        if old is not None:
-            _put(module, "redistribute_local_tensor", _met(old))
+    for path in dtensor.movers():
+        place, _, name = path.rpartition(".")
+        _put(sys.modules[place], name, _met(getattr(sys.modules[place], name)))
 
 
 def _put(owner: Any, name: str, new: Any) -> None:
