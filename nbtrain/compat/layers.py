@@ -16,12 +16,12 @@ NormLayer: Any = its.name(NORM_LAYER)
 its.members("torch.nn.SyncBatchNorm", "_check_input_dim")
 
 
-def call_as_torch_does(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Its hooks and its forward, whatever `__call__` of its class, or of the module itself, has become."""
     return nn.Module._call_impl(module, *args, **kwargs)
 
 
-def call_as_class_does(cls: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """As a class that is not the module's own would."""
     return cls._call_impl(module, *args, **kwargs)
 

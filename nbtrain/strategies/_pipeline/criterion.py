@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies._pipeline.asked import AGAIN
@@ -47,7 +47,7 @@ class Waiting(torch.Tensor):
 
     @classmethod
     def of(cls, flow: Flow, loss: Loss) -> Waiting:
-        waiting = torch.Tensor._make_subclass(cls, torch.empty(0))
+        waiting: Waiting = tensors.as_subclass_of(cls, torch.empty(0))
         waiting.flow, waiting.loss, waiting.found = flow, loss, None
         return waiting
 
@@ -86,7 +86,7 @@ class Waiting(torch.Tensor):
             return waiting.flow.place.device
         if isinstance(waiting, Waiting) and func is waiting.loss.function and waiting.found is None:
             return waiting.loss.of(waiting, func, args[1:], kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with tensors.as_plain_tensors():
             args, kwargs = pytree.tree_map_only(Waiting, lambda one: one.computed(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
