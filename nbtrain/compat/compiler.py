@@ -26,7 +26,8 @@ def outside_graphs(function: F) -> F:
 
 
 def mark_outside_graphs(function: Any) -> None:
-    """The same, of a method that a class takes into its body: the compiler looks for the mark."""
+    """A method that a class takes into its body: it becomes no part of its caller's graph. The compiler looks for the
+    mark."""
     function._torchdynamo_disable = True
 
 

@@ -23,8 +23,8 @@ ACCUMULATED_HOOKS = "_post_accumulate_grad_hooks"
 """the table behind `register_post_accumulate_grad_hook`"""
 ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view"})
 """Functions of a tensor, as `__torch_function__` is told their names, that say nothing of its numbers."""
-COMPILER_NOTES = "_dynamo"
-"""How attributes begin that torch's compiler sets on a tensor."""
+COMPILER_NOTES = ("_dynamo", "_specialize_on", "_has_dynamo_dim_marking")
+"""How attributes begin that torch's compiler sets on a tensor, as `mark_dynamic` does."""
 
 its.members(
     "torch.Tensor",

@@ -1,0 +1,673 @@
+"""What nbtrain/compat relies on in torch and no name tells: one small test for each thing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from nbtrain.compat import (
+    compiler,
+    cuda,
+    engine,
+    fake,
+    layers,
+    loaders,
+    modules,
+    optimizers,
+    pytree,
+    tensors,
+)
+from tests.ranks import run_on_ranks
+
+# --- engine --------------------------------------------------------------------------------------
+
+
+def in_hook(see: Any, **options: Any) -> Any:
+    """What `see` returns in the middle of a backward."""
+    x, found = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: found.append(see()))
+    y.sum().backward(**options)
+    return found[0]
+
+
+def test_a_backward_is_told_from_what_is_around_it() -> None:
+    assert not engine.in_backward()
+    assert in_hook(engine.in_backward) is True
+    assert not engine.in_backward()
+    elsewhere: list[bool] = []
+
+    def see() -> None:
+        thread = threading.Thread(target=lambda: elsewhere.append(engine.in_backward()))
+        thread.start()
+        thread.join()
+
+    in_hook(see)
+    assert elsewhere == [False]
+
+
+def test_whether_the_graph_is_kept() -> None:
+    assert in_hook(engine.keeps_graph) is False
+    assert in_hook(engine.keeps_graph, retain_graph=True) is True
+
+
+def test_the_end_of_a_backward_comes_once_and_after_all_gradients() -> None:
+    x, y = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    found: list[bool] = []
+    asked: list[int] = []
+
+    def ask(grad: torch.Tensor) -> None:
+        if not asked:
+            asked.append(1)
+            engine.after_backward(lambda: found.append(x.grad is not None and y.grad is not None))
+
+    for one in (x, y):
+        one.register_hook(ask)
+    (x * y).sum().backward()
+    assert found == [True]
+    (x * y).sum().backward()
+    assert found == [True]
+
+
+def test_hooks_on_what_is_saved() -> None:
+    assert not engine.saves_by_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert engine.saves_by_hooks()
+    assert not engine.saves_by_hooks()
+
+
+def test_inside_of_a_functional_transform() -> None:
+    found: list[bool] = []
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        found.append(engine.in_functional_transform())
+        return x.sum()
+
+    torch.func.vmap(see)(torch.ones(2, 2))
+    torch.func.grad(see)(torch.ones(2))
+    assert found == [True, True]
+    assert not engine.in_functional_transform()
+
+
+def test_an_ordinary_node_gathers_no_unit() -> None:
+    """Those of FSDP2 are in test_on_ranks."""
+    assert not engine.is_unit_gatherer((torch.ones(2, requires_grad=True) * 2).grad_fn)
+
+
+# --- fake ----------------------------------------------------------------------------------------
+
+
+def test_who_asks_for_numbers_where_there_are_none_is_told_from_others() -> None:
+    with fake.FakeTensorMode() as mode:
+        x = torch.ones(3)
+        assert isinstance(x, fake.FakeTensor)
+        assert fake.current_mode() is mode
+        with pytest.raises(Exception) as numbers:
+            x.sum().item()
+        with pytest.raises(Exception) as sizes:
+            x.nonzero()
+        with pytest.raises(Exception) as shapes:
+            x @ torch.ones(4)
+    for caught in (numbers, sizes):
+        assert fake.wants_numbers(caught.value)
+        assert fake.is_of_shapes(caught.value)
+    assert not fake.wants_numbers(shapes.value)
+    assert fake.current_mode() is None
+
+
+def test_what_cannot_be_done_without_numbers_is_said_under_a_name() -> None:
+    assert fake.LOGGER in logging.Logger.manager.loggerDict
+
+
+class Sees(fake.DispatchMode):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if name == "__get__":
+            name = function.__self__.__name__
+        self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_are_counted_and_can_be_left_out() -> None:
+    assert (fake.dispatch_modes(), fake.function_modes()) == (0, 0)
+    with Sees() as mode, Calls():
+        assert (fake.dispatch_modes(), fake.function_modes()) == (1, 1)
+        torch.ones(2)
+        seen = len(mode.operations)
+        assert seen > 0
+        with fake.without_modes():
+            torch.ones(2)
+        assert len(mode.operations) == seen
+    assert (fake.dispatch_modes(), fake.function_modes()) == (0, 0)
+
+
+def test_an_operation_says_what_it_writes_to() -> None:
+    with Sees() as mode:
+        torch.ones(2).add_(1)
+        torch.ones(1).item()
+    writing, reading = mode.operations[-3], mode.operations[-1]
+    assert fake.packet_of(writing) is torch.ops.aten.add_
+    assert fake.schema_of(writing).arguments[0].alias_info.is_write
+    assert reading is fake.READS_A_NUMBER
+    assert not any(one.alias_info for one in fake.schema_of(reading).arguments)
+    assert fake.schema_of(len) is None
+    assert fake.packet_of(len) is len
+
+
+def test_a_mode_is_told_by_name_who_only_asks_or_switches() -> None:
+    x = torch.ones(2)
+    for function in (lambda: tensors.is_view(x), torch.no_grad().__enter__):
+        with Calls() as mode, torch.enable_grad():
+            mode.names.clear()
+            try:
+                function()
+                names = {*mode.names}
+            finally:
+                torch.set_grad_enabled(True)
+        assert names
+        assert names <= fake.ASKS_OF_FORM | fake.SWITCHES, names
+    with Calls() as mode, torch.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    assert {*mode.names} <= fake.SWITCHES
+
+
+def test_attention_and_networks_that_are_one_operation() -> None:
+    query = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with Sees() as mode:
+        F.scaled_dot_product_attention(query, query, query).sum().backward()
+    seen = {fake.packet_of(one) for one in mode.operations}
+    for backward in (False, True):
+        (packet,) = fake.attention_on_cpu(backward)
+        assert packet in seen
+    assert fake.packets("no_such_operation") == []
+    assert fake.whole_networks()
+    assert fake.packets("add", "mul") == [torch.ops.aten.add, torch.ops.aten.mul]
+
+
+# --- compiler ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled() -> Any:
+    """`compile` with a back end that needs no C++ compiler, and what it was given."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    yield lambda function: torch.compile(function, backend=keep), graphs
+    torch.compiler.reset()
+
+
+def test_what_is_outside_of_graphs_is_called_as_it_is(compiled: Any) -> None:
+    compile, graphs = compiled
+    found: list[bool] = []
+
+    @compiler.outside_graphs
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch.compiler.is_compiling())
+        return x + 1
+
+    result = compile(lambda x: outside(x * 3) * 2)(torch.ones(2))
+    assert result.tolist() == [8.0, 8.0]
+    assert found == [False]
+    assert len(graphs) == 2
+    assert compiler.is_loaded()
+    assert compiler.has_compiled()
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_a_marked_method_is_no_part_of_its_callers_graph(compiled: Any, marks: bool) -> None:
+    compile, graphs = compiled
+
+    def call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    if marks:
+        compiler.mark_outside_graphs(call)
+    module = type("Plain", (nn.Module,), {"__call__": call})()
+    assert compile(lambda x: module(x * 3) * 2)(torch.ones(2)).tolist() == [8.0, 8.0]
+    assert (len(graphs) > 1) == marks
+
+
+def test_a_compiled_module_and_its_call(compiled: Any) -> None:
+    compile, graphs = compiled
+    plain = nn.Linear(2, 2)
+    model = compile(plain)
+    assert modules.compiled(model) is plain
+    assert modules.compiled(plain) is None
+    assert modules.is_compiled_class(type(model))
+    assert not modules.is_compiled_class(type(plain))
+    other = copy.copy(model)
+    vars(other)[modules.CHILDREN] = {"_orig_mod": nn.Linear(2, 2)}
+    modules.recompile_call(other)
+    inner, x = modules.compiled(other), torch.ones(1, 2)
+    torch.testing.assert_close(other(x), inner(x))
+    assert not torch.equal(other(x), model(x))
+    assert graphs
+    assert getattr(plain, modules.COMPILED_CALL) is None
+    plain.compile(backend="eager")
+    assert vars(plain)[modules.COMPILED_CALL] is not None
+
+
+# --- cuda ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what waits for CUDA is called at once where it is there")
+def test_what_waits_for_cuda_can_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def call() -> None:
+        calls.append(1)
+
+    queue = torch.cuda._queued_calls
+    before = len(queue)
+    assert cuda.call_when_initialised(torch.cuda, call)
+    assert len(queue) == before + 1
+    assert queue[-1][0] is call
+    cuda.call_no_more(torch.cuda, call)
+    assert len(queue) == before
+    assert not cuda.call_when_initialised(object(), call)
+    owner, _, name = cuda.INITIALISE.rpartition(".")
+    assert owner == "torch.cuda"
+    monkeypatch.setattr(torch.cuda, name, call)
+    torch.cuda.init()
+    assert calls == [1]
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+def test_norm_layers_have_one_class() -> None:
+    for norm in (nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2), nn.LazyBatchNorm2d()):
+        assert isinstance(norm, layers.NormLayer)
+    assert not isinstance(nn.LayerNorm(2), layers.NormLayer)
+    layers.check_input(nn.SyncBatchNorm(2), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="at least 2D input"):
+        layers.check_input(nn.SyncBatchNorm(2), torch.ones(3))
+
+
+class Loud(nn.Module):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return "loud"
+
+    def forward(self, x: int, more: int = 0) -> int:
+        return x + more
+
+
+def test_a_call_below_the_class_goes_through_hooks() -> None:
+    module = Loud()
+    module.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    module.register_forward_hook(lambda module, args, out: out * 10)
+    assert module(1) == "loud"
+    assert layers.call_as_torch_does(module, 1, more=1) == 30
+    assert layers.call_as_class_does(Loud, module, 1) == 20
+
+
+# --- loaders -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_an_iterator_stands(workers: int) -> None:
+    run_on_ranks(_stands, workers, world_size=1)  # workers leave a handler of signals in their process
+
+
+def _stands(rank: int, workers: int) -> None:
+    how = "fork" if workers else None
+    loader = DataLoader(list(range(12)), batch_size=2, num_workers=workers, multiprocessing_context=how)
+    iterator = iter(loader)
+    assert isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter)
+    assert loaders.ITERATOR.endswith("_BaseDataLoaderIter")
+    assert loaders.handed_out(iterator) == 0
+    assert next(iterator).tolist() == [0, 1]
+    assert loaders.handed_out(iterator) == 1
+    loaders.pass_over(iterator)
+    assert loaders.handed_out(iterator) == 1
+    loaders.set_handed_out(iterator, 2)
+    assert next(iterator).tolist() == [4, 5]
+    assert loaders.handed_out(iterator) == 3
+    assert sum(1 for _ in iterator) == 3
+    with pytest.raises(StopIteration):
+        loaders.pass_over(iterator)
+    loaders.end_workers(iterator)
+
+
+def test_the_seed_of_its_workers() -> None:
+    torch.manual_seed(3)
+    iterator = iter(DataLoader(list(range(4))))
+    torch.manual_seed(3)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    assert loaders.base_seed(iterator) == seed
+    loaders.set_base_seed(iterator, 5)
+    assert loaders.base_seed(iterator) == 5
+
+
+def test_workers_that_live_on() -> None:
+    run_on_ranks(_live_on, world_size=1)
+
+
+def _live_on(rank: int) -> None:
+    loader = DataLoader(
+        list(range(8)), batch_size=2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    assert loaders.running(loader) is None
+    iterator = iter(loader)
+    assert loaders.running(loader) is iterator
+    assert vars(loader)[loaders.RUNNING] is iterator
+    assert sum(1 for _ in iterator) == 4
+    assert iter(loader) is iterator
+    object.__setattr__(loader, "batch_sampler", [[7], [0]])
+    loaders.take_batches_anew(loader, iterator)
+    assert len([*iter(loader)]) == 2
+    workers = [*iterator._workers]  # type: ignore[attr-defined]
+    loaders.end_workers(iterator)
+    assert not any(worker.is_alive() for worker in workers)
+    assert loaders.running(DataLoader([1])) is None
+
+
+def test_a_loader_is_asked_for_batches_by_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders.BATCHES, property(lambda loader: [[3], [1]]))
+    assert [batch.tolist() for batch in DataLoader(list(range(4)))] == [[3], [1]]
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def test_a_modules_tables_are_what_it_has() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    linear, norm = module
+    assert modules.children(module) == {"0": linear, "1": norm}
+    assert [*modules.parameters(linear)] == ["weight", "bias"]
+    assert [*modules.buffers(norm)] == ["running_mean", "running_var", "num_batches_tracked"]
+    modules.parameters(linear)["bias"] = None  # type: ignore[assignment]
+    modules.buffers(norm)["running_mean"] = torch.full((2,), 3.0)
+    modules.children(module)["1"] = nn.Identity()
+    assert linear.bias is None
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [3.0, 3.0]
+    assert isinstance(module[1], nn.Identity)
+    for table, found in zip(modules.TABLES, (modules.parameters, modules.buffers, modules.children), strict=True):
+        assert vars(module)[table] is found(module)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert vars(module)[modules.NOT_SAVED] == {"scratch"}
+
+
+def test_hooks_hang_in_tables() -> None:
+    module = nn.Linear(2, 2)
+    assert modules.call_hooks(module) == []
+    after, before = (lambda module, args, out: None), (lambda module, args: None)
+    module.register_forward_hook(after)
+    module.register_forward_pre_hook(before)
+    assert [[*table.values()] for table in modules.forward_hooks(module)] == [[after], [before]]
+    module.register_full_backward_hook(lambda module, gi, go: None)
+    module.register_full_backward_pre_hook(lambda module, go: None)
+    assert len(modules.call_hooks(module)) == 4
+    tables = {name for name, held in vars(module).items() if isinstance(held, OrderedDict)}
+    assert set(modules.ALL_HOOKS) <= {name for name in vars(module) if modules.is_hook_table(name)}
+    assert all(isinstance(vars(module)[name], OrderedDict) for name in modules.ALL_HOOKS)
+    # A table of a newer torch is known, too.
+    assert {name for name in tables if "hooks" in name} == set(modules.ALL_HOOKS)
+    assert not modules.is_hook_table("weight")
+
+
+def test_what_stands_under_fixed_names() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return 1
+
+    (extra,) = Extra(2, 2).state_dict().keys() - nn.Linear(2, 2).state_dict().keys()
+    assert extra.endswith(modules.EXTRA_STATE)
+    assert hasattr(nn.Module, modules.CALL)
+    assert nn.Module.__call__ is not getattr(nn.Module, modules.CALL)
+    rnn = nn.LSTM(2, 2, num_layers=2)
+    flat = vars(rnn)[modules.FLAT_WEIGHTS]
+    assert modules.flat_weight_names(rnn) == [name for name, _ in rnn.named_parameters()]
+    assert all(one is p for one, p in zip(flat, rnn.parameters(), strict=True))
+    assert all(
+        reference() is one for reference, one in zip(vars(rnn)[modules.FLAT_WEIGHT_REFERENCES], flat, strict=True)
+    )
+
+
+def test_parametrizations_can_be_put_on_a_plain_class_again() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    module = nn.Linear(2, 2, bias=False)
+    weight = module.weight.detach().clone()
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Twice())
+    module.__class__ = nn.Linear
+    assert "weight" not in vars(module)
+    modules.parametrize_again(module)
+    torch.testing.assert_close(module.weight, weight * 2)
+    assert torch.nn.utils.parametrize.is_parametrized(module, "weight")
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+def test_an_optimizer_without_its_constructor_steps_and_has_hooks() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    whole = torch.optim.SGD([weight], 0.5)
+    bare = torch.optim.SGD.__new__(torch.optim.SGD)
+    optimizers.make_hook_tables(bare)
+    vars(bare).update(defaults=whole.defaults, param_groups=whole.param_groups, state=whole.state)
+    optimizers.prepare_step(bare)
+    calls: list[str] = []
+    for name in ("a", "b"):
+        before = bare.register_step_pre_hook(lambda *args, name=name: calls.append(f"before {name}"))
+        after = bare.register_step_post_hook(lambda *args, name=name: calls.append(f"after {name}"))
+        if name == "a":
+            first = before
+    optimizers.call_last_before_step(bare, first)
+    optimizers.call_first_after_step(bare, after)
+    bare.register_state_dict_post_hook(lambda optimizer, state: calls.append("state"))
+    weight.grad = torch.ones(1)
+    bare.step()
+    bare.state_dict()
+    assert calls == ["before b", "before a", "after b", "after a", "state"]
+    assert weight.item() == 0.5
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_a_schedule_warns_of_an_optimizer_that_has_not_stepped(says: bool) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.5)
+    assert not optimizers.has_schedule_mark(optimizer.step)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert optimizers.has_schedule_mark(optimizer.step)
+    if says:
+        optimizers.say_stepped(optimizer)
+        schedule.step()
+    else:
+        with pytest.warns(UserWarning, match="before `optimizer.step"):
+            schedule.step()
+
+
+def test_a_schedules_mark_can_be_made_again() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    del optimizer.step
+    assert not optimizers.has_schedule_mark(optimizer.step)
+    optimizers.watch_for_schedule(optimizer, schedule)
+    assert optimizers.has_schedule_mark(optimizer.step)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    schedule.step()  # warns of nothing: it was seen
+    assert weight.item() == 0.5
+    plateau = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.5)
+    optimizers.watch_for_schedule(plateau, object())
+    assert not optimizers.has_schedule_mark(plateau.step)
+
+
+# --- pytree --------------------------------------------------------------------------------------
+
+
+def test_trees_are_taken_apart_and_made_anew() -> None:
+    tree = {"a": [1, (2.0, None)], "b": OrderedDict(c=3)}
+    leaves, form = pytree.tree_flatten(tree)
+    assert leaves == pytree.tree_leaves(tree) == [1, 2.0, None, 3]
+    assert pytree.tree_unflatten(leaves, form) == tree
+    assert pytree.tree_map(str, tree)["a"] == ["1", ("2.0", "None")]
+    assert pytree.tree_map_only(int, lambda x: x + 1, tree) == {"a": [2, (2.0, None)], "b": OrderedDict(c=4)}
+    assert pytree.is_container(list)
+    assert pytree.is_container(OrderedDict)
+    assert not pytree.is_container(set)
+    assert pytree.is_named_tuple(torch.ones(2, 2).max(0)) in (True, False)
+    from collections import namedtuple
+
+    pair = namedtuple("pair", "x y")(1, 2)
+    assert pytree.is_named_tuple(pair)
+    assert not pytree.is_named_tuple((1, 2))
+    assert pytree.tree_leaves(pair) == [1, 2]
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def test_versions_views_and_memory() -> None:
+    x = torch.ones(4)
+    view = x[1:]
+    before = tensors.version(x)
+    view.add_(1)
+    assert tensors.version(x) == tensors.version(view) == before + 1
+    x.data.add_(1)
+    assert tensors.version(x) == before + 1
+    assert tensors.is_view(view)
+    assert not tensors.is_view(x)
+    storage = tensors.memory_id(x.untyped_storage())
+    assert tensors.memory_id(view.untyped_storage()) == storage
+    assert tensors.memory_id(x.clone().untyped_storage()) != storage
+    empty = [torch.ones(0), torch.ones(0)]
+    assert len({tensors.memory_id(one.untyped_storage()) for one in empty}) == 2
+
+
+def test_parts_of_a_sparse_tensor_are_not_coalesced() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    indices, values = tensors.sparse_parts(sparse)
+    assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
+    assert tensors.sparse_values(sparse).tolist() == [2.0, 3.0]
+    assert not sparse.is_coalesced()
+
+
+def test_marks_on_views() -> None:
+    x = torch.tensor([1 + 2j])
+    assert tensors.conjugate_view(x).is_conj()
+    assert tensors.conjugate_view(tensors.conjugate_view(x).resolve_conj()).is_conj()
+    assert tensors.negative_view(torch.ones(2)).is_neg()
+    assert tensors.negative_view(torch.ones(2)).tolist() == [-1.0, -1.0]
+
+
+def test_hooks_of_a_gradient_hang_in_tables() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert tensors.hook_tables(weight) == (None, None)
+    on, after = (lambda grad: None), (lambda param: None)
+    weight.register_hook(on)
+    weight.register_post_accumulate_grad_hook(after)
+    assert [[*(table or {}).values()] for table in tensors.hook_tables(weight)] == [[on], [after]]
+    calls: list[int] = []
+    for name in (tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS):
+        table = tensors.hook_table(weight, name)
+        assert table is not None
+        table[next(iter(table))] = lambda one, name=name: calls.append(name)
+    weight.sum().backward()
+    assert calls == [tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS]
+    assert tensors.can_have_hooks(torch.Tensor)
+    assert not tensors.can_have_hooks(list)
+
+
+def test_a_mode_is_told_by_name_who_asks_of_form() -> None:
+    x = torch.ones(2)
+    with Calls() as mode:
+        tensors.version(x)
+        tensors.is_view(x)
+        tensors.hook_tables(x)
+    assert {*mode.names} - {"_post_accumulate_grad_hooks"} <= tensors.ASKS_OF_FORM
+
+
+def test_the_compiler_notes_on_a_tensor(compiled: Any) -> None:
+    x = torch.ones(2)
+    mark = __import__(compiler.MODULE, fromlist=["mark_dynamic"]).mark_dynamic
+    mark(x, 0)
+    assert vars(x)
+    assert all(name.startswith(tensors.COMPILER_NOTES) for name in vars(x))
+
+
+def test_a_tensor_gets_the_memory_of_another() -> None:
+    x, new = torch.ones(2), torch.zeros(3)
+    assert not tensors.has_other_owners(x)
+    view = x[:1]
+    assert tensors.has_other_owners(x)
+    del view
+    kept = id(x)
+    tensors.swap_memory(x, new)
+    assert (id(x), x.shape, new.shape) == (kept, (3,), (2,))
+
+
+class Own(torch.Tensor):
+    seen: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_subclasses_can_be_passed_by() -> None:
+    Own.seen.clear()
+    x = torch.ones(2)
+    own = tensors.as_subclass_of(Own, x)
+    assert type(own) is Own
+    assert own.data_ptr() == x.data_ptr()
+    Own.seen.clear()
+    with tensors.as_plain_tensors():
+        own.add(1)
+    assert Own.seen == []
+    own.add(1)
+    assert Own.seen
+
+
+def test_many_tensors_at_once() -> None:
+    many = [torch.full((2, 2), 2.0), torch.full((3,), 3.0)]
+    flat = tensors.flatten(many)
+    assert flat.tolist() == [2.0] * 4 + [3.0] * 3
+    views = tensors.unflatten(flat, many)
+    assert [view.shape for view in views] == [(2, 2), (3,)]
+    flat.mul_(2)
+    assert views[1].tolist() == [6.0] * 3
+    tensors.multiply(many, 0.5)
+    assert many[0].sum() == 4
+    tensors.copy(many, [torch.zeros(2, 2), torch.ones(3)])
+    assert [one.sum().item() for one in many] == [0.0, 3.0]
+    assert [norm.item() for norm in tensors.norms(many, 1.0)] == [0.0, 3.0]
+    flag = torch.zeros(1)
+    tensors.unscale(many, flag, torch.full((1,), 0.5))
+    assert (many[1].tolist(), flag.item()) == ([0.5] * 3, 0.0)
+    many[0][0, 0] = float("inf")
+    tensors.unscale(many, flag, torch.full((1,), 0.5))
+    assert flag.item() == 1.0

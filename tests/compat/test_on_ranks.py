@@ -1,0 +1,145 @@
+"""What nbtrain/compat relies on where there are several ranks: DTensor, process groups, FSDP2's nodes in a graph."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from nbtrain.compat import dtensor, engine, groups
+from tests.ranks import run_on_ranks
+
+
+def replaced(path: str, wrap: Any) -> Any:
+    """Puts `wrap(old)` there; returns what takes it back."""
+    *way, name = path.split(".")
+    owner: Any = reduce(getattr, way[1:], __import__(way[0]))
+    old = getattr(owner, name)
+    setattr(owner, name, wrap(old))
+    return lambda: setattr(owner, name, old)
+
+
+def _parts(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    part = dtensor.local(whole)
+    assert type(part) is torch.Tensor
+    assert part.tolist() == [[0.0, 1.0], [2.0, 3.0]][rank]
+    assert getattr(whole, dtensor.LOCAL) is part
+    moves: list[str] = []
+
+    def count(path: str) -> Any:
+        def wrap(old: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                moves.append(path)
+                return old(*args, **kwargs)
+
+            return call
+
+        return wrap
+
+    ways = dtensor.movers()
+    assert ways
+    undo = [replaced(path, count(path)) for path in ways]
+    try:
+        assert whole.redistribute(mesh, [Replicate()]).to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        for one in undo:
+            one()
+    assert len(moves) == 1, moves
+
+
+def test_a_ranks_part_and_who_moves_rows() -> None:
+    run_on_ranks(_parts)
+
+
+def _numbers(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, [Shard(0)])
+    asked: list[int] = []
+
+    def complete(tensor: Any) -> torch.Tensor:
+        asked.append(1)
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole.sum()
+
+    undo = dtensor.read_numbers_by(complete)
+    assert undo is not None
+    assert dtensor.read_numbers_by(complete) is None  # somebody else's stays
+    # A rank alone has one number; what was asked for is the sum over both.
+    one = DTensor.from_local(torch.full((), float(rank + 1)), mesh, [Replicate()], run_check=False)
+    found = [sharded.sum().item(), float(one)]
+    undo()
+    assert len(asked) == 2
+    again = dtensor.read_numbers_by(complete)
+    assert again is not None
+    again()
+    return found
+
+
+def test_numbers_are_read_by_another_function() -> None:
+    assert run_on_ranks(_numbers) == [[3.0, 1.0], [3.0, 2.0]]
+
+
+def _nodes(rank: int) -> tuple[bool, bool]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def gathers(model: nn.Module) -> bool:
+        found, todo = False, [model(torch.ones(1, 2, requires_grad=True)).sum().grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None:
+                found = found or engine.is_unit_gatherer(node)
+                todo += [after for after, _ in node.next_functions]
+        return found
+
+    return gathers(model), gathers(nn.Linear(2, 2))
+
+
+def test_nodes_that_gather_a_unit_are_known() -> None:
+    assert run_on_ranks(_nodes) == [(True, False)] * 2
+
+
+def _groups(rank: int) -> int:
+    made: list[str] = []
+
+    def wrap(old: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append("group")
+            return old(*args, **kwargs)
+
+        return call
+
+    undo = replaced(groups.MAKE, wrap)
+    dist.new_group([0, 1])
+    init_device_mesh("cpu", (2, 1))
+    undo()
+    return len(made)
+
+
+def test_every_group_is_made_in_one_place() -> None:
+    assert all(count >= 2 for count in run_on_ranks(_groups))
+
+
+def _ended(rank: int) -> bool:
+    """gloo knows of no abort, and torch's call forgets its groups all the same."""
+    dist.barrier()
+    groups.abort()
+    ended = not dist.is_initialized()
+    if ended:  # who has forked this ends a group
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ended
+
+
+def test_groups_are_ended() -> None:
+    assert run_on_ranks(_ended) == [True, True]
