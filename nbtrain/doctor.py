@@ -38,7 +38,6 @@ PACKAGES: Mapping[str, str] = {
     "ipywidgets": "7.7",
     "anywidget": "0.9",
     "cloudpickle": "3.0",
-    "numpy": "1.26",
     "psutil": "5.9",
 }
 """What nbtrain cannot do without, and from which version."""
