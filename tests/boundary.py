@@ -303,7 +303,9 @@ class _Private(ast.NodeVisitor):
         for part in node.values:
             if isinstance(part, ast.Constant):
                 text = str(part.value)
-                if node not in self.file.texts and re.search(r"(^|\w)\._[a-z]", text) and re.fullmatch(r"[\w.]+", text):
+                known = text.rpartition(".")[2] in DOCUMENTED
+                path = re.search(r"(^|\w)\._[a-z]", text) and re.fullmatch(r"[\w.]+", text)
+                if node not in self.file.texts and path and not known:
                     self._add(node, f"{text!r} is part of the path of something private")
             else:
                 self.visit(part)

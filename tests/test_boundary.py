@@ -22,6 +22,10 @@ SETTINGS = {
     "sys.__stderr__": "a rank has no other: what a cell puts back is to go to the notebook, too",
     "sys.breakpointhook": "Python documents it as a hook to set",
     "sys.{name}": "the last error, which Python sets and a rank takes away again",
+    "builtins.input": "nobody can type on a rank, whose process has no other use; a kernel sets it, too",
+    "getpass.getpass": "the same",
+    "importlib.machinery.SourceFileLoader.path_stats": "Python's: a rank knows from it which files it has read, also "
+    "between cells, for as long as its process lives",
     "builtins.{name}": "nbtrain's own names, which a rank's cells know without importing them",
 }
 """What is made to be set. path → why"""
