@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -98,7 +99,7 @@ def _sets(cls: type, name: str) -> bool:
 
 
 def _other_parameters(path: str, parameters: tuple[str, ...]) -> str:
-    function = find(path)
+    function = inspect.unwrap(find(path))  # nbtrain itself may have replaced it
     code = getattr(function, "__code__", None)
     if code is None:  # of C: it cannot be asked
         return ""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed import config, ops, sentences
 from nbtrain.strategies._deepspeed.attachments import Attachments
@@ -204,7 +205,7 @@ class Engined(Prepared):
         self.gradients.leave()
         if self.stage == 3:
             with suppress(Exception):  # a cell that was cut short has left some in flight: the component goes then
-                self.engine.optimizer._partition_all_parameters()
+                ds.let_go_of_whole(self.engine.optimizer)
         self._hide()
 
     def pause(self) -> None:
@@ -218,7 +219,7 @@ class Engined(Prepared):
         self.weights.follow_edits(self.trained)
         self.gradients.pause()
         if self.stage == 3:
-            self.engine.optimizer._partition_all_parameters()
+            ds.let_go_of_whole(self.engine.optimizer)
         self._hide()
 
     def _hide(self) -> None:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.errors import UsageError
+from nbtrain.compat import fit
+from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.intercept import Listeners, listening
 
 COLLAPSED = "nbtrain_collapsed"
@@ -42,18 +43,9 @@ def library(device: torch.device) -> Any:
     world = dist.group.WORLD
     if _group is not world:  # it was formed anew: what DeepSpeed remembers of groups is of the old one
         with quiet():
-            comm: Any = import_module("deepspeed.comm.comm")
-            groups: Any = import_module("deepspeed.utils.groups")
-            comm.cdb = None
-            for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
-                setattr(groups, name, None)
-            groups._ALL_TO_ALL_GROUP = {}
-            deepspeed.init_distributed(verbose=False)
-            # Not a clone of the group, and torch's functions as they are when they are called: who watches over what
-            # ranks enter, so that nobody waits for one that has gone another way, is to see these, too.
-            groups._WORLD_GROUP = world
-            comm.cdb.all_gather_function = _late("all_gather_into_tensor")
-            comm.cdb.reduce_scatter_function = _late("reduce_scatter_tensor")
+            # torch's functions as they are when they are called: who watches over what ranks enter, so that nobody
+            # waits for one that has gone another way, is to see these, too.
+            ds.use_group(world, _late("all_gather_into_tensor"), _late("reduce_scatter_tensor"))
         _group = world
     _number_alike()
     return deepspeed
@@ -62,13 +54,9 @@ def library(device: torch.device) -> Any:
 def _number_alike() -> None:
     """Stage 3 numbers parameters and modules as long as a process lives, and compares the numbers between ranks: one
     that has taken a dead one's place would begin at zero. Collective."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
-    counts = torch.tensor([Init.param_id, modules[0]])
+    counts = torch.tensor(ds.counts())
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    Init.param_id, modules[0] = counts.tolist()
+    ds.set_counts(*counts.tolist())
 
 
 def imported(device: torch.device) -> Any:
@@ -94,6 +82,9 @@ def _put_right() -> None:
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    fit.lacks.cache_clear()  # what DeepSpeed lacks is known from now on
+    if reason := fit.refusal("deepspeed", ["deepspeed"], "fsdp"):
+        raise VersionMismatch(reason)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
     _listeners.listen(ds.EMPTY_PARAMETER, "deepspeed", _collapsed)
@@ -167,8 +158,7 @@ def _not_at_all(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _only_cut(old: Callable[..., Any]) -> Callable[..., Any]:
     def cut(init: Any, parameter: Any) -> None:
-        init._convert_to_deepspeed_param(parameter)
-        parameter.partition()
+        ds.cut_up(init, parameter)
 
     return cut
 
@@ -201,26 +191,4 @@ def destroy(engine: Any) -> None:
     try:
         engine.destroy()
     finally:
-        leave_tables(engine)
-
-
-def leave_tables(engine: Any) -> int:
-    """DeepSpeed's modules forget it; how often it was in the table that is not filled again by itself."""
-    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
-
-    stack = parameter_offload.FWD_MODULE_STACK
-    before = len(stack)
-    stack[:] = [module for module in stack if module is not engine.module]
-    # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
-    for function in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
-        for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
-            if hasattr(one, "cache_clear"):
-                one.cache_clear()
-    return before - len(stack)
-
-
-def enter_tables(engine: Any, times: int) -> None:
-    """The opposite."""
-    from deepspeed.runtime.zero import parameter_offload
-
-    parameter_offload.FWD_MODULE_STACK[:0] = [engine.module] * times
+        ds.forget_module(engine.module)

@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat.horovod import START, WAIT
+from nbtrain.compat.horovod import START, WAIT, forget_sent
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 
@@ -79,10 +79,7 @@ class Session:
             return
         self._ending = None
         atexit.unregister(hvd.shutdown)
-        for handle in list(hvd.mpi_ops._handle_map):
-            with suppress(Exception):  # that it was shut down
-                hvd.synchronize(handle)
-        hvd.mpi_ops._handle_map.clear()
+        forget_sent()
 
     def _goes_on(self, hvd: Any) -> Any:
         """A cell's own `hvd.init()` would not find the other ranks: each would train alone."""
@@ -99,12 +96,11 @@ class Session:
 
     def _can_be_interrupted(self, hvd: Any) -> Any:
         """Waiting in Horovod is done in C, at full speed and deaf to interrupts: do it here."""
-        poll = hvd.mpi_ops.mpi_lib.horovod_torch_poll
 
         def make(old: Any) -> Any:
             def wait(handle: int) -> None:
                 nap, last = NAPS
-                while not poll(handle):
+                while not hvd.poll(handle):
                     time.sleep(nap)
                     nap = min(nap * 1.5, last)
                 old(handle)

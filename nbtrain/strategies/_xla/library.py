@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat import xla
 from nbtrain.errors import UsageError
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
@@ -24,7 +25,7 @@ def take_place(info: RankInfo) -> None:
     """In a rank, before anything else of XLA: which of the machine's devices is its own."""
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     try:
-        from torch_xla._internal import pjrt
+        runtime = xla.runtime()
     except ImportError as error:
         raise UsageError(
             f"--accelerator tpu: torch_xla cannot be imported ({error}): pip install torch_xla, of the version that "
@@ -33,12 +34,10 @@ def take_place(info: RankInfo) -> None:
     _listeners.listen("torch.Tensor.__reduce_ex__", "xla", _pickle_as_cpu)
     if os.environ["PJRT_DEVICE"] == "CPU":  # XLA's CPU client knows one process
         return
-    # What `init_process_group("xla", init_method="xla://")` does under torchrun, without the port that it opens: the
-    # ranks have a process group already.
     if info.world_size > 1:
-        pjrt.initialize_multiprocess(info.local_rank, info.world_size // info.nodes)
+        runtime.initialize_multiprocess(info.local_rank, info.world_size // info.nodes)
     else:
-        pjrt.initialize_singleprocess()
+        runtime.initialize_singleprocess()
 
 
 def _pickle_as_cpu(old: Callable[..., Any]) -> Callable[..., Any]:
