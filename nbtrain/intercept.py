@@ -233,6 +233,7 @@ TABLE: tuple[Row, ...] = (
     Row(ds.CUT_TO_BLOCKS, {"deepspeed": "gradients are read from the disk to where they belong"}),
     Row(ds.SEND_WEIGHTS, {"deepspeed": "weights that have been compared are not sent again while an engine is made"}),
     Row(ds.SEND_WEIGHT, {"deepspeed": "the same, under stage 3"}),
+    Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
     Row(hvd.START, {"horovod": "a cell's own hvd.init() goes on with the ranks there are"}),
     Row(hvd.WAIT, {"horovod": "waiting can be interrupted, and does not take a processor"}),
 )
@@ -358,7 +359,7 @@ class _Place:
         self.theirs: Any = _ABSENT
         """somebody else's, that was put in the place of ours"""
         self.chain: Any = self.found
-        self.ours = twin.ours if twin is not None and twin.found is self.found else self._wrapper()
+        self.ours: Any = twin.ours if twin is not None and twin.found is self.found else self._wrapper()
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
         """Returns what ends it."""

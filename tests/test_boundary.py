@@ -22,6 +22,7 @@ SETTINGS = {
     "sys.__stderr__": "a rank has no other: what a cell puts back is to go to the notebook, too",
     "sys.breakpointhook": "Python documents it as a hook to set",
     "sys.{name}": "the last error, which Python sets and a rank takes away again",
+    "deepspeed.runtime.zero.partition_parameters.Init.param_id": "a counter of DeepSpeed's, which ranks compare",
     "builtins.input": "nobody can type on a rank, whose process has no other use; a kernel sets it, too",
     "getpass.getpass": "the same",
     "importlib.machinery.SourceFileLoader.path_stats": "Python's: a rank knows from it which files it has read, also "

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels import Kernel
 from tests.notebook import TRAIN, Notebook
 
-IMPORTS = "from torch.nn.utils import clip_grad_norm_\nfrom torch.autograd import backward, grad\nfrom torch import save"
+IMPORTS = "from torch.nn.utils import clip_grad_norm_\nfrom torch.autograd import backward\nfrom torch import save"
 
 LOOP = """
 for x, y in loader:
