@@ -21,12 +21,8 @@ import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-<<<<<<< HEAD
 from nbtrain.compat import arrays, kernel, namespaces, pickling, python
-=======
-from nbtrain.compat import arrays, kernel, pickling, python
 from nbtrain.training.become import become
->>>>>>> part-f
 from tests.kernels import Kernel, Result
 from tests.shells import bare_shell
 
