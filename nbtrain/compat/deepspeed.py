@@ -1,8 +1,12 @@
 """DeepSpeed: what its engine and its optimizers keep of gradients, pieces and hooks, and where they are in a backward.
 
 DeepSpeed calls its wrapper of the model the engine; the engine's optimizer, here `zero`, cuts parameters and gradients
-up, holds the pieces and steps them. Nothing here imports DeepSpeed before it is used. 0.18.9 to 0.19.8 have all of it,
-but for what says so.
+up, holds the pieces and steps them. Nothing here imports DeepSpeed before it is used.
+
+All of it is there in 0.19.5 to 0.19.8, but for what says so. Before 0.19.4 DeepSpeed cannot be told that the loop
+decides when a step is taken (`managed_gradient_accumulation`): each backward ends the gathering of gradients, and a
+loop that adds up several would step the last one alone. 0.19.4 can, but not where the optimizer is offloaded. `check`
+finds both, and they are refused.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ its.fields("deepspeed.comm.torch.TorchBackend", "all_gather_function", "reduce_s
 its.members(
     _ENGINE, "_backward_prologue", "_backward_post_hook", "allreduce_gradients", "is_gradient_accumulation_boundary"
 )
-its.fields(_ENGINE, "_manual_backward_expected", "enable_backward_allreduce", "basic_optimizer")
+its.members(_ENGINE, "managed_gradient_accumulation")
+its.fields(_ENGINE, "_manual_backward_expected", "_running_engine_step", "enable_backward_allreduce", "basic_optimizer")
 its.members(
     _BASE,
     *("_backward_active_depth", "clear_backward_seen_flag", "exit_backward"),
@@ -76,6 +81,7 @@ its.fields(
 its.members(_TWO, "process_gradients", "scaled_global_norm", "override_loss_scale", "get_param_id")
 its.fields(
     _TWO,
+    "_offload_accumulated_param_ids",
     *("all_grad_tensors", "averaged_gradients", "bit16_groups", "cpu_offload", "ipg_buckets", "micro_step_id"),
     *("parallel_partitioned_bit16_groups", "params_already_reduced", "params_in_partition", "partition_size"),
     *("real_dp_process_group", "round_robin_bit16_groups", "single_partition_of_fp32_groups"),
@@ -88,6 +94,7 @@ its.members(
 )
 its.fields(
     _THREE,
+    "_offload_boundary_param_ids",
     *("fp16_groups", "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_position"),
     *("ipg_buckets", "offload_optimizer", "params_already_reduced"),
 )
@@ -235,13 +242,13 @@ def gather_all(engine: Any) -> None:
 
 
 def is_in_one_piece(zero: Any, group: int) -> bool:
-    """Stage 2 keeps this group's gradients as one flat piece and not each by itself. 0.18.9 always has each."""
+    """Stage 2 keeps this group's gradients as one flat piece and not each by itself. Until 0.19.7 it never does."""
     compact = getattr(zero, "_use_compact_grad_partition_buffer", None)
     return compact is not None and bool(compact(group))
 
 
 def forget_arrivals(zero: Any) -> None:
-    """Which gradients are on the host. 0.18.9 keeps no such sets."""
+    """Which gradients are on the host: stages 1 and 2 have another set for it than stage 3."""
     for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
         if hasattr(zero, name):
             setattr(zero, name, set())
@@ -251,8 +258,8 @@ def forget_arrivals(zero: Any) -> None:
 
 
 def in_order(zero: Any, group: int) -> Iterator[tuple[Any, int]]:
-    """Stages 1 and 2: the parameters of a group, and where each begins in the group's flat tensor. 0.18.9 lays them one
-    behind the other, and has no list of it."""
+    """Stages 1 and 2: the parameters of a group, and where each begins in the group's flat tensor. Until 0.19.6 there
+    is no list of it, and they lie one behind the other."""
     members = zero.round_robin_bit16_groups[group]
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
     if offsets is not None:
