@@ -44,10 +44,9 @@ installed: $(INSTALLED) $(FRONT_END)
 environments: $(INSTALLED)
 	@$(BIN)/python .ci/environments
 
-# In an environment of its own, made by the Python that is named: .venv is not needed.
+# In an environment of its own: .venv is not needed. Without TORCH it is the newest that was tried.
 compat:
-	@[ -n "$(TORCH)" ] || { echo 'which torch? make compat TORCH=2.15.0 PYTHON=python3.13'; exit 1; }
-	@$(or $(PYTHON),python3) .ci/compat $(TORCH) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
+	@python3 .ci/compat $(or $(TORCH),newest) $(if $(PYTHON),--python $(PYTHON)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
 js: $(FRONT_END)
 	$(BIN)/pytest tests/test_front_end.py

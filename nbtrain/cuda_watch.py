@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.probes as probes
+from nbtrain.compat import cuda, python
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -38,7 +39,7 @@ class Origin:
 class CudaWatch:
     """Notes the first initialisation of CUDA in this process.
 
-    torch runs what is queued by `torch.cuda._lazy_call` at the moment it initialises: one queued
+    torch runs what is queued there at the moment it initialises: one queued
     function there sees the stack. It can only be queued once torch is imported, which is looked for
     between cells; for CUDA that wakes in the very cell that imports torch first, and for CUDA that
     another library wakes, the cell is known but not the line. What happened before nbtrain was
@@ -62,8 +63,7 @@ class CudaWatch:
         for event, function in (("pre_run_cell", self._before_cell), ("post_run_cell", self._after_cell)):
             self._shell.events.unregister(event, function)
         if self._torch is not None:
-            queue = getattr(self._torch, "_queued_calls", [])
-            queue[:] = [call for call in queue if call[0] != self._note]
+            cuda.call_no_more(self._torch, self._note)
 
     def _before_cell(self, info: Any) -> None:
         self._look(None)
@@ -82,16 +82,15 @@ class CudaWatch:
         if self._initialised() is not None:
             self.origin = Origin(cell)
             return
-        cuda = getattr(sys.modules.get("torch"), "cuda", None)
-        if self._torch is None and cuda is not None and hasattr(cuda, "_lazy_call"):
-            self._torch = cuda
-            cuda._lazy_call(self._note)
+        found = getattr(sys.modules.get("torch"), "cuda", None)
+        if self._torch is None and found is not None and cuda.call_when_initialised(found, self._note):
+            self._torch = found
 
     def _note(self) -> None:
         """Called by torch, on the stack of whoever needed CUDA."""
         if self.origin is not None:
             return
-        frames = list(_stack(sys._getframe(1)))
+        frames = list(_stack(python.caller()))
         own = next((frame for frame in reversed(frames) if frame.f_globals is self._shell.user_ns), None)
         if own is None:
             self.origin = Origin(None)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import nbtrain.devices as devices
 import nbtrain.probes as probes
 import nbtrain.registry as registry
+from nbtrain.compat import versions as tried
 from nbtrain.cuda_watch import Origin, latest
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 PACKAGES: Mapping[str, str] = {
-    "torch": "2.6",
+    "torch": "2.8",
+    "numpy": "1.26",
     "ipython": "7.34",
     "ipykernel": "6.17",
     "ipywidgets": "7.7",
     "anywidget": "0.9",
     "cloudpickle": "3.0",
-    "numpy": "1.26",
     "psutil": "5.9",
 }
 """What nbtrain cannot do without, and from which version."""
@@ -125,19 +126,35 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
             yield Finding("bad", "versions", f"{name} is not installed", f'pip install "{name}>={least}"')
         elif found is None:
             yield Finding("note", "versions", f"{name} runs from its source folder, it is not installed")
-        elif name == "ipykernel" and _numbers(found)[:2] == (7, 0):
+        elif name == "ipykernel" and tried.release(found)[:2] == (7, 0):
             yield Finding(
                 "warn",
                 "versions",
                 f"ipykernel {found} loses what threads print and show: a run's output may stand still",
                 'pip install "ipykernel>=6.17,!=7.0.*" and restart the kernel',
             )
-        elif least is not None and _numbers(found) < _numbers(least):
+        elif least is not None and tried.release(found) < tried.release(least):
             yield Finding(
                 "bad",
                 "versions",
                 f"{name} {found} is older than {least}, the oldest that nbtrain supports",
                 f'pip install "{name}>={least}" and restart the kernel',
+            )
+        elif tried.newest(name) and tried.release(found) > tried.release(tried.newest(name)):
+            newest = tried.newest(name)
+            yield Finding(
+                "note",
+                "versions",
+                f"{name} {found} is newer than {newest}, the newest that nbtrain was run with; a strategy that does "
+                "not fit it will say so",
+                f'if something fails: pip install "{name}=={newest}" and restart the kernel',
+            )
+        elif tried.oldest(name) and tried.release(found) < tried.release(tried.oldest(name)):
+            yield Finding(
+                "warn",
+                "versions",
+                f"{name} {found} is older than {tried.oldest(name)}, the oldest that nbtrain was run with",
+                f'pip install "{name}>={tried.oldest(name)}" and restart the kernel',
             )
         else:
             good.append(f"{name} {found}")
@@ -219,7 +236,7 @@ def check_compiler(torch_cuda: str | None, nvcc: str | None) -> Iterator[Finding
         yield Finding(
             "note", "nvcc", f"torch is built with CUDA {torch_cuda}; without nvcc no extension can be compiled"
         )
-    elif _numbers(nvcc)[:1] != _numbers(torch_cuda)[:1]:
+    elif tried.release(nvcc)[:1] != tried.release(torch_cuda)[:1]:
         yield Finding(
             "warn",
             "nvcc",
@@ -288,7 +305,8 @@ def nvcc_version() -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in ("nbtrain", *PACKAGES)}
+    extras = [name for name in tried.TRIED if name not in PACKAGES and _version(name) is not None]
+    return {name: _version(name) for name in ("nbtrain", *PACKAGES, *extras)}
 
 
 def _version(name: str) -> str | None:
@@ -303,12 +321,6 @@ def _installed(package: str) -> bool:
         return find_spec(package) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.6.0+cu124` → (2, 6, 0)"""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def _size(count: int) -> str:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from nbtrain.errors import UsageError
+from nbtrain.compat import fit
+from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.specs import Needs
 
 
@@ -30,6 +31,10 @@ class Entry:
     """what it was never run on, which is said wherever it is offered"""
     package: str = ""
     """that announces it; nbtrain's own have none"""
+    internals: tuple[str, ...] = fit.EVERYWHERE
+    """files of `compat` without which it cannot be run"""
+    instead: str = ""
+    """a strategy that can be, where these do not fit"""
 
     def load(self) -> Any:
         module, _, name = self.where.partition(":")
@@ -37,6 +42,7 @@ class Entry:
             return attrgetter(name)(import_module(module))
         except Exception as error:
             if not self.package:
+                fit.explain(error)
                 raise
             raise UsageError(
                 f"the strategy {self.name}, which the package {self.package} announces as {self.where}, cannot be "
@@ -53,6 +59,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         name="none",
         where="nbtrain.strategies.none:NoStrategy",
         summary="ranks and a process group, nothing touched",
+        internals=(),
     ),
     Entry(
         name="single",
@@ -94,6 +101,8 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches, optimizer, gradients",
         in_pieces=True,
         needs=Needs(min_ranks=2, packages=("fairscale",)),
+        internals=(*fit.EVERYWHERE, "fairscale"),
+        instead="zero1",
     ),
     Entry(
         name="fsdp",
@@ -101,6 +110,8 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="every rank holds a part of all there is; a layer is gathered while it computes",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
+        internals=(*fit.EVERYWHERE, "fsdp2", "dtensor"),
+        instead="ddp",
     ),
     Entry(
         name="deepspeed",
@@ -109,6 +120,8 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
         needs=Needs(min_ranks=2, packages=("deepspeed",)),
+        internals=(*fit.EVERYWHERE, "deepspeed"),
+        instead="fsdp",
     ),
     Entry(
         name="pipeline",
@@ -117,6 +130,8 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="optimizer, gradients, parameters",
         in_pieces=True,
         needs=Needs(min_ranks=2),
+        internals=(*fit.EVERYWHERE, "fake", "pytree"),
+        instead="ddp",
     ),
     Entry(
         name="horovod",
@@ -124,6 +139,8 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="as ddp; gradients are averaged by Horovod",
         shards="batches",
         needs=Needs(min_ranks=2, packages=("horovod",)),
+        internals=(*fit.EVERYWHERE, "horovod"),
+        instead="ddp",
     ),
     Entry(
         name="xla",
@@ -132,6 +149,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches",
         in_pieces=True,
         needs=Needs(kinds=("tpu",), packages=("torch_xla",)),
+        internals=(*fit.EVERYWHERE, "xla"),
         unrun="not run on hardware",
     ),
 )
@@ -181,6 +199,10 @@ def load_strategy(name: str, namespace: Mapping[str, Any]) -> Any:
 def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:
     """The strategy itself, with these options. An object of the notebook's is used as it is, unless they are others
     than its own."""
+    entry = find_strategy(name)
+    needs, instead = (entry.internals, entry.instead) if entry is not None else (fit.EVERYWHERE, "")
+    if reason := fit.refusal(name, needs, instead):
+        raise VersionMismatch(reason)
     found = load_strategy(name, namespace)
     make: Any = found if isinstance(found, type) else type(found)
     wanted = make.Options(**options)

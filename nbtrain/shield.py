@@ -38,8 +38,8 @@ class Presses:
 
     def __init__(self) -> None:
         self.count = 0
-        self._counting = self._over = self._asked = False
-        self._before: Any = signal.default_int_handler
+        self._counting = self.over = self._asked = False
+        self.before: Any = signal.default_int_handler
         self._last = -AT_ONCE  # of those that counted
 
     def only_count(self) -> None:
@@ -61,12 +61,12 @@ class Presses:
                 self._asked = False
             else:
                 self.count += 1
-        if callable(self._before) and (self._over or not self._counting or self.count >= ENOUGH):
-            self._before(number, frame)
+        if callable(self.before) and (self.over or not self._counting or self.count >= ENOUGH):
+            self.before(number, frame)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         if signal.getsignal(signal.SIGINT) == self.hear:
-            signal.signal(signal.SIGINT, self._before)
+            signal.signal(signal.SIGINT, self.before)
 
 
 @contextmanager
@@ -77,9 +77,9 @@ def presses(later: Callable[[Callable[[], None]], None]) -> Iterator[Presses]:
     if threading.current_thread() is not threading.main_thread():
         yield found
         return
-    found._before = signal.signal(signal.SIGINT, found.hear)
+    found.before = signal.signal(signal.SIGINT, found.hear)
     try:
         yield found
     finally:
-        found._over = True
-        later(found._restore) if found.count else found._restore()
+        found.over = True
+        later(found.restore) if found.count else found.restore()

@@ -61,9 +61,9 @@ def test_what_does_not_work_is_counted_and_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("versions", "level", "says"),
     [
-        ({"torch": "2.6.0+cu124"}, "ok", "torch 2.6.0+cu124"),
+        ({"torch": "2.8.0+cu126"}, "ok", "torch 2.8.0+cu126"),
         ({"torch": "2.10.0"}, "ok", "torch 2.10.0"),
-        ({"torch": "2.5.1"}, "bad", "older than 2.6"),
+        ({"torch": "2.7.1"}, "bad", "older than 2.8"),
         ({"torch": None}, "bad", "torch is not installed"),
         ({"ipykernel": "7.0.1"}, "warn", "ipykernel 7.0.1 loses what threads print"),
         ({"ipykernel": "7.1.0"}, "ok", "ipykernel 7.1.0"),

@@ -1,16 +1,14 @@
-"""DTensor: the part that a rank has of it, and where torch moves rows between ranks."""
+"""DTensor: the part that a rank has of it, and where torch moves rows between ranks. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from nbtrain.compat.fake import READS_A_NUMBER
 from nbtrain.compat.internals import Internals
+
+if TYPE_CHECKING:
+    import torch
 
 its = Internals("torch")
 check = its.check
@@ -20,8 +18,15 @@ LOCAL = "_local_tensor"
 its.members("torch.distributed.tensor.DTensor", "_op_dispatcher")
 its.fields("torch.distributed.tensor.DTensor", LOCAL)
 
-_MOVE = "redistribute_local_tensor"
-_MOVERS = tuple(f"torch.distributed.tensor.{name}" for name in ("_redistribute", "_dispatch", "_api"))
+MOVERS = tuple(
+    f"torch.distributed.tensor.{name}.redistribute_local_tensor" for name in ("_redistribute", "_dispatch", "_api")
+)
+"""One function, by which torch moves rows between ranks, under the names of all modules that know it."""
+
+
+def is_divided(tensor: Any) -> bool:
+    """A rank has a part of it: a DTensor, told without importing it, or what stands in for one's gradient."""
+    return hasattr(tensor, LOCAL)
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -30,22 +35,32 @@ def local(tensor: Any) -> torch.Tensor:
     return part
 
 
-def movers() -> list[str]:
-    """The functions by which torch moves rows between ranks: one function, under the names of all modules that know
-    it."""
-    return [f"{name}.{_MOVE}" for name in _MOVERS if hasattr(sys.modules.get(name), _MOVE)]
+def met_undivided(error: BaseException) -> bool:
+    """An operation was given a tensor in pieces and an ordinary one. torch raises no class of its own for it."""
+    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
 
 
-def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Callable[[], None] | None:
-    """`tensor.item()`, `float(tensor)` and the like read what `complete` makes of the tensor; returns what takes that
-    back. None where torch has no such table: then its methods have to be replaced."""
+class _Handle:
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
+
+
+def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Any:
+    """`tensor.item()`, `float(tensor)` and the like read what `complete` makes of the tensor; returns a handle, as of a
+    hook. None where torch has no such table: then its methods have to be replaced."""
+    from torch.distributed.tensor import DTensor
+
+    from nbtrain.compat.fake import READS_A_NUMBER
+
     dispatcher: Any = DTensor._op_dispatcher
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if not isinstance(handlers, dict) or READS_A_NUMBER in handlers:
         return None
     handlers[READS_A_NUMBER] = lambda op, args, kwargs: op(complete(args[0]))
 
-    def undo() -> None:
-        handlers.pop(READS_A_NUMBER, None)
+    return _Handle(lambda: handlers.pop(READS_A_NUMBER, None))
 
-    return undo
+
+def pose_with_local(tensor: Any, part: torch.Tensor) -> None:
+    """A tensor that is none in pieces: who asks for the part that a rank has of it is given this."""
+    tensor._local_tensor = part

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -22,17 +24,17 @@ class Internals:
         be imported, and asked, whatever the version."""
         self._needs.append(lambda: _missing(path))
         try:
-            return _find(path)
+            return find(path)
         except (ImportError, AttributeError):
             return Missing(f"{self.package} has no `{path}` here")
 
     def members(self, path: str, *names: str) -> None:
         """The module or class there has all of these."""
-        self._needs.append(lambda: _missing(path) or _lacking(_find(path), names, hasattr))
+        self._needs.append(lambda: _missing(path) or _lacking(find(path), names, hasattr))
 
     def fields(self, path: str, *names: str) -> None:
         """Objects of the class there have all of these: its `__init__` sets them, or it declares them."""
-        self._needs.append(lambda: _missing(path) or _lacking(_find(path), names, _sets))
+        self._needs.append(lambda: _missing(path) or _lacking(find(path), names, _sets))
 
     def takes(self, path: str, *parameters: str) -> None:
         """The first parameters of the function there."""
@@ -58,22 +60,22 @@ class Missing:
     __instancecheck__ = __subclasscheck__ = __enter__ = __iter__ = __contains__ = __call__
 
 
-def _find(path: str) -> Any:
-    first, *rest = path.split(".")
-    found: Any = import_module(first)
-    way = first
-    for name in rest:
-        way = f"{way}.{name}"
-        if not hasattr(found, name):
-            found = import_module(way)
+def find(path: str) -> Any:
+    """What is there under this dotted path. A module comes before an attribute of its package: they may differ."""
+    names = path.split(".")
+    known = next((n for n in range(len(names), 0, -1) if ".".join(names[:n]) in sys.modules), 0)
+    found: Any = sys.modules[".".join(names[:known])] if known else import_module(names[0])
+    for n in range(max(known, 1), len(names)):
+        if not hasattr(found, names[n]):
+            found = import_module(".".join(names[: n + 1]))
         else:
-            found = getattr(found, name)
+            found = getattr(found, names[n])
     return found
 
 
 def _missing(path: str) -> str:
     try:
-        _find(path)
+        find(path)
     except (ImportError, AttributeError):
         return f"there is no {path}"
     return ""
@@ -97,7 +99,7 @@ def _sets(cls: type, name: str) -> bool:
 
 
 def _other_parameters(path: str, parameters: tuple[str, ...]) -> str:
-    function = _find(path)
+    function = inspect.unwrap(find(path))  # nbtrain itself may have replaced it
     code = getattr(function, "__code__", None)
     if code is None:  # of C: it cannot be asked
         return ""

@@ -14,8 +14,6 @@ its = Internals("ipython")
 check = its.check
 
 its.members("IPython.core.interactiveshell.InteractiveShell", "_get_exc_info", "_showtraceback")
-EXIT_CODE = "_exit_code"
-"""The name under which IPython keeps what `!command` returned."""
 TRACEBACK = "_render_traceback_"
 """A method of an exception by which it says itself how it is shown; documented by IPython."""
 PRETTY = "_repr_pretty_"

@@ -7,21 +7,21 @@ from typing import Any
 from torch import nn
 
 from nbtrain.compat.internals import Internals
+from nbtrain.compat.modules import NORM_LAYER
 
 its = Internals("torch")
 check = its.check
 
-NormLayer: Any = its.name("torch.nn.modules.batchnorm._NormBase")
-"""What BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions have in common: running statistics."""
+NormLayer: Any = its.name(NORM_LAYER)
 its.members("torch.nn.SyncBatchNorm", "_check_input_dim")
 
 
-def call_as_torch_does(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Its hooks and its forward, whatever `__call__` of its class, or of the module itself, has become."""
     return nn.Module._call_impl(module, *args, **kwargs)
 
 
-def call_as_class_does(cls: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """As a class that is not the module's own would."""
     return cls._call_impl(module, *args, **kwargs)
 

@@ -5,6 +5,7 @@ Nothing here imports torch. All of it is there in torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -33,6 +34,11 @@ EXTRA_STATE = "_extra_state"
 """How the entry of a state dict ends that `get_extra_state` made."""
 INITIALIZER = "_init_weights"
 """Hugging Face's models fill each of their modules by this method."""
+NORM_LAYER = "torch.nn.modules.batchnorm._NormBase"
+"""What BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions have in common: running statistics."""
+RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
+"""Methods by which a module fills what it holds: there is no one name. torch's attention and transformers have the
+second."""
 FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 """Lists of its weights that a recurrent layer keeps besides, and of weak references to them."""
 
@@ -41,6 +47,9 @@ its.members("torch.nn.Module", CALL)
 its.members("torch.nn.Module", COMPILED_CALL)
 its.members("torch.nn.utils.parametrize", "_inject_new_class", "_inject_property")
 its.fields("torch.nn.RNNBase", "_flat_weights_names")
+its.members("torch.nn.MultiheadAttention", "_reset_parameters")
+its.members("torch.nn.Transformer", "_reset_parameters")
+its.fields("torch.utils.hooks.RemovableHandle", "id")
 
 
 def parameters(module: Any) -> dict[str, Any]:
@@ -74,10 +83,28 @@ def is_hook_table(attribute: str) -> bool:
     return attribute.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
+def new_hook_key() -> int:
+    """Under which no hook hangs anywhere in this process: as each `register_…_hook` takes its own."""
+    from torch.utils.hooks import RemovableHandle
+
+    key: int = RemovableHandle(OrderedDict()).id  # it wants a table that can be referred to weakly
+    return key
+
+
 def compiled(module: Any) -> Any:
     """The module inside of what `torch.compile(model)` returned; None for any other."""
     held = vars(module)
     return held[CHILDREN].get("_orig_mod") if "dynamo_ctx" in held else None
+
+
+def compiled_by(module: Any) -> Any:
+    """What `torch.compile` runs the module with that it returned."""
+    return module.dynamo_ctx
+
+
+def uncompiled_path(path: str) -> str:
+    """Of a parameter or buffer: as it is without `torch.compile(model)` around the model or a part of it."""
+    return path.replace("_orig_mod.", "")
 
 
 def is_compiled_class(cls: type) -> bool:
@@ -88,6 +115,12 @@ def is_compiled_class(cls: type) -> bool:
 def recompile_call(module: Any) -> None:
     """A copy of what `torch.compile(model)` returned calls its own inner module."""
     vars(module)["forward"] = module.dynamo_ctx(module._modules["_orig_mod"].__call__)
+
+
+def is_parametrized_class(cls: type) -> bool:
+    """The class that torch makes for a module with parametrizations (`weight_norm` and the like): it refuses to be
+    pickled, by a method of its own."""
+    return getattr(getattr(cls, "__getstate__", None), "__module__", "") == "torch.nn.utils.parametrize"
 
 
 def parametrize_again(module: Any) -> None:

@@ -23,6 +23,8 @@ ACCUMULATED_HOOKS = "_post_accumulate_grad_hooks"
 """the table behind `register_post_accumulate_grad_hook`"""
 ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view"})
 """Functions of a tensor, as `__torch_function__` is told their names, that say nothing of its numbers."""
+ZERO_MANY = "_foreach_zero_"
+"""The name, too, of what zeroes many tensors in one call, as `zero_grad` does."""
 COMPILER_NOTES = ("_dynamo", "_specialize_on", "_has_dynamo_dim_marking")
 """How attributes begin that torch's compiler sets on a tensor, as `mark_dynamic` does."""
 
@@ -34,7 +36,7 @@ its.members(
 its.members("torch.UntypedStorage", "_cdata")
 its.members(
     "torch",
-    *("_conj", "_neg_view", "_foreach_mul_", "_foreach_copy_", "_foreach_norm"),
+    *("_conj", "_neg_view", "_foreach_mul_", "_foreach_copy_", "_foreach_norm", ZERO_MANY),
     "_amp_foreach_non_finite_check_and_unscale_",
 )
 its.members("torch._C", "_swap_tensor_impl", "DisableTorchFunctionSubclass")

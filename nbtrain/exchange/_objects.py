@@ -22,6 +22,7 @@ from types import (
 )
 from typing import Any
 
+from nbtrain.compat import modules, tensors
 from nbtrain.exchange._code import function_names
 from nbtrain.exchange.kinds.base import Handle
 
@@ -35,7 +36,7 @@ Opener = Callable[[Any], Iterable[Any]]
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(...), range, slice, ModuleType, CodeType)
 _TABLES = (dict, OrderedDict, set)
 _QUALNAME: Any = type.__dict__["__qualname__"]  # a metaclass of the user's may have its own idea of it
-_QUIET_ENTRIES = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set"})
+_QUIET_ENTRIES = frozenset({modules.PARAMETERS, modules.BUFFERS, modules.NOT_SAVED})
 
 
 class Objects:
@@ -96,7 +97,7 @@ class Objects:
         if issubclass(kind, ModuleType):
             return None
         own = self._is_own(kind)
-        if hasattr(kind, "_backward_hooks") and hasattr(kind, "__array__"):
+        if tensors.can_have_hooks(kind) and hasattr(kind, "__array__"):
             return _of_tensor
         # arrays, data frames
         if not own and hasattr(kind, "__array__"):
@@ -155,7 +156,7 @@ def _of_tensor(value: Any) -> Iterable[Any]:
     """What it calls when its gradient comes."""
     if not value.is_leaf:
         return ()
-    return [*(value._backward_hooks or {}).values(), *(value._post_accumulate_grad_hooks or {}).values()]
+    return [hook for table in tensors.hook_tables(value) if table for hook in table.values()]
 
 
 def _of_instance(value: object) -> Iterable[Any]:
@@ -165,17 +166,17 @@ def _of_instance(value: object) -> Iterable[Any]:
         return ()
     if not isinstance(attributes, dict):
         return ()
-    if "_modules" in attributes and "_parameters" in attributes:
+    if modules.CHILDREN in attributes and modules.PARAMETERS in attributes:
         # most of a module's many tables are empty, and a model has thousands of them
         held = [
             entry
             for name, entry in list(dict.items(attributes))
             if name not in _QUIET_ENTRIES and (type(entry) not in _TABLES or entry)
         ]
-        parameters = attributes["_parameters"]
+        parameters = attributes[modules.PARAMETERS]
         if isinstance(parameters, dict):  # a scripted module has a table of its own
-            held += [p for p in dict.values(parameters) if p is not None and p._backward_hooks]
-        layers = attributes["_modules"]
+            held += [p for p in dict.values(parameters) if p is not None and tensors.hook_tables(p)[0]]
+        layers = attributes[modules.CHILDREN]
         # never cut: a container of two thousand layers counts whole
         return [*held, *dict.values(layers)] if isinstance(layers, dict) else held
     return list(dict.values(attributes))

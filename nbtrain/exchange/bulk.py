@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.compat import tensors
 from nbtrain.exchange.fingerprint import lanes
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Form:
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    hooks, after = tensors.hook_tables(tensor)
     counts = (hooks and len(hooks), after and len(after)) if hooks or after else None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, counts
 

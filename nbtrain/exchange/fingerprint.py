@@ -1,7 +1,7 @@
 """Numbers that tell whether content changed.
 
 Versions are not enough: `.data` writes, fused optimizers, BatchNorm statistics and numpy aliases
-leave a tensor's `_version` alone. So the bytes are looked at. Small blocks take a CRC of their raw
+leave a tensor's version alone. So the bytes are looked at. Small blocks take a CRC of their raw
 memory (half a microsecond and 5 GB/s); large ones are laid out as a matrix of 64-bit words whose
 columns (lanes) and rows are summed. A word that moves changes its lane or its row, so an exchange of
 two values is seen wherever they are. Both sums read a block while it lies in the processor's cache.
@@ -13,6 +13,8 @@ import ctypes
 import sys
 import zlib
 from typing import TYPE_CHECKING, Any
+
+from nbtrain.compat import tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +59,7 @@ def _parts(tensor: Any) -> list[Any]:
         return [tensor.int_repr()]
     layout = str(tensor.layout)
     if layout == "torch.sparse_coo":
-        return [tensor._indices(), tensor._values()]
+        return tensors.sparse_parts(tensor)
     if layout in ("torch.sparse_csr", "torch.sparse_bsr"):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if layout in ("torch.sparse_csc", "torch.sparse_bsc"):

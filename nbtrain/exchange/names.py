@@ -18,16 +18,14 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from nbtrain.compat import namespaces, python
 from nbtrain.exchange._flow import UNSEEN, Flow
 from nbtrain.exchange._objects import Objects
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.places import Places
 
 _NONE: Mapping[str, int] = MappingProxyType({})
-_PRIVATE = re.compile(
-    r"__\w*__|_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|_exit_code|In|Out|get_ipython"
-    r"|__(compiled_fn|resume_at|import|builtins_dict|gen_rand_values|warnings_warn_wrapper|dtensor_spec)_\w*|___\w+"
-)
+_PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")
 _OF_THE_SHELL = {"In", "Out", "get_ipython"}
 _SHELL_GIVES = {"exit", "quit", "open"}
 
@@ -123,7 +121,7 @@ def _given(name: str, value: object) -> bool:
         return False
     if name == "open":
         return getattr(value, "__wrapped__", value) in (builtins.open, io.open)
-    return type(value).__module__.partition(".")[0] in {"IPython", "ipykernel", "_sitebuiltins"}
+    return type(value).__module__.partition(".")[0] in {"IPython", "ipykernel", python.SITE_BUILTINS}
 
 
 def _public(names: Iterable[str]) -> frozenset[str]:

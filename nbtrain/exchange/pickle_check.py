@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import cloudpickle.cloudpickle as cp
+import cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds

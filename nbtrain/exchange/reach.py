@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.exchange.kinds.objects import MISSING, own, slots_of
@@ -182,7 +183,7 @@ def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _of_tables(held: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for box in ("_modules", "_parameters", "_buffers") if "_modules" in held else ():
+    for box in (CHILDREN, PARAMETERS, BUFFERS) if CHILDREN in held else ():
         for key, value in held[box].items():
             yield ("item", int(key), value) if key.isdigit() else ("attr", key, value)
     for key, value in list(held.items()):

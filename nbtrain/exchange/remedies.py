@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nbtrain.compat import type_names
+
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
@@ -19,40 +21,33 @@ GENERAL = "make it inside the cell, or give its class a __getstate__ that leaves
 
 TABLE = (
     Remedy(
-        ("_thread.lock", "_thread.RLock", "threading._RLock", "threading.Condition", "threading.Event",
-         "threading.Semaphore", "threading.Barrier"),
+        type_names.LOCKS,
         "a lock belongs to the process that made it",
         "make it inside the cell, or leave it out in __getstate__",
     ),
     Remedy(
-        ("threading.Thread", "concurrent.futures._base.Executor", "concurrent.futures._base.Future",
-         "multiprocessing.pool.Pool"),
+        type_names.THREADS,
         "threads, and what waits for them, stay in the process that started them",
         "start it inside the cell",
     ),
     Remedy(
-        ("multiprocessing.synchronize.SemLock", "multiprocessing.synchronize.Condition",
-         "multiprocessing.synchronize.Event", "multiprocessing.sharedctypes.SynchronizedBase",
-         "multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue",
-         "multiprocessing.connection._ConnectionBase", "multiprocessing.process.BaseProcess"),
+        type_names.SHARED_WITH_CHILDREN,
         "it is shared with the children of the process that made it only",
         "make it inside the cell",
     ),
     Remedy(
-        ("torch.distributed.fsdp.FSDPModule", "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule",
-         "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
-         "deepspeed.runtime.engine.DeepSpeedEngine"),
+        type_names.MODELS_IN_PIECES,
         "its weights are in pieces, bound to the ranks' process group",
         "leave it there and save its state; or write --strategy fsdp or deepspeed, and train the plain model",
     ),
     Remedy(
-        ("torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"),
+        type_names.TENSORS_IN_PIECES,
         "it is one rank's piece of a tensor",
         "take .full_tensor() of it, on all ranks",
     ),
-    Remedy(("_thread._local",), "each thread has its own", IN_THE_CELL),
+    Remedy(type_names.PER_THREAD, "each thread has its own", IN_THE_CELL),
     Remedy(
-        ("queue.Queue", "_queue.SimpleQueue"),
+        type_names.QUEUES,
         "a queue joins threads of one process",
         "send list(queue.queue), or make the queue inside the cell",
     ),
@@ -62,26 +57,22 @@ TABLE = (
     Remedy(("zmq.sugar.context.Context", "zmq.sugar.socket.Socket", "zmq.sugar.poll.Poller"),
            "ZeroMQ's sockets belong to the process that opened them", "open it inside the cell"),
     Remedy(
-        ("sqlite3.Connection", "sqlite3.Cursor", "sqlalchemy.engine.base.Engine", "sqlalchemy.engine.base.Connection",
-         "sqlalchemy.orm.session.Session", "psycopg2.extensions.connection", "psycopg.Connection",
-         "duckdb.DuckDBPyConnection", "_duckdb.DuckDBPyConnection"),
+        type_names.DATABASES,
         "a database connection belongs to the process that opened it",
         "connect inside the cell, or send the rows it gave",
     ),
     Remedy(
-        ("tempfile._TemporaryFileWrapper", "zipfile.ZipFile", "tarfile.TarFile", "gzip.GzipFile", "bz2.BZ2File",
-         "lzma.LZMAFile", "h5py._hl.base.HLObject",
-         "_io.TextIOWrapper", "_io.BufferedReader", "_io.BufferedWriter", "_io.BufferedRandom", "_io.FileIO"),
+        type_names.OPEN_FILES,
         "an open file belongs to the process that opened it",
         "send the file's name and open it inside the cell",
     ),
-    Remedy(("numpy.lib.npyio.NpzFile", "numpy.lib._npyio_impl.NpzFile"),
+    Remedy(type_names.OPEN_ARCHIVES,
            "an open file belongs to the process that opened it", "send dict(...) of it, or load it inside the cell"),
-    Remedy(("_csv.reader", "_csv.writer", "_csv.Reader", "_csv.Writer"),
+    Remedy(type_names.CSV,
            "it reads or writes an open file", "make it inside the cell, from the file's name"),
     Remedy(("logging.FileHandler",), "it writes to an open file", "add the handler inside the cell"),
     Remedy(
-        ("torch.utils.data.dataloader._BaseDataLoaderIter",),
+        type_names.LOADER_ITERATORS,
         "a running iterator has its place, and perhaps workers, in the process that started it",
         "send the loader and write iter(loader) inside the cell",
     ),
@@ -99,12 +90,11 @@ TABLE = (
         "send its .value, and show progress with log(...)",
     ),
     Remedy(
-        ("asyncio.events.AbstractEventLoop", "_asyncio.Future", "_asyncio.Task", "asyncio.futures.Future"),
+        type_names.EVENT_LOOPS,
         "an event loop, and what waits in it, belongs to one thread",
         "make it inside the cell; top-level await works there",
     ),
-    Remedy(("_contextvars.ContextVar", "_contextvars.Context", "_contextvars.Token", "ContextVar", "Context", "Token",
-            "builtins.ContextVar", "builtins.Context", "builtins.Token"),
+    Remedy(type_names.CONTEXT_VARIABLES,
            "a context variable is known to its process only", IN_THE_CELL),
     Remedy(("weakref.ProxyType", "weakref.CallableProxyType", "weakref.WeakMethod"),
            "it stands for an object that it does not hold", "send the object itself"),
@@ -113,11 +103,9 @@ TABLE = (
     Remedy(("mmap.mmap",), "mapped memory belongs to the process that mapped it",
            "map the file inside the cell; np.memmap travels by its file's name"),
     Remedy(("numpy.memmap",), "", "send the whole map and slice it inside the cell"),
-    Remedy(("_ctypes._Pointer", "_ctypes.CFuncPtr", "ctypes.CDLL", "_ctypes.PyCFuncPtrType", "_ctypes.PyCStructType",
-            "_ctypes.PyCArrayType", "_ctypes.PyCPointerType"),
+    Remedy(type_names.ADDRESSES,
            "it holds an address of this process", "load the library, or fill the structure, inside the cell"),
-    Remedy(("torch.jit._script.ScriptModule", "torch.jit.ScriptFunction", "torch.jit.torch.jit.ScriptFunction",
-            "torch._C.ScriptFunction"),
+    Remedy(type_names.SCRIPTED,
            "a scripted module is compiled code", "send the plain module and call torch.jit.script inside the cell"),
     Remedy(("builtins.generator", "builtins.async_generator"), "a running generator holds a frame",
            "make it inside the cell, or send list(...) of it"),

@@ -6,7 +6,7 @@ import io
 import pickle
 from typing import Any
 
-import cloudpickle.cloudpickle as cp
+import cloudpickle as cp
 
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.cargo import Cargo

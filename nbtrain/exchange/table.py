@@ -41,12 +41,12 @@ class Table:
         self.apart: dict[int, Any] = {}
         """id → the tensor of that id, in pieces (`kinds.apart`)"""
         self.bulk = Bulk()
-        self._next = first_key
-        self._step = step
+        self.last_key = first_key
+        self.step = step
 
     def new_key(self) -> int:
-        self._next += self._step
-        return self._next
+        self.last_key += self.step
+        return self.last_key
 
     def add(self, key: int, obj: Any, kind: Kind) -> Node:
         node = Node(key, obj, kind)

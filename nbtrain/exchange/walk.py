@@ -34,7 +34,7 @@ class Walk(Visit):
         """keys that some receiver lacks: they are made once more"""
         self.loosened = False
         """some object holds another no longer"""
-        self._holder: Node | str = ""
+        self.holder: Node | str = ""
         self._stamp = object()
         self._queue: list[Node] = []
         self._leaves: list[Node] = []
@@ -81,7 +81,7 @@ class Walk(Visit):
             self._make_again(node)
         if node.walk is not self._stamp:
             node.walk = self._stamp
-            node.via = self._holder
+            node.via = self.holder
             if node.kind.leaf:
                 self._leaves.append(node)
             elif not node.kind.constant:
@@ -91,7 +91,7 @@ class Walk(Visit):
     def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
         self.cargo.buffers.append(data)
         where = len(self.cargo.buffers) - 1
-        if type(self._holder) is Node and self._holder.key in self._new:
+        if type(self.holder) is Node and self.holder.key in self._new:
             self.new_bytes += data.nbytes
         if place is not None:
             self.cargo.places[where] = place.key
@@ -115,7 +115,7 @@ class Walk(Visit):
 
     @calm()
     def name(self, name: str, value: Any) -> None:
-        self._holder, self.children = name, []
+        self.holder, self.children = name, []
         try:
             self.cargo.names[name] = self.encode(value)
             self._drain()
@@ -162,7 +162,7 @@ class Walk(Visit):
     def _add(self, value: Any, kind: Kind) -> Node:
         node = self.table.add(self.table.new_key(), value, kind)
         self.added.append(node)
-        node.via = self._holder
+        node.via = self.holder
         self._new.add(node.key)
         try:
             self._make(node)
@@ -175,7 +175,7 @@ class Walk(Visit):
 
     def _make(self, node: Node, anew: bool = False) -> None:
         """Tell the other side how to make it."""
-        outer, self._holder = self._holder, node
+        outer, self.holder = self.holder, node
         held, self.children = self.children, []
         before = node.seen, node.children, node.fixed
         try:
@@ -183,7 +183,7 @@ class Walk(Visit):
             self.loosened = self.loosened or _lost(node.fixed, self.children)
             node.fixed = self.children
         finally:
-            self._holder, self.children = outer, held
+            self.holder, self.children = outer, held
         if anew:
             self._looked.append((node, *before))
             self._replaced.add(node.key)
@@ -216,7 +216,7 @@ class Walk(Visit):
         before, held, fixed = node.seen, node.children, node.fixed
         if self.remake and any(child.key in self.remake for child in held):
             node.seen = None  # who lacks the child holds something else in its place
-        self._holder, self.children = node, []
+        self.holder, self.children = node, []
         try:
             state = node.kind.look(node, self)
         except Exception as error:
@@ -272,14 +272,14 @@ class Walk(Visit):
         return self._stay(value, culprit)
 
     def _culprit(self, value: Any, reason: str, inside: bool = False) -> Culprit:
-        return Culprit(value, reason, [*self.trail(self._holder), *([] if inside else [value])], known=inside)
+        return Culprit(value, reason, [*self.trail(self.holder), *([] if inside else [value])], known=inside)
 
     def _stay(self, value: Any, culprit: Culprit) -> Any:
         """The other side gets a handle for it."""
         self.stayed.append(culprit)
         handle = kinds.kind_named("handle")
         node = self.table.add(self.table.new_key(), value, handle)
-        node.via = self._holder
+        node.via = self.holder
         self.added.append(node)
         self.children.append(node)
         node.walk = self._stamp
@@ -312,10 +312,10 @@ def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> 
     for node in nodes:
         try:
             if node.fixed is None:
-                walk._holder, walk.children = node, []
+                walk.holder, walk.children = node, []
                 node.kind.shell(node, walk)
                 node.fixed = walk.children
-            walk._holder, walk.children = node, []
+            walk.holder, walk.children = node, []
             if node.kind.look(node, walk) is not None:
                 loosened = loosened or _lost(node.children, walk.children)
                 node.children = walk.children

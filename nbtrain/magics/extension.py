@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
+from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import cells, completion, growing, manual, trials, verbs
 from nbtrain.magics.options import BY_NAME
@@ -199,7 +200,7 @@ def one_line() -> Iterator[None]:
     except UsageError as error:
         raise OneLine(str(error)) from None
     except (NbtrainError, KeyboardInterrupt) as error:
-        if not hasattr(error, "_render_traceback_"):
+        if kernel.renders(error) is None:
             lines = [f"{type(error).__name__}: {error}" if str(error) else type(error).__name__]
-            error._render_traceback_ = lambda: lines  # type: ignore[union-attr]
+            kernel.show_as(error, lines)
         raise

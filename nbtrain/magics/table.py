@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbtrain import registry, tables
+from nbtrain.compat import fit
 from nbtrain.errors import UsageError
 from nbtrain.magics.flags import flags_of
 from nbtrain.magics.own import checked, of_notebook
@@ -78,7 +79,7 @@ def _checked(found: Any, where: str) -> tuple[str, str]:
 
 def _available(entry: registry.Entry) -> str:
     """Or why not, and the command that makes it so."""
-    reason = registry.lacking(entry.needs)
+    reason = registry.lacking(entry.needs) or fit.refusal(entry.name, entry.internals, entry.instead, look=False)
     return f"no: {reason}" if reason else "yes"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from nbtrain.compat.fake import LOGGER, FakeTensorMode
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile_call import Call, find_call
 from nbtrain.planning.profile_left import Left
@@ -157,7 +157,7 @@ def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimi
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What goes wrong there is told by us."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(LOGGER)
     before = logger.disabled
     logger.disabled = True
     try:

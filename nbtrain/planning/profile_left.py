@@ -5,7 +5,6 @@ A mask in a module's dict, or behind `lru_cache`, would else be found by the nex
 
 from __future__ import annotations
 
-import functools
 import gc
 import traceback
 from collections import deque
@@ -14,7 +13,8 @@ from contextlib import suppress
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from nbtrain.compat import python
+from nbtrain.compat.fake import FakeTensor
 
 ROUNDS = 5
 DEEP = 6
@@ -28,7 +28,7 @@ REMAINS = (
 class Left:
     """Of one trace, which runs inside of it: what is made there is known to be new."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: Any) -> None:
         self._mode = mode
         self._frozen = False
         self._new: set[int] = set()
@@ -139,7 +139,7 @@ def _attributes(one: Any) -> Any:
 
 def _out_of(holder: Any, owner: Any, ids: set[int]) -> str | None:
     """The name of what it was taken out of, empty if nobody uses that any more; None: it could not be."""
-    if isinstance(holder, functools._lru_cache_wrapper):
+    if isinstance(holder, python.LruCache):
         holder.cache_clear()
         return str(getattr(holder, "__name__", "a cache"))
     if isinstance(holder, CellType):

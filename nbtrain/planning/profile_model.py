@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.compat import compiler, modules
 from nbtrain.planning.tracing import CannotProfile
 from nbtrain.strategies.base import is_lazy
 from nbtrain.training.streams import capture, restore
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 BOXES = (dict, OrderedDict, list, set, deque)
 APART = (nn.Module, torch.Tensor, type, ModuleType, FunctionType)
 HELPERS = 10_000
@@ -26,9 +25,9 @@ HELPERS = 10_000
 def bare(model: nn.Module) -> nn.Module:
     """What the user wrote, out of what torch has put around it."""
     while True:
-        inner = vars(model)["_modules"].get("_orig_mod")  # torch.compile
+        inner = modules.compiled(model)
         if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
-            inner = vars(model)["_modules"].get("module")
+            inner = modules.children(model).get("module")
         if inner is None:
             return model
         model = inner
@@ -60,11 +59,11 @@ def lent(
     try:
         for module in model.modules():
             held = vars(module)
-            for name in HOOKS:
+            for name in modules.CALL_HOOKS:
                 held[name] = OrderedDict((key, hook) for key, hook in held[name].items() if _of_torch(hook))
-            if held.get("_compiled_call_impl") is not None:
-                held["_compiled_call_impl"] = None
-            for box in (held["_parameters"], held["_buffers"]):
+            if held.get(modules.COMPILED_CALL) is not None:
+                held[modules.COMPILED_CALL] = None
+            for box in (modules.parameters(module), modules.buffers(module)):
                 box.update({name: others[id(tensor)] for name, tensor in box.items() if tensor is not None})
             held.update({name: like(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
         if not model.training:
@@ -86,7 +85,7 @@ def _of_torch(hook: Any) -> bool:
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Functions that were compiled are run as they are written."""
-    if "torch._dynamo" not in sys.modules:
+    if not compiler.is_loaded():
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nbtrain.compat import fake
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile_call import Call
 from nbtrain.planning.profile_model import lent
@@ -31,7 +32,7 @@ def for_real(model: nn.Module, call: Call, form: Format | None, recompute: tuple
         raise
     except Exception as error:
         # Shapes that do not fit are told of in the batch's own, rather than in those of its first samples.
-        told = error if _of_shapes(why) else why
+        told = error if fake.is_of_shapes(why) else why
         raise CannotProfile(f"{name} cannot be run with this batch: {_named(told)}") from error
     traced = _scaled(runs, counts, call.samples)
     samples = "one sample" if counts[0] == 1 else f"{counts[0]} samples"
@@ -87,13 +88,8 @@ def _scaled(runs: list[Traced], counts: list[int], samples: int) -> Traced:
     return Traced(moments, units, float(line(first.operations, last.operations)), last.notes)
 
 
-def _of_shapes(error: Exception) -> bool:
-    """Whether it is only about there being no numbers."""
-    return type(error).__module__.startswith("torch._subclasses")
-
-
 def _because(error: Exception) -> str:
-    if _of_shapes(error) and type(error).__name__.startswith(("DataDependent", "DynamicOutput")):
+    if fake.wants_numbers(error):
         return f"its forward looks at numbers ({str(error).removeprefix('aten.').split('.')[0].lstrip('_')})"
     return f"shapes alone do not go through it ({_named(error)})"
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.compat import modules
 from nbtrain.planning.tracing import Memory, size, tensors
 from nbtrain.training.precision import changed
 
@@ -102,7 +103,7 @@ def _twin(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], together: b
     # A scheduler has put a `step` there that counts those of the real one.
     vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
+        if modules.is_hook_table(name):
             vars(twin)[name] = OrderedDict()
         elif isinstance(value, dict | list):
             vars(twin)[name] = type(value)(value) if type(value) in (dict, list) else value

@@ -13,15 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nbtrain.compat import fake
+from nbtrain.compat.tensors import memory_id, sparse_parts
 from nbtrain.errors import UsageError
 from nbtrain.strategies.estimates import Moment
 from nbtrain.training.operations import KNOWN, UNKNOWN
-
-aten = torch.ops.aten
 
 
 class CannotProfile(UsageError):
@@ -31,7 +28,7 @@ class CannotProfile(UsageError):
 def size(tensor: torch.Tensor) -> int:
     """Bytes of its own numbers."""
     if tensor.is_sparse:
-        return size(tensor._indices()) + size(tensor._values())
+        return sum(map(size, sparse_parts(tensor)))
     return tensor.numel() * tensor.element_size()
 
 
@@ -56,7 +53,7 @@ class High(NamedTuple):
     """things that had been made until then"""
 
 
-class Memory(TorchDispatchMode):
+class Memory(fake.DispatchMode):
     """Bytes that operations have made and that are still held. `apart`: what was there before, and is not counted; of
     what is written to there and has content, the content is kept."""
 
@@ -80,7 +77,7 @@ class Memory(TorchDispatchMode):
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in apart:
             self._watch(tensor, counted=False)
-            if not (tensor.is_meta or tensor.is_sparse or isinstance(tensor, FakeTensor)):
+            if not (tensor.is_meta or tensor.is_sparse or isinstance(tensor, fake.FakeTensor)):
                 self._guard[_address(tensor)] = tensor
 
     def high(self) -> High:
@@ -105,14 +102,14 @@ class Memory(TorchDispatchMode):
         """What was written to has the content that it had."""
         while self._before:
             tensor, content = self._before.pop()
-            with no_dispatch(), torch.no_grad():
+            with fake.without_modes(), torch.no_grad():
                 tensor.detach().copy_(content)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._numbers and func is aten._local_scalar_dense.default:
+        if self._numbers and func is fake.READS_A_NUMBER:
             return 1.0 if args[0].is_floating_point() else 1
-        schema = getattr(func, "_schema", None)
+        schema = fake.schema_of(func)
         if self._guard and schema is not None and schema.is_mutable:
             self._keep(schema, args, kwargs)
         out = func(*args, **kwargs)
@@ -138,7 +135,7 @@ class Memory(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a sparse one
             return
-        address = storage._cdata
+        address = memory_id(storage)
         if address in self._sizes:
             return
         self._sizes[address] = storage.nbytes() if counted else 0
@@ -160,11 +157,11 @@ class Memory(TorchDispatchMode):
                 for tensor in tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
                     kept = None if tensor.is_sparse else self._guard.pop(_address(tensor), None)
                     if kept is not None:
-                        with no_dispatch():
+                        with fake.without_modes():
                             self._before.append((kept, kept.detach().clone()))
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        packet = getattr(func, "_overloadpacket", func)
+        packet = fake.packet_of(func)
         if packet in KNOWN:
             try:
                 self.operations += KNOWN[packet](*args, **kwargs, out_val=out)
@@ -175,7 +172,7 @@ class Memory(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return memory_id(tensor.untyped_storage())
 
 
 class Timeline:

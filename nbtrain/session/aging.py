@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from nbtrain.compat import kernel
 from nbtrain.worker.modules import Stamp, local_modules, stamp
 from nbtrain.worker.packages import Change, Packages
 
@@ -43,7 +44,7 @@ class Aging:
 
     def _autoreloaded(self, name: str, path: str) -> bool:
         """`%autoreload` edits a module in place; Python's import does not know of it."""
-        reloader = getattr(self._shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+        reloader = kernel.autoreloader(self._shell)
         if reloader is None or not os.path.exists(path):
             return False
         mtime = os.stat(path).st_mtime

@@ -15,6 +15,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from nbtrain.compat import kernel
+
 CONTROL = "jupyter.widget.control"
 """the comm at which a page that was loaded again asks for the state of all widgets"""
 ASK = ("request_state", "request_states")
@@ -31,7 +33,7 @@ class Asked:
         self._ours = ours
         self._kernel: Any = getattr(shell, "kernel", None)
         self._controls: set[str] = set()
-        self._door = _door(self._kernel)
+        self._door = kernel.door(self._kernel)
 
     def answer(self) -> None:
         """Whatever has come since the last look."""
@@ -55,17 +57,17 @@ class Asked:
             self._door = None
 
     def _serve(self, frames: Frames, kind: str, stream: Any) -> None:
-        kernel = self._kernel
-        idents, rest = kernel.session.feed_identities(frames, copy=False)
-        message = kernel.session.deserialize(rest, content=True, copy=False)
-        kernel._publish_status("busy", "shell", parent=message)
+        own = self._kernel
+        idents, rest = own.session.feed_identities(frames, copy=False)
+        message = own.session.deserialize(rest, content=True, copy=False)
+        kernel.busy(own, message)
         try:
-            result = kernel.shell_handlers[kind](stream, idents, message)
+            result = own.shell_handlers[kind](stream, idents, message)
             if hasattr(result, "send"):
                 _run(result)
         finally:
-            kernel._publish_status("idle", "shell", parent=message)
-            kernel._publish_status("busy", "shell")  # the cell still runs
+            kernel.idle(own, message)
+            kernel.busy(own)  # the cell still runs
             if hasattr(stream, "flush"):
                 import zmq
 
@@ -100,26 +102,3 @@ def _run(coroutine: Any) -> None:
     except StopIteration:
         return
     coroutine.close()
-
-
-def _door(kernel: Any) -> tuple[Any, Callable[[], Any], Callable[[Frames], None]] | None:
-    """The main thread's socket, where replies go, and what puts a message back; None where it is not known how."""
-    try:
-        thread = getattr(kernel, "shell_channel_thread", None)
-        if thread is not None:  # ipykernel 7: another thread reads, and passes on what is for the main one
-            pair = thread.manager._shell_channel_to_main
-            stream, loop = pair.to_stream, kernel.io_loop
-
-            def back(frames: Frames) -> None:
-                loop.add_callback(stream._recv_callback, frames)
-
-            return pair.to_socket, lambda: thread.manager.get_subshell_to_shell_channel_socket(None), back
-        if hasattr(kernel, "schedule_dispatch") and hasattr(kernel, "msg_queue"):  # ipykernel 6
-
-            def again(frames: Frames) -> None:
-                kernel.schedule_dispatch(kernel.dispatch_shell, frames)
-
-            return kernel.shell_stream.socket, lambda: kernel.shell_stream, again
-    except AttributeError:
-        pass
-    return None

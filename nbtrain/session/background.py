@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.session.conflicts import Conflicts
 from nbtrain.session.reading import Reading
@@ -196,7 +197,7 @@ def _show(error: BaseException, run: CellRun) -> None:
     if isinstance(error, KeyboardInterrupt):
         run.relay.say(f"nbtrain: {error}")
         return
-    render = getattr(error, "_render_traceback_", None)
+    render = kernel.renders(error)
     lines = render() if render is not None else [f"{type(error).__name__}: {error}"]
     run.relay.screen.write("stderr", "\n".join(lines) + "\n")
 

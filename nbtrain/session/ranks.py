@@ -9,6 +9,7 @@ from typing import Any
 
 import nbtrain.probes as probes
 import nbtrain.registry as registry
+from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
@@ -253,8 +254,8 @@ class Ranks:
 
     def numbers(self) -> dict[str, int]:
         """File names of cells → their numbers; IPython 7 has none."""
-        found: dict[str, int] = getattr(self.shell.compile, "_filename_map", {})
-        return found
+        found = kernel.cell_names(self.shell)
+        return {} if found is None else found
 
     # -- how they end --------------------------------------------------------------------
 

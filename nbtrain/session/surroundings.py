@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from nbtrain.compat import python
 from nbtrain.messages import Surroundings
 from nbtrain.worker.surroundings import torch_flags
 
@@ -37,7 +38,7 @@ class Mirror:
         # The empty entry means the working directory, which is where a notebook's own modules lie.
         path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
         environ = self._told.environ
-        raw = getattr(os.environ, "_data", None)  # undecoded: a hundred variables are compared in a microsecond
+        raw = python.raw_environment()
         if raw is None or raw != self._raw:
             environ, self._raw = dict(os.environ), dict(raw or ())
         colors = self._shell.colors

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from nbtrain.compat.layers import NormLayer
 from nbtrain.strategies.base import Component, is_lazy
 
 
-def norms_of(modules: Iterable[nn.Module]) -> list[_NormBase]:
+def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
     """Layers whose running statistics are to be averaged, too: SyncBatchNorm does so itself."""
     parts = {id(part): part for module in modules for part in module.modules()}
-    return [part for part in parts.values() if isinstance(part, _NormBase) and not isinstance(part, nn.SyncBatchNorm)]
+    return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
 
 
 def replicas_of(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
@@ -26,6 +26,6 @@ def replicas_of(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
                 if not is_lazy(parameter):
                     yield f"{at}.{name}", parameter
             for name, buffer in part.named_buffers(recurse=False):
-                if not is_lazy(buffer) and not (isinstance(part, _NormBase) and name.startswith("running_")):
+                if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
                     yield f"{at}.{name}", buffer
     yield from component.loose.items()

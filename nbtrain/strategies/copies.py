@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nbtrain.compat import dtensor
+from nbtrain.compat.modules import parameters
 from nbtrain.strategies.fully_sharded import Tree
 from nbtrain.strategies.shards import as_parameter, places
 
@@ -41,10 +43,10 @@ def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[Tree], shard:
     shells: dict[int, nn.Parameter] = {}
     for part, name, p in held:
         shell = shells.setdefault(id(p), as_parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p))
-        part._parameters[name] = shell
+        parameters(part)[name] = shell
     new = shard(twin, [p for _, _, p in places([twin]) if not p.is_meta])
     for p in {id(p): p for _, _, p in held}.values():
-        new[id(shells[id(p)])]._local_tensor.copy_(p._local_tensor)  # type: ignore[attr-defined]
+        dtensor.local(new[id(shells[id(p)])]).copy_(dtensor.local(p))
     return twin
 
 

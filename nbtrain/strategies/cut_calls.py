@@ -16,8 +16,9 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from nbtrain.compat import engine
+from nbtrain.compat.layers import NormLayer, call_as_torch_does
 from nbtrain.strategies.parts import Form, batch_of, flatten, sizes_of
 from nbtrain.strategies.plans import LAZY, Plan, examine, why_whole
 from nbtrain.strategies.replicas import ROAD
@@ -137,7 +138,7 @@ class CutCalls:
 
 
 def _counts(module: nn.Module) -> bool:
-    return any(isinstance(part, _NormBase) and part.track_running_stats for part in module.modules())
+    return any(isinstance(part, NormLayer) and part.track_running_stats for part in module.modules())
 
 
 def _kind(call: Call) -> Any:
@@ -148,16 +149,16 @@ def _kind(call: Call) -> Any:
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     road = _roads.get(id(self))  # a copy of the model has none
     if road is None or torch.compiler.is_compiling():
-        return nn.Module._call_impl(self, *args, **kwargs)
+        return call_as_torch_does(self, *args, **kwargs)
     if _inside.get():
         road.inner.add(id(self))
-        return nn.Module._call_impl(self, *args, **kwargs)
-    again = torch._C._current_graph_task_id() != -1  # a backward computes it again, as it was the first time
-    vmapped = torch._C._functorch.peek_interpreter_stack() is not None  # the batch is not to be seen
+        return call_as_torch_does(self, *args, **kwargs)
+    again = engine.in_backward()  # which computes it again, as it was the first time
+    vmapped = engine.in_functional_transform()  # the batch is not to be seen
     if vmapped or (again and id(self) in road.inner):
-        return nn.Module._call_impl(self, *args, **kwargs)
+        return call_as_torch_does(self, *args, **kwargs)
     token = _inside.set(True)
     try:
-        return road.called(self, lambda: nn.Module._call_impl(self, *args, **kwargs), args, kwargs)
+        return road.called(self, lambda: call_as_torch_does(self, *args, **kwargs), args, kwargs)
     finally:
         _inside.reset(token)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from nbtrain.compat import layers
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies._ddp2.meeting import Agreed, Offer, agree
@@ -111,7 +111,7 @@ class InNode(Replicated):
         args, kwargs = call.form.rebuild(cut(call.tensors, call.batch, call.sizes)[index])
         with self.stream():
             before = _stand()
-            returned = nn.Module._call_impl(call.module, *args, **kwargs)
+            returned = layers.call_as_torch_does(call.module, *args, **kwargs)
             drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
         if drew and not self.drew:
             self.drew = True

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.shards import cut, fresh_storage, rebind, sum_of_powers
 
 
@@ -19,7 +20,7 @@ def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
     assert isinstance(parameter, DTensor)
     if value.is_meta:
-        return fresh_storage(cut(parameter, value), parameter._local_tensor.device)
+        return fresh_storage(cut(parameter, value), local_part(parameter).device)
     return cut(parameter, value)
 
 
@@ -43,7 +44,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
 def clip_norm(held: list[torch.Tensor], mesh: DeviceMesh, max_norm: float, norm_type: float) -> torch.Tensor:
     """As torch's `clip_grad_norm_`, which would return a DTensor and knows nothing of parameters that are whole."""
     norm_type = float(norm_type)
-    parts = [p.grad._local_tensor for p in held if isinstance(p.grad, DTensor)]
+    parts = [local_part(p.grad) for p in held if isinstance(p.grad, DTensor)]
     rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
     here = sum_of_powers(parts, norm_type).to(mesh.device_type)
     largest = norm_type == float("inf")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.compat import layers
 from nbtrain.strategies._dp.threads import Threads, carried
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.cut_calls import Call, CutCalls
@@ -108,7 +109,7 @@ class Spread(Prepared):
         for i, tensors in enumerate(cut(call.tensors, call.batch, call.sizes)):
             device = self.devices[i]
             # The first part goes through the model itself: what a forward notes, it notes there.
-            go = self._on(call.module, device) if i else partial(nn.Module._call_impl, call.module)
+            go = self._on(call.module, device) if i else partial(layers.call_as_torch_does, call.module)
             args, kwargs = call.form.rebuild([t.to(device, non_blocking=True) for t in tensors])
             works.append(partial(go, *args, **kwargs))
         return works

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
+from nbtrain.compat.modules import is_hook_table, new_hook_key
 
 MISSING = object()
 
@@ -111,10 +111,10 @@ class Dress:
 
 
 def _is_table(key: str, value: Any) -> bool:
-    return "_hooks" in key and isinstance(value, dict)
+    return isinstance(value, dict) and is_hook_table(key)
 
 
 def _free(name: Any, table: dict[Any, Any]) -> Any:
     while name in table:
-        name = RemovableHandle({}).id
+        name = new_hook_key()
     return name

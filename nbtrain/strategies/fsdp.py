@@ -34,9 +34,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.compat import fsdp2
+from nbtrain.compat import modules as torch_modules
+from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies import fsdp_estimate, values
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
@@ -102,7 +104,7 @@ class Sharded(Prepared):
             id(part): part
             for root in roots
             for part in root.modules()
-            if isinstance(part, _NormBase) and not isinstance(part, nn.SyncBatchNorm)
+            if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)
         }
         self.sync = GradSync(kept, norms=norms.values())
         self.whole = kept
@@ -125,7 +127,7 @@ class Sharded(Prepared):
         new: dict[int, torch.Tensor] = {}
         for part, name, old in before:
             if id(old) not in new:
-                sharded = part._parameters[name]
+                sharded = torch_modules.parameters(part)[name]
                 assert isinstance(sharded, DTensor)
                 if sharded.is_meta:
                     device = "cpu" if self.options.cpu_offload else self.mesh.device_type
@@ -135,7 +137,7 @@ class Sharded(Prepared):
                     sharded.grad = cut(sharded, old.grad)  # type: ignore[arg-type]
                 new[id(old)] = sharded
                 self.replaced.append((old, sharded))
-            part._parameters[name] = new[id(old)]  # type: ignore[assignment]
+            torch_modules.parameters(part)[name] = new[id(old)]  # type: ignore[assignment]
         tree.finish()
         tree.copy = self.copy
         if not self.options.limit_all_gathers:
@@ -251,8 +253,8 @@ class Sharded(Prepared):
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
-        params = (param for tree in self.trees for group in tree.groups() for param in group.fsdp_params)
-        return id(tensor) in self.ids or any(getattr(param, "_unsharded_param", None) is tensor for param in params)
+        weights = (weight for tree in self.trees for weight in tree.weights())
+        return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in weights)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.sync.norms and self._mine(optimizer):
@@ -272,9 +274,9 @@ class Sharded(Prepared):
     @contextmanager
     def backward(self) -> Iterator[float]:
         for tree in self.trees:
-            params = [param for group in tree.groups() for param in group.fsdp_params]
-            refuse_hooks((param.sharded_param for param in params), "fsdp")
-            refuse_hooks((getattr(param, "_unsharded_param", None) for param in params), "fsdp")
+            weights = list(tree.weights())
+            refuse_hooks(map(fsdp2.sharded, weights), "fsdp")
+            refuse_hooks(map(fsdp2.gathered, weights), "fsdp")
         yield 1.0
 
     @contextmanager
@@ -302,10 +304,9 @@ class Sharded(Prepared):
 
     def _held_back(self) -> Iterator[torch.Tensor]:
         """Whole gradients that wait for the next backward that is communicated."""
-        for param in (param for tree in self.trees for group in tree.groups() for param in group.fsdp_params):
-            whole = getattr(param, "_unsharded_param", None)
-            held = param.unsharded_accumulated_grad, None if whole is None else whole.grad
-            yield from (gradient for gradient in held if gradient is not None)
+        for tree in self.trees:
+            for weight in tree.weights():
+                yield from fsdp2.held_back(weight)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         held = list(parameters)
@@ -334,7 +335,7 @@ class Sharded(Prepared):
                     if id(p) in mine:
                         yield f"{at}.{name}", p
                 for name, buffer in part.named_buffers(recurse=False):
-                    if not is_lazy(buffer) and not (isinstance(part, _NormBase) and name.startswith("running_")):
+                    if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
                         yield f"{at}.{name}", buffer
         yield from self.component.loose.items()
 
@@ -368,7 +369,7 @@ class Sharded(Prepared):
                 full.grad = whole(p.grad)
             self.replaced.append((p, full))
         for part, name, held in places(tree.root for tree in self.trees):
-            part._parameters[name] = new.get(id(held), held)  # type: ignore[assignment]
+            torch_modules.parameters(part)[name] = new.get(id(held), held)  # type: ignore[assignment]
         for optimizer in self.component.optimizers.values():
             pairs = rebind(optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value)
             self.replaced += [pair for pair in pairs if pair[0] is not pair[1]]

@@ -1,7 +1,6 @@
 """torch's `fully_shard` on one tree of modules, and what it needs to serve loops as people write them.
 
-All that is private in torch is in this file. By itself `fully_shard` gathers a unit's weights when the unit's forward
-is called, and nowhere else. Added here:
+By itself `fully_shard` gathers a unit's weights when the unit's forward is called, and nowhere else. Added here:
 
 - a part of a unit may be called by itself (`model.emb(x)`, or from a method of the model's own), and so may a method
   that uses the unit's own parameters: it gathers them, and lets go of them when it returns;
@@ -18,18 +17,18 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
+from nbtrain.compat import fsdp2, tensors
+from nbtrain.compat import modules as torch_modules
+from nbtrain.compat.compiler import outside_graphs
+from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.alongside import together
 from nbtrain.strategies.dress import Dress
@@ -38,12 +37,8 @@ from nbtrain.strategies.shards import cut
 from nbtrain.strategies.units import callable_by_itself
 from nbtrain.strategies.usage import Usage
 
-outside_graphs: Any = getattr(_fsdp_common, "_dynamo_disable", lambda function: function)
-"""torch.compile leaves such functions as they are"""
-
 NOT_THROUGH = frozenset({"forward", "extra_repr"})
 """methods that need nothing gathered: torch does it for the first, and the second says shapes"""
-FORWARD, IDLE = _fsdp_common.TrainingState.FORWARD, _fsdp_common.TrainingState.IDLE
 
 
 class Tree:
@@ -65,18 +60,19 @@ class Tree:
         self.flat_weights.flatten_never()
         for unit in units:
             fully_shard(unit, **options(unit is root))
+            fsdp2.average_rightly(unit)
+        self.device: str = options(True)["mesh"].device_type
 
     def finish(self) -> None:
         """Once all parameters have memory behind them."""
-        self.root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
-        self.states = [unit._get_fsdp_state() for unit in self.units]  # type: ignore[operator]
-        self.usage = Usage(self.states, list(self.groups()), self.states[0]._device.type)
+        fsdp2.set_up(self.root)
+        self.states = [fsdp2.state(unit) for unit in self.units]
+        self.usage = Usage(self.states, self.device)
         nested = set(map(id, self.units))
         for state in self.states:
-            state._register_pre_backward_hook = _on_no_view(state._register_pre_backward_hook)
+            fsdp2.around_outputs(state, _on_no_view)
         for group in self.groups():
-            group.unshard = together(_outside_inference(group.unshard))
-            group.wait_for_unshard = _outside_inference(group.wait_for_unshard)
+            fsdp2.around_gathering(group, lambda send: together(_outside_inference(send)), _outside_inference)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
@@ -97,26 +93,25 @@ class Tree:
 
     def groups(self) -> Iterator[Any]:
         for state in self.states:
-            yield from _groups(state)
+            yield from fsdp2.groups(state)
+
+    def weights(self) -> Iterator[Any]:
+        for group in self.groups():
+            yield from fsdp2.weights(group)
 
     @property
     def busy(self) -> bool:
         """A forward or backward is under way."""
-        return any(one._training_state is not IDLE for one in (*self.states, *self.groups()))
+        return not all(map(fsdp2.at_rest, (*self.states, *self.groups())))
 
     def reshard(self) -> None:
         """Let go of what is gathered, where no forward or backward is under way."""
         for state in self.states:
-            _let_go(state)
+            fsdp2.let_go(state)
 
     def calm(self) -> None:
         """Forget a forward or backward that is not to be ended, with the gradients it had gathered."""
-        root: Any = self.root
-        if hasattr(root, "reset_iter_state"):
-            with suppress(RuntimeError, AttributeError):  # what it waits for may have been aborted
-                root.reset_iter_state()
-        for state in self.states:
-            _calm(state)
+        fsdp2.calm_tree(self.root, self.states)
         self.usage.forget()
 
     def forget(self) -> None:
@@ -124,16 +119,9 @@ class Tree:
         self.undress()
         self.flat_weights.put_back()
         for unit in self.units:
-            _module_state_mapping.pop(unit, None)
+            fsdp2.forget(unit)
         self.dress = Dress()
         self.flat_weights = FlatWeights(())
-
-
-def _groups(state: Any) -> list[Any]:
-    many = getattr(state, "_fsdp_param_groups", None)
-    if many is not None:
-        return list(many)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _outside_inference(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,43 +143,10 @@ def _on_no_view(register: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def registered(output: Any) -> Any:
         return register(
-            tree_map_only(torch.Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, output)
+            tree_map_only(torch.Tensor, lambda t: t.clone() if t.requires_grad and tensors.is_view(t) else t, output)
         )
 
     return registered
-
-
-def _let_go(state: Any) -> None:
-    if state._training_state is IDLE:
-        for group in _groups(state):
-            if group._training_state is IDLE:
-                group._to_sharded()
-
-
-def _calm(state: Any) -> None:
-    state._training_state = IDLE
-    getattr(state, "_modules_to_run_forward", set()).clear()
-    shared, sent = state._state_ctx, state._comm_ctx
-    shared.iter_forward_root = None
-    shared.post_backward_final_callback_queued = False
-    shared.is_last_backward = True
-    for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
-        getattr(sent, name, set()).clear()
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        if hasattr(sent, name):
-            setattr(sent, name, None)
-    for group in _groups(state):
-        for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event"):
-            if hasattr(group, name):
-                setattr(group, name, None)
-        group._partial_reduce_output = None
-        group._post_forward_indices.clear()
-        group._training_state = IDLE
-        group._to_sharded()
-        for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
 
 
 def _raised(output: Any) -> bool:
@@ -205,12 +160,12 @@ def _after(state: Any, usage: Usage) -> Callable[..., Any]:
     @outside_graphs
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if _raised(output):
-            if state._training_state is FORWARD:
-                _calm(state)
+            if fsdp2.in_forward(state):
+                fsdp2.calm(state)
             return
         usage.unit_ran(state)
         if not torch.is_grad_enabled():  # no backward will do it
-            _let_go(state)
+            fsdp2.let_go(state)
 
     return after
 
@@ -221,22 +176,22 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
 
     @outside_graphs
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outermost = state._training_state is not FORWARD
+        outermost = not fsdp2.in_forward(state)
         opened.append(outermost)
-        return state._pre_forward(module, args, kwargs) if outermost else None
+        return fsdp2.begin_forward(state, module, args, kwargs) if outermost else None
 
     @outside_graphs
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         if not (opened and opened.pop()):
             return None
         if _raised(output):
-            if state._training_state is FORWARD:  # not by a checkpoint that has recomputed enough
-                _calm(state)
+            if fsdp2.in_forward(state):  # not by a checkpoint that has recomputed enough
+                fsdp2.calm(state)
             return None
-        output = state._post_forward(module, args, output)
+        output = fsdp2.end_forward(state, module, args, output)
         usage.unit_ran(state)
         if not torch.is_grad_enabled():
-            _let_go(state)
+            fsdp2.let_go(state)
         return output
 
     return enter, leave
@@ -248,27 +203,25 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usa
 
     @functools.wraps(method)
     def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if state._training_state is FORWARD:
+        if fsdp2.in_forward(state):
             return method(self, *args, **kwargs)
-        args, kwargs = state._pre_forward(self, args, kwargs)
-        for group in _groups(state):
-            for param in group.fsdp_params:
-                whole = param._unsharded_param
+        args, kwargs = fsdp2.begin_forward(state, self, args, kwargs)
+        for group in fsdp2.groups(state):
+            for weight in fsdp2.weights(group):
+                whole = fsdp2.gathered(weight)
                 if whole.requires_grad and id(whole) not in watched:
                     # The method may run a backward itself, which has to end as one does that begins at an output.
                     watched.add(id(whole))
-                    whole.register_post_accumulate_grad_hook(
-                        lambda _: state._register_root_post_backward_final_callback()
-                    )
+                    whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(state))
         try:
             output = method(self, *args, **kwargs)
         except BaseException:
-            _calm(state)
+            fsdp2.calm(state)
             raise
-        output = state._post_forward(self, args, output)
+        output = fsdp2.end_forward(state, self, args, output)
         usage.unit_ran(state)
         if not torch.is_grad_enabled():
-            _let_go(state)
+            fsdp2.let_go(state)
         return output
 
     return types.MethodType(through, unit)
@@ -301,8 +254,8 @@ def _methods_with_parameters(unit: nn.Module, units: set[int]) -> Iterator[tuple
 
 
 def _own_names(unit: nn.Module) -> Iterator[str]:
-    yield from (name for name, p in unit._parameters.items() if p is not None)
-    for name, child in unit._modules.items():
+    yield from (name for name, p in torch_modules.parameters(unit).items() if p is not None)
+    for name, child in torch_modules.children(unit).items():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield name
 

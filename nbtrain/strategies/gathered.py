@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.shards import rows
 
 
@@ -49,7 +50,7 @@ def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
 
 
 def _storage(tensor: DTensor) -> Any:
-    local = tensor._local_tensor
+    local = local_part(tensor)
     return local.untyped_storage().data_ptr() or id(tensor), local.storage_offset(), tensor.shape
 
 
@@ -83,7 +84,7 @@ def _to_first(tensor: DTensor) -> torch.Tensor | None:
         return None
     start, stop = rows(tensor)
     size = -(-tensor.shape[0] // mesh.size(last))
-    mine = tensor._local_tensor.detach().to(mesh.device_type)
+    mine = local_part(tensor).detach().to(mesh.device_type)
     if stop - start < size:  # pieces of one size are sent
         padded = mine.new_zeros((size, *tensor.shape[1:]))
         padded[: stop - start] = mine

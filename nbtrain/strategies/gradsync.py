@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _unflatten_dense_tensors  # one call instead of one per tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.compat import engine, tensors
+from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.wire import Dtype, Wire
 
@@ -43,7 +43,7 @@ class GradSync:
         self,
         parameters: Iterable[torch.Tensor],
         bucket_mb: float = 25,
-        norms: Iterable[_NormBase] = (),
+        norms: Iterable[NormLayer] = (),
         comm_dtype: Dtype = "none",
         wire: Wire | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class GradSync:
             groups[-1].append(p)
             room -= size
             if id(p) not in self.handles:
-                if p._post_accumulate_grad_hooks:
+                if tensors.hook_tables(p)[1]:
                     raise NotSupported(
                         "a parameter has a register_post_accumulate_grad_hook, which would see this rank's gradient "
                         "before it is averaged: work on the gradients between loss.backward() and optimizer.step()"
@@ -105,7 +105,7 @@ class GradSync:
                 self.pending.add(key)
                 return
             self.armed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+            engine.after_backward(self.finish)
         got = self.got
         index = self.where.get(key)
         if index is None or key in got:
@@ -154,9 +154,9 @@ class GradSync:
             self.pending.clear()
             self.reset()
 
-    def launch_statistics(self) -> list[tuple[list[tuple[_NormBase, torch.Tensor]], torch.Tensor, Any]]:
+    def launch_statistics(self) -> list[tuple[list[tuple[NormLayer, torch.Tensor]], torch.Tensor, Any]]:
         """One message per dtype and device."""
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[_NormBase, torch.Tensor]]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
         for norm in self.norms:
             for buffer in (norm.running_mean, norm.running_var):
                 if buffer is not None:
@@ -168,7 +168,7 @@ class GradSync:
         return sent
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
-        views = _unflatten_dense_tensors(flat, bucket.shapes)  # type: ignore[no-untyped-call]
+        views = tensors.unflatten(flat, bucket.shapes)
         if whole and bucket.contiguous and not self.spent:  # no need to look at the flags, and no wait for the device
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nbtrain.compat.tensors import hook_tables
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, is_lazy
 from nbtrain.strategies.refusals import refuse_hooks
@@ -32,7 +33,7 @@ def check(component: Component, kept: list[torch.Tensor]) -> None:
     known = set(map(id, kept))
     divided = [p for p in component.parameters() if id(p) not in known]
     refuse_hooks(divided, "fsdp")
-    if any(p._post_accumulate_grad_hooks for p in divided):
+    if any(hook_tables(p)[1] for p in divided):
         raise NotSupported(
             "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "
             "the hook in the cell, or use --strategy ddp and work on the gradients between loss.backward() and "

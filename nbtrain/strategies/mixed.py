@@ -9,12 +9,12 @@ from types import TracebackType
 
 from torch import nn
 
-SIGN = "got mixed torch.Tensor and DTensor"
+from nbtrain.compat.dtensor import met_undivided
 
 
 def explain(error: BaseException | None) -> None:
     """What a cell has raised, while models are in pieces still: in other words, if it is this error."""
-    if not isinstance(error, RuntimeError) or SIGN not in str(error):
+    if error is None or not met_undivided(error):
         return
     from nbtrain.strategies import values
 

@@ -18,11 +18,11 @@ class OwnStream:
     def __init__(self, number: int) -> None:
         """`number`: of this rank among those that see the same batch; 0 goes on with the stream that there is."""
         self.number = number
-        self._states: list[torch.Tensor] = []
+        self.states: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """A cell begins: from where all stand at the first use."""
-        self._states = []
+        self.states = []
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -30,15 +30,15 @@ class OwnStream:
             yield
             return
         outside = _capture()
-        if self._states:
-            _restore(self._states)
+        if self.states:
+            _restore(self.states)
         else:
             seed = outside[0].numpy().tobytes() + self.number.to_bytes(4, "little")
             torch.manual_seed(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1)
         try:
             yield
         finally:
-            self._states = _capture()
+            self.states = _capture()
             _restore(outside)
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from nbtrain.compat import pytree
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """values by which two forms can be told apart"""
@@ -48,10 +49,10 @@ def _form(value: Any, found: list[torch.Tensor]) -> Form:
         held = {name: _form(part, found) for name, part in value.items()}
         key = (dict, *((repr(name), part.key) for name, part in held.items()))
         return Form(key, lambda it: {name: part.make(it) for name, part in held.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if pytree.is_named_tuple(value):
         parts = [_form(part, found) for part in value]
         return Form((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
-    if cls in pytree.SUPPORTED_NODES:
+    if pytree.is_container(cls):
         leaves, spec = pytree.tree_flatten(value)
         parts = [_form(leaf, found) for leaf in leaves]
         return Form(

@@ -16,9 +16,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.compat import layers
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies._pipeline.asked import Asked
 from nbtrain.strategies._pipeline.calls import Calls
@@ -142,7 +142,7 @@ class Staged(Prepared):
     def _describe(self) -> None:
         for line in self.lines:
             self.notes.append(_described(line))
-            norms = [m for m in line.root.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+            norms = [m for m in line.root.modules() if isinstance(m, layers.NormLayer) and m.track_running_stats]
             if norms:
                 self.notes.append(
                     f"{type(norms[0]).__name__} in training normalises each micro-batch by itself; --microbatches says "

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from nbtrain.compat.modules import call_hooks, parameters
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.parts import Form, cut, flatten
 from nbtrain.strategies.replicas import replica
@@ -62,10 +63,9 @@ def why_whole(module: nn.Module) -> str:
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             return "it has a part that torch.jit compiled"
-        if any(is_lazy(p) for p in part._parameters.values() if p is not None):
+        if any(is_lazy(p) for p in parameters(part).values() if p is not None):
             return LAZY
-        tables = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-        for hook in (hook for table in tables for hook in table.values()):
+        for hook in call_hooks(part):
             if not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
                 return f"{type(part).__name__} has a hook, which is to see whole batches"
     return ""

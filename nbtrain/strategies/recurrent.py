@@ -1,6 +1,6 @@
 """RNN, LSTM and GRU keep lists of their weights besides: these hold what the module holds, as its attributes do.
 
-`_flat_weights` is made anew by torch whenever the weights are other tensors than those in `_flat_weight_refs`: within a
+The list of weights is made anew by torch whenever they are other tensors than those that it refers to: within a
 cell, the gathered ones. Between cells the lists are to be the notebook's own, with the parameters in them.
 """
 
@@ -12,7 +12,7 @@ from weakref import ref
 
 from torch import nn
 
-WEIGHTS, REFERENCES = "_flat_weights", "_flat_weight_refs"
+from nbtrain.compat.modules import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, flat_weight_names
 
 
 class FlatWeights:
@@ -23,7 +23,8 @@ class FlatWeights:
         self.lists: list[tuple[nn.Module, dict[str, list[Any]]]] = []
         for module in modules:
             if isinstance(module, nn.RNNBase):
-                held = {name: vars(module)[name] for name in (WEIGHTS, REFERENCES) if name in vars(module)}
+                lists = FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES
+                held = {name: vars(module)[name] for name in lists if name in vars(module)}
                 self.lists.append((module, held))
 
     def flatten_never(self) -> None:
@@ -33,9 +34,9 @@ class FlatWeights:
 
     def put_back(self) -> None:
         for module, held in self.lists:
-            weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[union-attr]
+            weights = [getattr(module, name, None) for name in flat_weight_names(module)]
             for name, kept in held.items():
-                kept[:] = weights if name == WEIGHTS else [None if w is None else ref(w) for w in weights]
+                kept[:] = weights if name == FLAT_WEIGHTS else [None if w is None else ref(w) for w in weights]
                 vars(module)[name] = kept
 
 

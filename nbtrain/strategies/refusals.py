@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from nbtrain.compat import engine, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches, While
+from nbtrain.intercept import Listeners, While
 
 
 class Refusals:
@@ -29,7 +30,7 @@ class Refusals:
 
 def refuse_hooks(parameters: Iterable[torch.Tensor | None], strategy: str) -> None:
     """Autograd accumulates into the gathered weights: it calls no hook of a parameter in pieces."""
-    if any(p is not None and p._backward_hooks for p in parameters):
+    if any(p is not None and tensors.hook_table(p, tensors.GRADIENT_HOOKS) for p in parameters):
         raise NotSupported(
             f"a parameter has a hook on its gradient (register_hook), which under {strategy} would see nothing of it, "
             "or this rank's share: work on the gradients between loss.backward() and optimizer.step(), or use "
@@ -37,9 +38,9 @@ def refuse_hooks(parameters: Iterable[torch.Tensor | None], strategy: str) -> No
         )
 
 
-def _put(patches: Patches) -> None:
-    patches.wrap(torch.autograd, "backward", _backward)
-    patches.wrap(torch.autograd, "grad", _grad)
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.autograd.backward", "pieces", _backward)
+    listeners.listen("torch.autograd.grad", "pieces", _grad)
 
 
 _while: While[Refusals] = While(_put)
@@ -89,7 +90,7 @@ def _through_units(outputs: Any) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if "RegisterPostBackwardFunction" in node.name():
+        if engine.is_unit_gatherer(node):
             return True
         todo += [following for following, _ in node.next_functions if following is not None]
     return False

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.compat import modules as torch_modules
+from nbtrain.compat.modules import BUFFERS, CHILDREN, FLAT_WEIGHTS, PARAMETERS
 from nbtrain.strategies.base import is_lazy
 
-ROAD = "_call_impl"
+ROAD = torch_modules.CALL
 """what `cut_calls` puts on a module, and a copy does not get"""
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,32 +35,31 @@ def replica(
     buffers: dict[int, torch.Tensor] = {}
     for part in parts:
         old, new = vars(part), vars(copies[id(part)])
-        new["_modules"] = {name: None if m is None else copies[id(m)] for name, m in old["_modules"].items()}
+        new[CHILDREN] = {name: None if m is None else copies[id(m)] for name, m in old[CHILDREN].items()}
         if parameters:
-            new["_parameters"] = {
-                name: p if p is None else parameters.get(id(p), p) for name, p in old["_parameters"].items()
+            new[PARAMETERS] = {
+                name: p if p is None else parameters.get(id(p), p) for name, p in old[PARAMETERS].items()
             }
         else:
-            new["_parameters"] = dict(old["_parameters"])
-        for b in old["_buffers"].values():
+            new[PARAMETERS] = dict(old[PARAMETERS])
+        for b in old[BUFFERS].values():
             if b is not None and id(b) not in buffers:
                 buffers[id(b)] = b if is_lazy(b) else buffer(b.detach())
-        new["_buffers"] = {name: None if b is None else buffers[id(b)] for name, b in old["_buffers"].items()}
+        new[BUFFERS] = {name: None if b is None else buffers[id(b)] for name, b in old[BUFFERS].items()}
         if training is not None:
             new["training"] = training
         _rebind(new, copies)
         if parameters and isinstance(part, nn.RNNBase):
-            new["_flat_weights"] = [new["_parameters"].get(name) for name in part._flat_weights_names]
+            new[FLAT_WEIGHTS] = [new[PARAMETERS].get(name) for name in torch_modules.flat_weight_names(part)]
     for part in parts:
         if is_compiled(part):
-            twin: Any = copies[id(part)]
-            vars(twin)["forward"] = twin.dynamo_ctx(twin._modules["_orig_mod"].__call__)
+            torch_modules.recompile_call(copies[id(part)])
     return copies[id(module)]
 
 
 def is_compiled(part: nn.Module) -> bool:
     """By `torch.compile(model)`."""
-    return "_orig_mod" in part._modules and "dynamo_ctx" in vars(part)
+    return torch_modules.compiled(part) is not None
 
 
 def _shell(part: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._sharded.elsewhere import Elsewhere
 from nbtrain.strategies._sharded.library import OLD, library, make_oss, make_parallel
@@ -44,7 +45,7 @@ class Fair(Prepared):
         self.rank = dist.get_rank()
         self.oss = [make_oss(oss, parameters) for parameters in kinds]
         self.parameters = [p for parameters in kinds for p in parameters]
-        self.owners = {id(p): rank for one in self.oss for p, rank in one._param_to_rank.items()}
+        self.owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
         rest = [p for p in component.parameters() if id(p) not in self.owners]
         self.norms = GradSync([], norms=norms_of(component.modules.values()))
         self.sync = GradSync(rest)
@@ -133,8 +134,8 @@ class Fair(Prepared):
     def _send(self, optimizer: Optimizer) -> None:
         mine = set(map(id, held_by(optimizer)))
         for one in self.oss:
-            if any(id(p) in mine for p in one._param_to_rank):
-                one._broadcast_params()
+            if any(id(p) in mine for p in fairscale.owners(one)):
+                fairscale.send(one)
 
     # -- between cells -------------------------------------------------------------------
 

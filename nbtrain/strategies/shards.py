@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from nbtrain.compat import modules as torch_modules
+from nbtrain.compat.dtensor import local as local_part
+from nbtrain.compat.tensors import norms as norms_of
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
 
@@ -42,14 +45,14 @@ def by_rows(tensor: DTensor) -> bool:
     if type(last) is not Shard or last.dim != 0 or not all(isinstance(one, Replicate) for one in outer):
         return False
     start, stop = rows(tensor)
-    return tensor._local_tensor.shape == (stop - start, *tensor.shape[1:])
+    return local_part(tensor).shape == (stop - start, *tensor.shape[1:])
 
 
 class Rows(Piece):
     """What a rank keeps of a tensor that is divided by rows."""
 
     def __init__(self, tensor: DTensor) -> None:
-        self.local = tensor._local_tensor
+        self.local = local_part(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.start, self.stop = rows(tensor)
         self.width = tensor.shape[1:].numel()
@@ -71,7 +74,7 @@ class Rows(Piece):
 def cut(like: DTensor, whole: torch.Tensor) -> DTensor:
     """This rank's rows of a tensor that it has whole, laid out as `like` is. Nothing is communicated."""
     start, stop = rows(like)
-    local = whole.detach()[start:stop].to(like._local_tensor.device, copy=True).contiguous()
+    local = whole.detach()[start:stop].to(local_part(like).device, copy=True).contiguous()
     return _from_local(like, local, whole.shape)
 
 
@@ -83,7 +86,7 @@ def _from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTenso
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
     """All of it, on every rank and where the rows are. Collective."""
-    local = tensor._local_tensor
+    local = local_part(tensor)
     there = local.to(tensor.device_mesh.device_type)  # rows that were offloaded cannot be sent from the CPU
     full = _from_local(tensor, there.detach(), tensor.shape).full_tensor()
     return full.to(local.device)
@@ -91,7 +94,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 def fresh_storage(tensor: DTensor, device: torch.device) -> DTensor:
     """The same rows with memory behind them, of a tensor that has none yet."""
-    return _from_local(tensor, torch.empty_like(tensor._local_tensor, device=device), tensor.shape)
+    return _from_local(tensor, torch.empty_like(local_part(tensor), device=device), tensor.shape)
 
 
 def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
@@ -104,7 +107,12 @@ def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
 def places(modules: Iterable[nn.Module]) -> Places:
     """Where parameters are, one entry for each place."""
     parts = {id(part): part for module in modules for part in module.modules()}
-    return [(part, name, p) for part in parts.values() for name, p in part._parameters.items() if p is not None]
+    return [
+        (part, name, p)
+        for part in parts.values()
+        for name, p in torch_modules.parameters(part).items()
+        if p is not None
+    ]
 
 
 def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], convert: Any) -> Pairs:
@@ -152,5 +160,5 @@ def sum_of_powers(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
     filled = [t for t in tensors if t.numel()]
     if not filled:
         return torch.zeros(())
-    norms = torch.stack([n.to(filled[0].device).float() for n in torch._foreach_norm(filled, norm_type)])
+    norms = torch.stack([n.to(filled[0].device).float() for n in norms_of(filled, norm_type)])
     return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
 from nbtrain.strategies.shared_out import SharedOut
 
 METHODS = ("zero_grad", "state_dict", "add_param_group")
@@ -65,8 +66,8 @@ class ShareSteps:
     def _arrange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if hooks := self._hooks.get(optimizer):
             before, after = hooks
-            optimizer._optimizer_step_pre_hooks.move_to_end(before.id)  # type: ignore[attr-defined]
-            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+            call_last_before_step(optimizer, before)
+            call_first_after_step(optimizer, after)
 
     def _trim(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self.restore()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from nbtrain.compat import modules as torch_modules
 from nbtrain.errors import UsageError
 
 MARK = "_nbtrain_unit"
@@ -195,10 +196,10 @@ def _keep_shared_together(root: nn.Module, chosen: set[int]) -> None:
 
     def walk(module: nn.Module, above: list[int]) -> None:
         way = [id(module), *above]
-        for p in module._parameters.values():
+        for p in torch_modules.parameters(module).values():
             if p is not None:
                 ways.setdefault(id(p), []).append(way)
-        for child in module._modules.values():
+        for child in torch_modules.children(module).values():
             if child is not None and id(child) not in above:
                 walk(child, way)
 

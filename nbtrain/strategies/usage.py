@@ -11,11 +11,13 @@ train on a mixture of layers without noticing, so the order in which they ran is
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.alongside import together
 
@@ -26,8 +28,8 @@ WORDS = 2**24
 class Usage:
     """Of one tree."""
 
-    def __init__(self, states: list[Any], groups: list[Any], device: str) -> None:
-        self.groups = groups
+    def __init__(self, states: list[Any], device: str) -> None:
+        self.groups = [group for state in states for group in fsdp2.groups(state)]
         self.device = device
         self.order = 0
         """of the units that ran, as one number"""
@@ -37,12 +39,10 @@ class Usage:
         self.used: set[int] = set()
         self.new: dict[int, Any] = {}
         """sharded parameters that had no gradient before this backward"""
-        members = {id(group): state for state in states for group in groups if group.modules[0] in state._modules}
-        for group in groups:
-            self._watch(group, id(members[id(group)]))
         for state in states:
-            old = state._root_post_backward_final_callback
-            state._root_post_backward_final_callback = together(functools.partial(self._end, old))
+            for group in fsdp2.groups(state):
+                self._watch(group, id(state))
+            fsdp2.around_end(state, lambda old: together(functools.partial(self._end, old)))
 
         self.told: torch.Tensor | None = None
         """by all ranks, in the backward before"""
@@ -64,30 +64,31 @@ class Usage:
         self.told = None
 
     def _watch(self, group: Any, state: int) -> None:
-        old = group.post_backward
+        def watching(old: Callable[..., Any]) -> Callable[..., Any]:
+            def post_backward(*unused: Any) -> None:
+                if state in self.ran and fsdp2.reduces(group):
+                    self._fill(group)
+                old(*unused)
 
-        def post_backward(*unused: Any) -> None:
-            if state in self.ran and group.reduce_grads:
-                self._fill(group)
-            old(*unused)
+            return together(post_backward)
 
-        group.post_backward = together(post_backward)
+        fsdp2.around_reduction(group, watching)
 
     def _fill(self, group: Any) -> None:
-        for param in group.fsdp_params:
-            whole = getattr(param, "_unsharded_param", None)
+        for weight in fsdp2.weights(group):
+            whole = fsdp2.gathered(weight)
             if whole is None or not whole.requires_grad:
                 continue
-            if param.sharded_param.grad is None:
-                self.new.setdefault(id(param), param.sharded_param)
-            if whole.grad is not None or param.unsharded_accumulated_grad is not None:
-                self.used.add(id(param))
+            if fsdp2.sharded(weight).grad is None:
+                self.new.setdefault(id(weight), fsdp2.sharded(weight))
+            if fsdp2.held_back(weight):
+                self.used.add(id(weight))
             else:
-                whole.grad = torch.zeros_like(whole)
+                fsdp2.give_zeros(weight)
 
     def _end(self, old: Any) -> None:
         old()
-        params = [param for group in self.groups if group.reduce_grads for param in group.fsdp_params]
+        params = [weight for group in self.groups if fsdp2.reduces(group) for weight in fsdp2.weights(group)]
         if not params:
             return
         marks = [float(id(param) in self.used) for param in params]

@@ -8,8 +8,6 @@ that comes alone (`if rank == 0: print(norm)`) is told so and does not wait for 
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
+from nbtrain.intercept import NUMBERS, Listeners, While
 from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.shards import whole
 
@@ -26,26 +26,17 @@ ALONE = (
     "A number that is made of a model's own parameters or gradients needs every rank, too, under fsdp: write "
     "`norm = float(norm)` on every rank, above `if rank == 0:`"
 )
-NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
-PLACES = ("_redistribute", "_dispatch", "_api")
-"""modules of torch.distributed.tensor that know the function which moves rows between ranks"""
-
-_meshes: list[DeviceMesh] = []
-_undo: list[Callable[[], None]] = []
+DTENSOR = "torch.distributed.tensor.DTensor"
 
 
 def on(mesh: DeviceMesh) -> None:
     """A cell is about to run, with tensors in pieces on this mesh. All ranks are in it."""
-    if not _meshes:
-        _patch()
-    _meshes.append(mesh)
+    _while.on(mesh)
 
 
 def off(mesh: DeviceMesh) -> None:
     """For each `on`."""
-    _meshes.remove(mesh)
-    while _undo and not _meshes:
-        _undo.pop()()
+    _while.off(mesh)
 
 
 def active() -> bool:
@@ -56,33 +47,25 @@ def active() -> bool:
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
     if all(isinstance(one, Replicate) for one in tensor.placements):
-        return tensor._local_tensor.detach()
+        return dtensor.local(tensor).detach()
     return whole(tensor)
 
 
-def _patch() -> None:
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    operator: Any = torch.ops.aten._local_scalar_dense.default
-    if isinstance(handlers, dict) and operator not in handlers:
-        handlers[operator] = lambda op, args, kwargs: op(complete(args[0]))
-        _undo.append(lambda: handlers.pop(operator, None))
+def _put(listeners: Listeners) -> None:
+    numbers = dtensor.read_numbers_by(complete)
+    if numbers is not None:
+        listeners.hook(numbers)
     else:  # then at least where Python asks for it
         for name in NUMBERS:
-            _put(DTensor, name, _number(getattr(torch.Tensor, name)))
-    _put(DTensor, "__str__", _text)
-    _put(DTensor, "__format__", _formatted)
-    _put(DTensor, "_repr_pretty_", _shown)
-    for module in [sys.modules.get(f"torch.distributed.tensor.{name}") for name in PLACES]:
-        old = getattr(module, "redistribute_local_tensor", None)
-        if old is not None:
-            _put(module, "redistribute_local_tensor", _met(old))
+            listeners.listen(f"{DTENSOR}.{name}", "values", _number)
+    listeners.listen(f"{DTENSOR}.__str__", "values", lambda _: _text)
+    listeners.listen(f"{DTENSOR}.__format__", "values", lambda _: _formatted)
+    listeners.listen(f"{DTENSOR}._repr_pretty_", "values", lambda _: _shown)
+    listeners.listen(dtensor.MOVERS[0], "values", _met)
 
 
-def _put(owner: Any, name: str, new: Any) -> None:
-    before = vars(owner).get(name)
-    setattr(owner, name, new)
-    _undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))
+_while: While[DeviceMesh] = While(_put)
+_meshes = _while.owners
 
 
 def _number(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +93,6 @@ def _formatted(tensor: DTensor, form: str) -> str:
 
 
 def _met(old: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(old)
     def redistribute(tensor: torch.Tensor, now: Any, then: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = zip(now.placements, then.placements, strict=True)
         moves = any(a != b and not isinstance(a, Replicate) for a, b in pairs)

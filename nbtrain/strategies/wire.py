@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors  # one call instead of one per tensor
 
+from nbtrain.compat.tensors import flatten
 from nbtrain.errors import UsageError
 
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
@@ -72,8 +72,7 @@ def share(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     count = dist.get_world_size()
     sizes = [one.numel() for one in tensors]
     if tensors[0].dtype is not dtype or sum(sizes) < LARGE * len(sizes):
-        flat: torch.Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-        return flat.to(dtype).div_(count)
+        return flatten(tensors).to(dtype).div_(count)
     flat = tensors[0].new_empty(sum(sizes))
     for one, part in zip(tensors, flat.split(sizes), strict=True):
         torch.div(one.reshape(-1), count, out=part)

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.compat.layers import NormLayer
+from nbtrain.compat.modules import buffers, parameters
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._xla import library
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
@@ -71,10 +72,10 @@ class OnDevice(Prepared):
         new: dict[int, torch.Tensor] = {}
         for module in self.component.modules.values():
             for part in module.modules():
-                for table in (part._parameters, part._buffers):
+                for table in (parameters(part), buffers(part)):
                     for name, old in table.items():
                         if old is not None:
-                            table[name] = self._moved(old, device, new)  # type: ignore[assignment]
+                            table[name] = self._moved(old, device, new)
         for loose in self.component.loose.values():
             self._moved(loose, device, new)
         self.component.loose = {name: new[id(p)] for name, p in self.component.loose.items()}
@@ -145,7 +146,7 @@ class OnDevice(Prepared):
             id(part): part
             for module in self.component.modules.values()
             for part in module.modules()
-            if isinstance(part, _NormBase) and part.training
+            if isinstance(part, NormLayer) and part.training
         }
         return [b for norm in norms.values() for b in (norm.running_mean, norm.running_var) if b is not None]
 

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import LBFGS, Optimizer
 
+from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
 from nbtrain.strategies.estimating import Sent, by_wire, estimate, largest_share, ring, step_bytes, trainable, width
@@ -149,7 +149,7 @@ class Shares(Replicated):
 def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[], None]:
     """From the owner to all; what is returned waits for it, and puts it where it belongs."""
     if owner == rank:
-        flat = _flatten_dense_tensors(parameters)  # type: ignore[no-untyped-call]
+        flat = tensors.flatten(parameters)
     else:
         flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
     work = dist.broadcast(as_bytes(flat), owner, async_op=True)
@@ -157,8 +157,7 @@ def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[],
     def arrived() -> None:
         work.wait()
         if owner != rank:
-            views = _unflatten_dense_tensors(flat, parameters)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(parameters, views)
+            tensors.copy(parameters, list(tensors.unflatten(flat, parameters)))
 
     return arrived
 

@@ -23,8 +23,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.compat.optimizers import MARK, has_schedule_mark
 from nbtrain.errors import NotPrepared, NotSupported
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
 
 
@@ -39,7 +40,7 @@ class Accumulation:
         self.rescaled = False
         self.optimizer: Optimizer | None = None
         self.gated: WeakSet[Optimizer] = WeakSet()
-        self.patches = Patches()
+        self.listeners = Listeners()
         self.over = False
 
     @property
@@ -54,13 +55,13 @@ class Accumulation:
     def enter(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
             self.gate(optimizer)
-        self._quiet(Optimizer, "zero_grad", lambda: self.between)
-        self._quiet(torch.nn.Module, "zero_grad", lambda: self.between)
+        self._quiet("torch.optim.Optimizer.zero_grad", lambda: self.between)
+        self._quiet("torch.nn.Module.zero_grad", lambda: self.between)
         for schedule in _with_own_step(LRScheduler):
-            self._quiet(schedule, "step", lambda: self.between)
-        self._quiet(torch.amp.GradScaler, "unscale_", lambda: not self.due)
-        self._quiet(torch.amp.GradScaler, "update", lambda: self.between)
-        self.patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
+            self._quiet("torch.optim.lr_scheduler.LRScheduler.step", lambda: self.between, schedule)
+        self._quiet("torch.amp.GradScaler.unscale_", lambda: not self.due)
+        self._quiet("torch.amp.GradScaler.update", lambda: self.between)
+        self.listeners.listen("torch.amp.GradScaler.step", "accumulation", self._scaler_step)
 
     def leave(self) -> None:
         self.over = True
@@ -68,7 +69,7 @@ class Accumulation:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
-        self.patches.undo()
+        self.listeners.close()
         for optimizer in self.gated:
             own = vars(optimizer)
             if getattr(own.get("step"), "nbtrain_gate", None) is not self:
@@ -97,8 +98,8 @@ class Accumulation:
                 self.start_over()
 
         marks: dict[str, Any] = {"nbtrain_gate": self, "before": own}
-        if hasattr(own, "_wrapped_by_lr_sched"):  # schedulers look for it, to warn of steps they cannot see
-            marks["_wrapped_by_lr_sched"] = True
+        if has_schedule_mark(own):
+            marks[MARK] = True
         vars(step).update(marks)
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         self.gated.add(optimizer)
@@ -152,8 +153,8 @@ class Accumulation:
             self.rescaled = True
             yield 1 / calls
 
-    def _quiet(self, owner: type, name: str, when: Callable[[], bool]) -> None:
-        """`owner.name` does nothing while `when()`."""
+    def _quiet(self, path: str, when: Callable[[], bool], owner: type | None = None) -> None:
+        """It does nothing while `when()`."""
 
         def make(old: Callable[..., Any]) -> Callable[..., Any]:
             def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +162,7 @@ class Accumulation:
 
             return quiet
 
-        self.patches.wrap(owner, name, make)
+        self.listeners.listen(path, "accumulation", make, owner)
 
     def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """A scaler may leave the optimizer out (infinite gradients): that call counts all the same."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from nbtrain.compat import tensors
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.randomness import Randomness
@@ -24,7 +25,7 @@ class Agreement:
     def take(self, prepared: Iterable[Prepared], steps: int, randomness: Randomness) -> list[tuple[str, int]]:
         """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
         replicas = _numbered(pair for one in prepared for pair in one.replicas())
-        versions = {id(tensor): tensor._version for _, tensor in replicas}
+        versions = {id(tensor): tensors.version(tensor) for _, tensor in replicas}
         numbers: list[tuple[str, int]] = []
         if steps != self.steps or versions != self.versions:  # fused optimizers leave versions alone
             numbers = [(name, checksum(tensor)) for name, tensor in replicas]

@@ -29,8 +29,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nbtrain.compat import fake, generators
+from nbtrain.compat.modules import BUFFERS, CHILDREN, INITIALIZER, PARAMETERS, RESETS
+from nbtrain.compat.tensors import hook_tables, memory_id
 from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds.hooks import hooked
 from nbtrain.exchange.kinds.tensors import swapped
@@ -39,8 +41,7 @@ from nbtrain.training.collectives import connected, gather
 from nbtrain.training.streams import capture, restore
 from nbtrain.unfilled import NOTE
 
-RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
-BOXES = ("_parameters", "_buffers")
+BOXES = (PARAMETERS, BUFFERS)
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
@@ -165,7 +166,7 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
     """By the module's id; children come after what they belong to."""
     found: dict[int, _Part] = {}
     held: dict[int, tuple[bool, _Part, Spot]] = {}
-    base = zlib.crc32(torch.get_rng_state()[8:].numpy().tobytes())  # before it stands a mark of ours
+    base = zlib.crc32(generators.without_seed(torch.get_rng_state()).numpy().tobytes())  # which is ours
     for root in roots:
         for path, module in root.named_modules():
             if id(module) in found:
@@ -173,7 +174,7 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
             part = found[id(module)] = _Part(path, module, _twin(module))
             # One that was made without `nbtrain.empty()` has only its place.
             part.seed, *made = vars(module).get(NOTE) or [zlib.crc32(path.encode(), base)]
-            part.buffers = [(n, b) for n, b in vars(module)["_buffers"].items() if b is not None and not b.is_meta]
+            part.buffers = [(n, b) for n, b in vars(module)[BUFFERS].items() if b is not None and not b.is_meta]
             for box in BOXES:
                 for name, tensor in vars(module)[box].items():
                     # Of several that hold it, the one that it was made for fills it.
@@ -183,7 +184,7 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
     for _, part, spot in held.values():
         part.spots.append(spot)
     for part in found.values():
-        children = vars(part.twin)["_modules"]
+        children = vars(part.twin)[CHILDREN]
         children.update({name: child and found[id(child)].twin for name, child in children.items()})
     return found
 
@@ -192,7 +193,7 @@ def _twin(module: nn.Module) -> nn.Module:
     """The same class and attributes, with tensors of its own that have no content."""
     twin: nn.Module = type(module).__new__(type(module))
     vars(twin).update(vars(module))
-    vars(twin)["_modules"] = dict(vars(module)["_modules"])
+    vars(twin)[CHILDREN] = dict(vars(module)[CHILDREN])
     for box in BOXES:
         vars(twin)[box] = {
             name: tensor if tensor is None or is_lazy(tensor) else _like(tensor, torch.device("meta"))
@@ -218,7 +219,7 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
             return
         seen.add(id(part))
         twin = part.twin
-        if callable(getattr(type(twin), "_init_weights", None)):
+        if callable(getattr(type(twin), INITIALIZER, None)):
             around = twin
         for child in part.module.children():
             visit(parts[id(child)], around)
@@ -226,7 +227,7 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
         names = [name for name in RESETS if _takes_nothing(twin, name)]
         if around is not None:  # there, `init_weights` does this and more
             names = [name for name in names if name != "init_weights"]
-            inits.append(_Step(twin, partial(around._init_weights, twin), "_init_weights"))
+            inits.append(_Step(twin, partial(getattr(around, INITIALIZER), twin), INITIALIZER))
         names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(twin, name)]
         resets.extend(_Step(twin, getattr(twin, name), name) for name in names)
 
@@ -267,7 +268,7 @@ def _filled(part: _Part) -> list[tuple[Spot, torch.Tensor]]:
     # As the notebook has them: the component's own may have been cast meanwhile.
     hollow = [(spot, held[spot.box][spot.name]) for spot in part.spots]
     real = [(spot, blank, _like(blank, torch.device("cpu"))) for spot, blank in hollow]
-    blanks = [(held["_buffers"][name], buffer) for name, buffer in part.buffers]
+    blanks = [(held[BUFFERS][name], buffer) for name, buffer in part.buffers]
     kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
     watch = _Watch()
     streams = capture()
@@ -300,7 +301,7 @@ def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:
 
 def _unfilled(part: _Part, spots: list[Spot]) -> UsageError:
     names = ", ".join(spot.name for spot in spots)
-    buffers = all(spot.box == "_buffers" for spot in spots)
+    buffers = all(spot.box == BUFFERS for spot in spots)
     method = "reset_buffers" if buffers else "reset_parameters"
     return UsageError(
         f"{_name(part)} was made without content, and nothing says how its {names} begin"
@@ -320,17 +321,18 @@ def _make_real(spot: Spot, value: torch.Tensor) -> list[tuple[torch.Tensor, torc
         return []
     vars(new).update(vars(old))
     vars(spot.module)[spot.box][spot.name] = new
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        for hook in (getattr(old, name) or {}).values():
-            (new.register_hook if name == "_backward_hooks" else new.register_post_accumulate_grad_hook)(hook)
+    registers = new.register_hook, new.register_post_accumulate_grad_hook
+    for table, register in zip(hook_tables(old), registers, strict=True):
+        for hook in (table or {}).values():
+            register(hook)
     return [(old, new)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return memory_id(tensor.untyped_storage())
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(fake.DispatchMode):
     """Sees what memory is written to; versions would not tell of `weight.data.normal_()`."""
 
     def __init__(self) -> None:
@@ -339,7 +341,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for i, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(fake.schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
                 several = given if isinstance(given, (list, tuple)) else [given]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from nbtrain.patches import Patches
+from nbtrain.compat import layers
+from nbtrain.compat.cuda import INITIALISE
+from nbtrain.intercept import Listeners
 from nbtrain.training.collectives import connected, reduce
 
 NO_CUDA = (
@@ -24,12 +25,12 @@ NO_CUDA = (
 )
 
 
-def patch(patches: Patches, active: Callable[[], bool], device: torch.device) -> None:
+def listen(listeners: Listeners, active: Callable[[], bool], device: torch.device) -> None:
     """`active`: a cell runs, and its models are looked after."""
-    patches.wrap(ReduceLROnPlateau, "step", lambda old: _plateau(old, active))
-    patches.wrap(nn.SyncBatchNorm, "forward", lambda old: _norm(old, active))
+    listeners.listen("torch.optim.lr_scheduler.ReduceLROnPlateau.step", "lines", lambda old: _plateau(old, active))
+    listeners.listen("torch.nn.SyncBatchNorm.forward", "lines", lambda old: _norm(old, active))
     if device.type == "cpu":
-        patches.wrap(torch.cuda, "_lazy_init", lambda old: _no_cuda(old, active))
+        listeners.listen(INITIALISE, "lines", lambda old: _no_cuda(old, active))
 
 
 def _plateau(old: Any, active: Callable[[], bool]) -> Any:
@@ -79,7 +80,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    layers.check_input(norm, x)
     shape = (1, -1, *[1] * (x.dim() - 2))
     around = [i for i in range(x.dim()) if i != 1]
     wide = x.double()

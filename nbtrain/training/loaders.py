@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbtrain.patches import Patches
+from nbtrain.compat import loaders as iterators
+from nbtrain.intercept import Listeners
 from nbtrain.training.checkpoints.position import Positions
 from nbtrain.training.data import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.phases import DATA, FORWARD, UNDECIDED, Phases
@@ -39,15 +40,12 @@ class Loaders:
         self.regroup: Callable[[Any], Any] | None = None
         """batch sampler → one with batches of another size"""
 
-    def patch(self, patches: Patches) -> None:
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-        patches.wrap(DataLoader, "_index_sampler", self._index_sampler)
-        patches.wrap(DataLoader, "__iter__", self._iter)
-        patches.wrap(_BaseDataLoaderIter, "__init__", self._iterator_init)
-        patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
-        if "randperm" in vars(torch.utils.data.dataset):
-            patches.wrap(torch.utils.data.dataset, "randperm", self._split)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen(iterators.BATCHES, "loaders", self._index_sampler)
+        listeners.listen("torch.utils.data.DataLoader.__iter__", "loaders", self._iter)
+        listeners.listen(f"{iterators.ITERATOR}.__init__", "loaders", self._iterator_init)
+        listeners.listen(f"{iterators.ITERATOR}.__next__", "loaders", self._next)
+        listeners.listen("torch.utils.data.dataset.randperm", "loaders", self._split)
 
     def begin(self, deal: Deal, hands_off: bool) -> None:
         self.running, self.deal, self.hands_off = True, deal, hands_off
@@ -115,12 +113,12 @@ class Loaders:
                 self.unshared.add("iterable")
             elif loader.batch_sampler is None:
                 self.unshared.add("single")
-            if loader.persistent_workers and loader._iterator is not None:
-                loader._iterator._index_sampler = loader._index_sampler  # it was made for an earlier cell
+            if (kept := iterators.running(loader)) is not None:
+                iterators.take_batches_anew(loader, kept)
             order = self.randomness.fingerprint() if self._shares and dealt_out(loader) else 0
             with _forked_workers(loader):
                 iterator = self.positions.open(loader, old)
-            iterator._nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
+            iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             self.steps.opened(iterator, loader)
             return iterator
 
@@ -146,7 +144,7 @@ class Loaders:
             with self.randomness.shared():
                 old(iterator, loader)
             if self.rank:
-                iterator._base_seed = derive(iterator._base_seed, self.rank)
+                iterators.set_base_seed(iterator, derive(iterators.base_seed(iterator), self.rank))
 
         return init
 

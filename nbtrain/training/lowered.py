@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 
 
@@ -75,10 +75,9 @@ class Lowered:
         kept = {id(tensor) for component in components for tensor in self.held(component)}
         self.undo([tensor for tensor in list(self._homes.keys()) if id(tensor) not in kept])
 
-    def patch(self, patches: Patches) -> None:
+    def listen(self, listeners: Listeners) -> None:
         """A copy of what was cast was cast."""
-        for owner in (torch.Tensor, torch.nn.Parameter):
-            patches.wrap(owner, "__deepcopy__", self._copied)
+        listeners.listen("torch.Tensor.__deepcopy__", "lowered", self._copied)
 
     def _copied(self, old: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def deepcopy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:

@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from nbtrain.patches import Patches
+from nbtrain.compat import modules
+from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import is_lazy
 
 Held = dict[int, ref[nn.Module]]
@@ -39,19 +40,19 @@ class Made:
         self._owners.clear()
         self._parents.clear()
 
-    def patch(self, patches: Patches) -> None:
-        patches.keep(register_module_parameter_registration_hook(self._note(self._owners)))
-        patches.keep(register_module_module_registration_hook(self._note(self._parents)))
-        patches.wrap(nn.Module, "__setstate__", self._copied)
-        patches.wrap(Optimizer, "__init__", self._init)
-        patches.wrap(Optimizer, "add_param_group", self._add)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.hook(register_module_parameter_registration_hook(self._note(self._owners)))
+        listeners.hook(register_module_module_registration_hook(self._note(self._parents)))
+        listeners.listen("torch.nn.Module.__setstate__", "made", self._copied)
+        listeners.listen("torch.optim.Optimizer.__init__", "made", self._init)
+        listeners.listen("torch.optim.Optimizer.add_param_group", "made", self._add)
 
     def models(self, parameters: Iterable[Any]) -> list[nn.Module]:
         """The outermost modules that hold these."""
         found: dict[int, nn.Module] = {}
         for parameter in parameters:
-            owner = _holder(self._owners, parameter, "_parameters")
-            while owner is not None and (parent := _holder(self._parents, owner, "_modules")) is not None:
+            owner = _holder(self._owners, parameter, modules.PARAMETERS)
+            while owner is not None and (parent := _holder(self._parents, owner, modules.CHILDREN)) is not None:
                 owner = parent
             if owner is not None:
                 found[id(owner)] = owner
@@ -79,8 +80,11 @@ class Made:
         def setstate(module: nn.Module, state: Any) -> None:
             old(module, state)
             if self.active():
-                for held, items in ((self._owners, module._parameters), (self._parents, module._modules)):
-                    for item in items.values():  # type: ignore[attr-defined]
+                for held, items in (
+                    (self._owners, modules.parameters(module)),
+                    (self._parents, modules.children(module)),
+                ):
+                    for item in items.values():
                         if item is not None:
                             _hold(held, item, module)
 

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.strategies.alongside import ALONE, MESH, ODD
 from nbtrain.training.board import (
     CELL,
@@ -109,14 +108,13 @@ class Meeting:
         part, following = self.board.parts[0], self.count + 1
         return part[CELL] == self.cell or part[MARKS + following % PLACES * WIDTH] == (self.cell << 32) + following
 
-    def patch(self, patches: Patches) -> None:
+    def listen(self, listeners: Listeners) -> None:
         if self.world_size > 1 and dist.is_available():
-            for name in [name for name in WATCHED if hasattr(c10d, name)]:
-                for module in (dist, c10d):  # object collectives find theirs in the second
-                    patches.wrap(module, name, self._watched(name))
-            patches.wrap(c10d.Work, "wait", self._timed)  # every wait of Python code comes through it
-            for module in (dist, c10d):
-                patches.wrap(module, "recv", self._timed)  # gloo waits as soon as it is asked for this
+            for name in WATCHED:
+                listeners.listen(f"torch.distributed.{name}", "meeting", self._watched(name))
+            # Every wait of Python code comes through it.
+            listeners.listen("torch.distributed.distributed_c10d.Work.wait", "meeting", self._timed)
+            listeners.listen("torch.distributed.recv", "meeting", self._timed)  # gloo waits as soon as it is asked
 
     def _timed(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -8,11 +8,12 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
-from nbtrain.patches import Patches
+from nbtrain.compat.modules import NORM_LAYER
+from nbtrain.intercept import Listeners
 from nbtrain.training.collectives import reduce
 
 
@@ -21,16 +22,16 @@ class Recounted:
 
     def __init__(self, active: Callable[[], bool]) -> None:
         self.active = active
-        self.norms: list[_NormBase] = []
+        self.norms: list[Any] = []
 
     def begin(self) -> None:
         self.norms.clear()
 
-    def patch(self, patches: Patches) -> None:
-        patches.wrap(_NormBase, "reset_running_stats", self._reset)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen(f"{NORM_LAYER}.reset_running_stats", "norms", self._reset)
 
-    def _reset(self, old: Callable[[_NormBase], None]) -> Callable[[_NormBase], None]:
-        def reset(norm: _NormBase) -> None:
+    def _reset(self, old: Callable[[Any], None]) -> Callable[[Any], None]:
+        def reset(norm: Any) -> None:
             old(norm)
             if not torch.is_grad_enabled() and self.active():
                 self.norms.append(norm)

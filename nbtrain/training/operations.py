@@ -8,14 +8,13 @@ would disturb: with compiled code, inside of somebody else's mode, under a strat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from nbtrain.compat import compiler, fake
 from nbtrain.training.peaks import peak
 from nbtrain.training.phases import BACKWARD, FORWARD, UNDECIDED, Phases
 
@@ -23,10 +22,9 @@ FIRST, PAIRS = 2, 2
 """backwards that are let pass before, and that are counted"""
 TRIES = 12
 """forwards that are looked at: an evaluation may come between, which no backward follows, and is not to be slower"""
-aten = torch.ops.aten
 
 
-class Mode(TorchDispatchMode):
+class Mode(fake.DispatchMode):
     """Sees each operation as it is run."""
 
     supports_higher_order_operators = True
@@ -40,7 +38,7 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        packet = getattr(func, "_overloadpacket", func)
+        packet = fake.packet_of(func)
         if packet in KNOWN:
             try:
                 count = KNOWN[packet](*args, **kwargs, out_val=out)
@@ -116,7 +114,7 @@ class Operations:
 
     def _leave(self) -> bool:
         if self._mode is not None:
-            if _get_current_dispatch_mode() is not self._mode:
+            if fake.current_mode() is not self._mode:
                 return False
             self._mode.__exit__(None, None, None)
             self._mode = None
@@ -125,12 +123,11 @@ class Operations:
 
 def disturbs() -> bool:
     """Whether a mode would be in somebody's way."""
-    if torch._C._len_torch_dispatch_stack():
+    if fake.dispatch_modes():
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])  # what was compiled would be compiled anew
+    return compiler.has_compiled()  # what was compiled would be compiled anew
 
 
 def _fastest(counts: dict[torch.dtype, int], device: torch.device) -> float:
@@ -158,14 +155,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _packets(*names: str) -> list[Any]:
-    """Not every torch has all of them."""
-    return [getattr(aten, name) for name in names if hasattr(aten, name)]
-
-
 KNOWN: dict[Any, Callable[..., int]] = dict(flop_registry)
-# torch's own table is that of GPUs.
-KNOWN |= dict.fromkeys(_packets("_scaled_dot_product_flash_attention_for_cpu"), _attention)
-KNOWN |= dict.fromkeys(_packets("_scaled_dot_product_flash_attention_for_cpu_backward"), _attention_backward)
-UNKNOWN = frozenset(_packets("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "miopen_rnn"))
-"""Whole networks in one call."""
+KNOWN |= dict.fromkeys(fake.attention_on_cpu(backward=False), _attention)
+KNOWN |= dict.fromkeys(fake.attention_on_cpu(backward=True), _attention_backward)
+UNKNOWN = fake.whole_networks()

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import engine, pytree
 from nbtrain.errors import UsageError
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.base import Strategy
 
@@ -93,10 +93,10 @@ class Forwards:
         self.after: Callable[[Any, Any], None] = lambda given, returned: None
         """with what it was given, and what it returned"""
 
-    def patch(self, patches: Patches) -> None:
-        patches.wrap(nn.Module, "__call__", self._call)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.nn.Module.__call__", "precision", self._call)
         if self.form.weights:
-            patches.wrap(torch.autograd, "backward", self._backward)
+            listeners.listen("torch.autograd.backward", "precision", self._backward)
 
     def _call(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class Forwards:
                 return old(module, *args, **kwargs)
             token = _inside.set(True)
             try:
-                if torch._C._current_graph_task_id() != -1 and self._was_inside(args, kwargs):
+                if engine.in_backward() and self._was_inside(args, kwargs):
                     return old(module, *args, **kwargs)
                 if self.form.weights:
                     return self._lowered(old, module, args, kwargs)
@@ -174,13 +174,13 @@ def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         parts = [changed(part, change) for part in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        if hasattr(value, "_fields"):  # a named tuple
+        if pytree.is_named_tuple(value):
             return type(value)(*parts)
         return type(value)(parts) if isinstance(value, tuple) or type(value) is list else value
     if type(value) is dict:
         pairs = {key: changed(part, change) for key, part in value.items()}
         return value if all(pairs[key] is value[key] for key in value) else pairs
-    if type(value) in pytree.SUPPORTED_NODES:
+    if pytree.is_container(type(value)):
         return pytree.tree_map(lambda leaf: changed(leaf, change), value)
     if is_dataclass(value) and not isinstance(value, type):
         return _changed_fields(value, change)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nbtrain.compat.dtensor import is_divided
 from nbtrain.errors import NotPrepared
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
@@ -174,10 +175,10 @@ class Workshop:
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
                 return not {id(p) for p in held} <= kept.ids()
-        return any(map(_is_divided, held))
+        return any(map(is_divided, held))
 
     def in_pieces(self, model: nn.Module) -> bool:
-        return any(map(_is_divided, model.parameters()))
+        return any(map(is_divided, model.parameters()))
 
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
@@ -278,7 +279,7 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
 def place(component: Component, device: torch.device) -> None:
     """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
     for tensor in (*component.parameters(), *component.buffers()):
-        if tensor.device != device and not (is_blank(tensor) or _is_divided(tensor)):
+        if tensor.device != device and not (is_blank(tensor) or is_divided(tensor)):
             tensor.data = tensor.data.to(device)
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
@@ -290,13 +291,8 @@ def place(component: Component, device: torch.device) -> None:
                 for key, value in state.items():
                     # torch keeps step counts on the CPU unless a kernel reads them
                     there = isinstance(value, torch.Tensor) and (key != "step" or counts_there)
-                    if there and not _is_divided(value):
+                    if there and not is_divided(value):  # the strategy says where its rows wait
                         state[key] = value.to(device)
-
-
-def _is_divided(tensor: torch.Tensor) -> bool:
-    """A DTensor: the strategy says where its rows wait. They are asked without loading all that DTensors need."""
-    return hasattr(tensor, "_local_tensor")
 
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:

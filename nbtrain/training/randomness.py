@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat.generators import seed_in
 from nbtrain.training.streams import States, capture, restore
 
 MARK = 0x6E62747261696E
@@ -71,8 +72,8 @@ class Randomness:
         self.left: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         self.depth = 0
         self.is_together = False
-        self._said: States | None = None  # what the notebook knows of these streams
-        self._fingerprint: tuple[Any, int] = (None, 0)
+        self.known: States | None = None  # what the notebook knows of these streams
+        self.printed: tuple[Any, int] = (None, 0)  # a state, and its fingerprint
 
     def adopt(self, states: States) -> None:
         """Start from where the notebook's streams stand. Called with the same states on every rank."""
@@ -84,7 +85,7 @@ class Randomness:
         self._adopt_cuda(states)
         if not self.alone:
             self._mark()
-        self.began = self._said = capture()
+        self.began = self.known = capture()
 
     def together(self) -> None:
         """The default streams are the shared ones."""
@@ -108,18 +109,18 @@ class Randomness:
         stream stands, else where this rank's own does. None: nobody drew since they were last adopted or collected."""
         states = capture()
         if (
-            self._said is not None
-            and states.keys() == self._said.keys()
-            and all(_same(states[key], self._said[key]) for key in states)
+            self.known is not None
+            and states.keys() == self.known.keys()
+            and all(_same(states[key], self.known[key]) for key in states)
         ):
             return None
-        self._said = dict(states)
+        self.known = dict(states)
         if self.alone:
             return states
         for key, shared in self.shared_states.items():
             if key in states and key in self.began and _same(states[key], self.began[key]):
                 states[key] = _copy(shared)
-        seed = states["torch"][:8].view(torch.int64)
+        seed = seed_in(states["torch"])
         if self.seed is not None and MARK <= seed.item() <= self.last_mark:
             seed.fill_(self.seed)
         return states
@@ -139,7 +140,7 @@ class Randomness:
         own = {key: state for key, state in capture().items() if key in self.shared_states}
         restore(self.shared_states)
         self.depth += 1
-        self._said = None
+        self.known = None
         try:
             yield
         finally:
@@ -159,14 +160,14 @@ class Randomness:
         state = torch.get_rng_state()
         if torch.equal(state, self.began["torch"]):
             return self.shared_states["torch"].clone()
-        return _with_seed(state, int(self.shared_states["torch"][:8].view(torch.int64).item()))
+        return _with_seed(state, int(seed_in(self.shared_states["torch"]).item()))
 
     def stand_at(self, state: torch.Tensor) -> None:
         """The shared stream goes on from here, which is the same place on every rank."""
         if self.is_together:
             return
         self.shared_states["torch"] = state
-        self._said = None
+        self.known = None
         if self.index == 0:
             own = _with_seed(state, self.mark)
             torch.set_rng_state(own)
@@ -177,9 +178,9 @@ class Randomness:
         if not self.shared_states:
             return 0
         state = self.shared_states["torch"]
-        if state is not self._fingerprint[0]:  # it is another object whenever it has moved
-            self._fingerprint = state, derive(state, 0)
-        return self._fingerprint[1]
+        if state is not self.printed[0]:  # it is another object whenever it has moved
+            self.printed = state, derive(state, 0)
+        return self.printed[1]
 
     def _seed(self, states: States) -> None:
         if "torch" in states:
@@ -199,7 +200,7 @@ class Randomness:
             else:
                 torch.cuda.set_rng_state(states["cuda"])
             return
-        seed = int(states["torch"][:8].view(torch.int64).item())
+        seed = int(seed_in(states["torch"]).item())
         if seed != self.cuda_seed:
             self.cuda_seed = seed
             torch.cuda.manual_seed(derive(seed, self.index) if self.index else seed)
@@ -224,7 +225,7 @@ class Randomness:
 
     def _mark(self) -> None:
         state = torch.get_rng_state()
-        seed = state[:8].view(torch.int64)
+        seed = seed_in(state)
         if self.index == 0:
             self.seed = int(seed.item())
         seed.fill_(self.mark)
@@ -233,7 +234,7 @@ class Randomness:
 
 def _with_seed(state: torch.Tensor, seed: int) -> torch.Tensor:
     changed = state.clone()
-    changed[:8].view(torch.int64).fill_(seed)
+    seed_in(changed).fill_(seed)
     return changed
 
 

@@ -1,27 +1,7 @@
 """Everything that runs on a rank around a strategy, as the one object the worker uses.
 
-Functions of torch replaced by `install`, and why:
-
-    torch.autograd.backward              accumulation; a backward cut short is forgotten
-    clip_grad_norm_, clip_grad_value_    a strategy may know better; accumulation
-    DataLoader.__iter__, _index_sampler  batches are dealt out; counting
-    _BaseDataLoaderIter.__init__         the order of batches is drawn from a stream that all ranks share
-    randperm, for random_split           so are splits
-    _BaseDataLoaderIter.__next__         batches go to the rank's device; counting
-    all_reduce, broadcast, …             nobody waits for ranks that will not come
-    GradScaler.scale                     refused where the strategy scales losses
-    GradScaler.step                      a step that is passed over has ended, too
-    torch.save                           one file, written once
-    Optimizer.__init__, add_param_group  models that the cell makes are set up
-    nn.Module.__setstate__               a copied model is one that the cell made
-    _NormBase.reset_running_stats        update_bn counts the batches of all ranks
-    nn.Module.__call__                   what a model computes in, where that is not 32 bits
-    GradScaler.scale, zero_grad,         loss scaling, under 16-mixed
-    Tensor.retain_grad
-    Tensor.__deepcopy__                  copies of weights in 16 bits
-    and what is in `lines`
-
-Besides, torch's two global optimizer hooks are used. `uninstall` puts everything back.
+Its parts listen to functions of torch (`intercept.TABLE` says to which, and why), and to torch's two global optimizer
+hooks. `uninstall` ends that.
 """
 
 from __future__ import annotations
@@ -40,7 +20,7 @@ from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.events import Phases as Spent
 from nbtrain.exchange.fingerprint import checksum
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, lines
@@ -132,32 +112,32 @@ class Runtime:
         self.trying: Trying | None = None
         """the cell is only tried"""
         self._agreement = Agreement()
-        self._patches = Patches()
+        self._listeners = Listeners()
         self._prepared: Mapping[str, object] | None = None
         """what `begin` is about to be called for"""
 
     # --- per process -----------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Replace what has to be replaced in torch. Once; another runtime of this process is uninstalled first."""
+        """Listen to what it does its part in. Once; another runtime of this process is uninstalled first."""
         global _installed
         if _installed is self:
             return
         if _installed is not None:
             _installed.uninstall()
-        patches = self._patches
+        listeners = self._listeners
         for part in (self.forwards, self.scaling, self.lowered):
             if part is not None:
-                part.patch(patches)
-        self.wrapped.patch(patches)
-        self.loaders.patch(patches)
-        self.meeting.patch(patches)
+                part.listen(listeners)
+        self.wrapped.listen(listeners)
+        self.loaders.listen(listeners)
+        self.meeting.listen(listeners)
         if self.info.world_size > 1 or self.lowered is not None:
-            self.made.patch(patches)
+            self.made.listen(listeners)
         if self.info.world_size > 1:
-            self.recounted.patch(patches)
-            lines.patch(patches, lambda: self.running and not self.strategy.hands_off, self.device)
-        self.saving.patch(patches)
+            self.recounted.listen(listeners)
+            lines.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
+        self.saving.listen(listeners)
         _installed = self
 
     def uninstall(self, whole: bool = True) -> None:
@@ -165,7 +145,7 @@ class Runtime:
         global _installed
         self.operations.end()  # a cell that was given up has not come to its end
         self.workshop.forget(whole)
-        self._patches.undo()
+        self._listeners.close()
         if _installed is self:
             _installed = None
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.patience import Patience
 from nbtrain.strategies.alongside import ODD
 from nbtrain.training.meeting import Meeting
@@ -49,9 +49,8 @@ class Saving:
     def begin(self) -> None:
         self.calls.clear()
 
-    def patch(self, patches: Patches) -> None:
-        for module in (torch.serialization, torch):
-            patches.wrap(module, "save", self._saving)
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.save", "saving", self._saving)
 
     def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -28,8 +28,10 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from nbtrain.compat import dtensor
+from nbtrain.compat.tensors import multiply, sparse_values, unscale
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.training import collectives
 from nbtrain.training.precision import changed
 from nbtrain.training.steps import Round
@@ -107,12 +109,12 @@ class Scaling:
         self.on = False
         return told
 
-    def patch(self, patches: Patches) -> None:
-        patches.wrap(torch.amp.GradScaler, "scale", self._scaler)
-        patches.wrap(Optimizer, "zero_grad", self._zero_grad)
-        patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
-        patches.keep(register_module_parameter_registration_hook(lambda *_: self.look_again()))
-        patches.keep(register_module_module_registration_hook(lambda *_: self.look_again()))
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.amp.GradScaler.scale", "scaling", self._scaler)
+        listeners.listen("torch.optim.Optimizer.zero_grad", "scaling", self._zero_grad)
+        listeners.listen("torch.Tensor.retain_grad", "scaling", self._retain_grad)
+        listeners.hook(register_module_parameter_registration_hook(lambda *_: self.look_again()))
+        listeners.hook(register_module_module_registration_hook(lambda *_: self.look_again()))
 
     def look_again(self) -> None:
         """Some model may have other parameters than before."""
@@ -169,7 +171,7 @@ class Scaling:
             leaves = [*_leaves(roots), *(t for t in (watched() for watched in self._watched) if t is not None)]
             with torch.no_grad():
                 for _, gradients in self._gradients(leaves):
-                    torch._foreach_mul_(gradients, self.scale)
+                    multiply(gradients, self.scale)
             self._in_backward = True
             try:
                 return old(roots, starts, *args, **kwargs)
@@ -270,10 +272,10 @@ class Scaling:
             gradient = tensor.grad
             if gradient is None:
                 continue
-            if type(gradient) is not torch.Tensor:
-                gradient = getattr(gradient, "_local_tensor", gradient)  # a shard's
+            if type(gradient) is not torch.Tensor and dtensor.is_divided(gradient):
+                gradient = dtensor.local(gradient)
             if gradient.is_sparse:
-                gradient = gradient._values()
+                gradient = sparse_values(gradient)
             where = self._groups.get(id(tensor), 0), gradient.device, gradient.dtype
             same = found.get(where)
             if same is None:
@@ -296,7 +298,7 @@ class Scaling:
             if flag is None:
                 flags.append(flag := torch.zeros(1, device=device))
             share = torch.full((1,), 1 / self.scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, share)
+            unscale(gradients, flag, share)
 
     def _learn(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.utils.data import DataLoader
 
+from nbtrain.compat.loaders import handed_out
 from nbtrain.events import Progress, Throughput
 
 
@@ -152,7 +153,7 @@ class Steps:
         """(batches handed out, length, epoch, `order`) of the loader used last; zeros for what is not known."""
         for iterator, epoch, total in reversed(self.iterators[:]):
             if (alive := iterator()) is not None:
-                return alive._num_yielded, total or 0, epoch, getattr(alive, "_nbtrain_order", 0)
+                return handed_out(alive), total or 0, epoch, getattr(alive, "nbtrain_order", 0)
         return 0, 0, 0, 0
 
     def progress(self) -> Progress | None:
@@ -172,7 +173,7 @@ class Steps:
         """(batches handed out, length, epoch) of the loader used last that is still alive."""
         for iterator, epoch, total in reversed(self.iterators[:]):
             if (alive := iterator()) is not None:
-                return alive._num_yielded, total, epoch
+                return handed_out(alive), total, epoch
         return None
 
     def _remove(self, iterator: Any) -> tuple[ref[Any], int, int | None] | None:

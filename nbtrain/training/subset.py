@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches
-
-COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "all_gather_single",
-    "reduce_scatter_single",
-)  # fmt: skip
+from nbtrain.intercept import COLLECTIVES, Listeners
 
 
 @contextmanager
@@ -25,20 +19,24 @@ def only(ranks: Sequence[int], world_size: int) -> Iterator[None]:
     if len(ranks) == world_size:
         yield
         return
-    patches = Patches()
+    listeners = Listeners()
     try:
-        for name in [name for name in COLLECTIVES if hasattr(dist, name)]:
-            patches.wrap(dist, name, _refusing(name, ranks))
+        for name in COLLECTIVES:
+            listeners.listen(f"torch.distributed.{name}", "subset", _refusing(name, ranks))
         yield
     finally:
-        patches.undo()
+        listeners.close()
 
 
 def _refusing(name: str, ranks: Sequence[int]) -> Callable[[Any], Any]:
     def make(old: Any) -> Any:
-        def collective(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        parameters = list(inspect.signature(old).parameters)
+        at = parameters.index("group") if "group" in parameters else len(parameters)
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            group = args[at] if len(args) > at else kwargs.get("group")
             if group is not None and group is not dist.group.WORLD:
-                return old(*args, group=group, **kwargs)
+                return old(*args, **kwargs)
             where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
             raise NotSupported(
                 f"{name} needs every rank, and this cell runs on {where} only: it would wait for ever. Training, "

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nbtrain.compat.loaders import end_workers
 from nbtrain.events import Tried
 from nbtrain.specs import Trial
 from nbtrain.training.peak import Peak
@@ -88,9 +89,7 @@ class Trying:
         """Of loaders that were cut short: their workers end now, and not while somebody waits for it."""
         assert self._steps is not None
         for iterator, _, _ in self._steps.iterators:
-            shut = getattr(iterator(), "_shutdown_workers", None)
-            if shut is not None:
-                shut()
+            end_workers(iterator())
 
     def told(self, rank: int) -> Tried:
         """When the cell is over, however it ended."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches
+from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, phases
@@ -25,7 +25,7 @@ from nbtrain.training.steps import Steps
 
 
 class Wrapped:
-    """These functions of torch on one rank. `patch` once; `begin` and `end` around a cell."""
+    """These functions of torch on one rank. `listen` once; `begin` and `end` around a cell."""
 
     def __init__(
         self,
@@ -50,15 +50,14 @@ class Wrapped:
         self._in_step = False
         """a strategy may reduce gradients there, and not in the backward"""
 
-    def patch(self, patches: Patches) -> None:
-        patches.wrap(torch.autograd, "backward", self._backward)
-        for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
-            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-                patches.wrap(module, name, make)
-        patches.wrap(torch.amp.GradScaler, "scale", self._scaler_scale)
-        patches.wrap(torch.amp.GradScaler, "step", self._scaler_step)
-        patches.keep(register_optimizer_step_pre_hook(self._before_step))
-        patches.keep(register_optimizer_step_post_hook(self._after_step))
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.autograd.backward", "step", self._backward)
+        listeners.listen("torch.nn.utils.clip_grad_norm_", "step", self._clip_norm)
+        listeners.listen("torch.nn.utils.clip_grad_value_", "step", self._clip_value)
+        listeners.listen("torch.amp.GradScaler.scale", "step", self._scaler_scale)
+        listeners.listen("torch.amp.GradScaler.step", "step", self._scaler_step)
+        listeners.hook(register_optimizer_step_pre_hook(self._before_step))
+        listeners.hook(register_optimizer_step_post_hook(self._after_step))
 
     def begin(self, accumulation: Accumulation | None) -> None:
         self.running, self.accumulation = True, accumulation

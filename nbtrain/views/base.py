@@ -75,8 +75,10 @@ def own_version(widget: Any) -> dict[str, str]:
     front ends fetch the one they are told."""
     if probes.environment() not in FETCH:
         return {}
-    own = widget.class_traits()["_model_module_version"].default_value
-    return {"_model_module_version": own, "_view_module_version": own}
+    from nbtrain.compat.kernel import MODEL_VERSION, VIEW_VERSION  # of IPython, and a run's record is read without it
+
+    own = widget.class_traits()[MODEL_VERSION].default_value
+    return {MODEL_VERSION: own, VIEW_VERSION: own}
 
 
 class Waiting:

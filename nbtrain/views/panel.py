@@ -8,6 +8,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from nbtrain.compat import kernel
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, own_version
 from nbtrain.watch.feed import Feed
 
@@ -38,7 +39,7 @@ class Panel(anywidget.AnyWidget):
         self._answers: dict[Any, dict[str, Any]] = {}
         self._unsubscribe: Callable[[], None] = feed.subscribe(self._tell)
         super().__init__(start=feed.everything(), **own_version(anywidget.AnyWidget))
-        _hear_at_once(self)
+        kernel.answer_in_own_thread(self.comm)
         self.on_msg(self._hear)
 
     @property
@@ -91,10 +92,3 @@ class Panel(anywidget.AnyWidget):
                 self._answers.clear()
             self._answers[number] = {"kind": "ack", "id": number, "command": command, "ok": ok, "text": text}
         return self._answers[number]
-
-
-def _hear_at_once(panel: Panel) -> None:
-    """ipykernel 7.4 answers a page in the thread that has last sent to it, which is the one that is busy with the cell:
-    its own choice was the better one."""
-    if hasattr(panel.comm, "_reply_subshell_for"):
-        panel.comm._reply_subshell_for = lambda data, default: default

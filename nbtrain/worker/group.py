@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from nbtrain.compat import groups
+from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 
 A_MONTH = datetime.timedelta(days=30)
@@ -36,7 +38,7 @@ class Group:
         """descriptor and inode: the number alone may be another's by now"""
         self._lock = threading.Lock()
         self._ours: Any = None
-        self._undo: Callable[[], None] = lambda: None
+        self._listeners = Listeners()
 
     def form(self, store: str) -> None:
         """Collective. `store`: a file that no group was formed with before: it would hand out dead addresses."""
@@ -70,10 +72,8 @@ class Group:
                 _shut(descriptor, inode)
             self._sockets.clear()
         if "nccl" in self.backend and self._ours is not None:
-            import torch.distributed.distributed_c10d as c10d
-
             with suppress(Exception):  # it may be going down by itself
-                c10d._abort_process_group()
+                groups.abort()
 
     def dissolve(self) -> None:
         """Not collective: the others may be gone."""
@@ -83,14 +83,13 @@ class Group:
         self._ours = None
         with suppress(Exception):  # a cell may have destroyed it, or half of it
             dist.destroy_process_group()
-        self._undo()
+        self._listeners.close()
 
     def _watch(self) -> None:
         """Note the sockets of every group that is made from here on, those of a cell's `new_group` too."""
-        import torch.distributed.distributed_c10d as c10d
+        self._listeners.listen(groups.MAKE, "group", self._noted)
 
-        old = c10d._new_process_group_helper
-
+    def _noted(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             before = _sockets()
             with _patient_threads():
@@ -99,12 +98,7 @@ class Group:
                 self._sockets |= _sockets() - before
             return made
 
-        def undo() -> None:
-            if c10d._new_process_group_helper is noting:
-                c10d._new_process_group_helper = old
-
-        c10d._new_process_group_helper = noting
-        self._undo = undo
+        return noting
 
 
 @contextmanager

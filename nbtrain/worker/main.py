@@ -7,10 +7,13 @@ import gc
 import math
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import nbtrain.intercept as intercept
 import nbtrain.registry as registry
+from nbtrain.compat import fit
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
@@ -72,6 +75,8 @@ class Rank:
         """the run whose collectives this rank has given up"""
         self._trying: Trying | None = None
         """the cell that runs is only tried"""
+        self._broken = False
+        """the end of the last cell has failed"""
         self._regrouped = False
         """since the last cell: models that nobody holds any more may hold the old group, its threads and sockets"""
 
@@ -88,31 +93,40 @@ class Rank:
             raise
         gc.freeze()  # what was imported stays: a collection after a failed cell need not look at it
         self._state("ready")
+        intercept.lay_aside()
         while True:
             message = self.link.receive()
-            if type(message) is Run:
-                self._run(message)
-            elif type(message) is Adopt:
-                self._adopt(message)
-            elif type(message) is Pull:
-                self._pull(message)
-            elif type(message) is Serve:
-                self.twins.pieces.serve(message.lead)
-            elif type(message) is Leave:
-                home = self.twins.leave(message.key, message.reason, message.together)
-                self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
-            elif type(message) is Forget:
-                self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
-                self._found = None
-            elif type(message) is Conclude:
-                self._conclude(message.lead)
-            elif type(message) is Regroup:
-                self.group.dissolve()
-                self.group.form(message.store)
-                self._regrouped = True
-                self._state("ready")
-            elif type(message) is Close:
-                return self._close()
+            with intercept.in_place():
+                if type(message) is Close:
+                    return self._close()
+                try:
+                    self._answer(message)
+                except Exception as error:  # of ours: an exit code alone would tell nobody why
+                    self._fail(error, self.failing.lines_of(error))
+                    raise
+
+    def _answer(self, message: Any) -> None:
+        if type(message) is Run:
+            self._run(message)
+        elif type(message) is Adopt:
+            self._adopt(message)
+        elif type(message) is Pull:
+            self._pull(message)
+        elif type(message) is Serve:
+            self.twins.pieces.serve(message.lead)
+        elif type(message) is Leave:
+            home = self.twins.leave(message.key, message.reason, message.together)
+            self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
+        elif type(message) is Forget:
+            self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
+            self._found = None
+        elif type(message) is Conclude:
+            self._conclude(message.lead)
+        elif type(message) is Regroup:
+            self.group.dissolve()
+            self.group.form(message.store)
+            self._regrouped = True
+            self._state("ready")
 
     def _take_place(self) -> None:
         """Threads, device, process group: what makes this process a rank."""
@@ -133,6 +147,12 @@ class Rank:
             self.runtime.uninstall(whole)
             self.runtime = self._runs_as = None
 
+    def _give_up_runtime(self) -> None:
+        """Its end has failed: what can be taken back is."""
+        with suppress(Exception):
+            self._close_runtime(False)
+        self.runtime = self._runs_as = self._found = None
+
     # -- a cell --------------------------------------------------------------------------
 
     def _run(self, run: Run) -> None:
@@ -150,6 +170,9 @@ class Rank:
             self.shell.let_go_of_errors()
 
     def _run_cell(self, run: Run) -> None:
+        if self._broken:
+            self._broken = False
+            self._give_up_runtime()
         self._last = None
         self._lead = run.ranks[0]
         try:
@@ -167,7 +190,11 @@ class Rank:
         self.outputs.outlet.begin(running)
         self.meters.begin(self.runtime.readings, run.number)
         failure, lines = self._execute(run)
-        self._notes = tuple(self.runtime.end(failure is None))
+        try:
+            self._notes = tuple(self.runtime.end(failure is None))
+        except Exception as error:  # of ours, as a rule: the cell fails, and the next one finds everything set up anew
+            failure, lines = (failure, lines) if failure is not None else (error, self.failing.lines_of(error))
+            self._broken = True
         self.meters.end()
         if self._trying is not None and self._trying.well(failure):
             told = self._trying.told(self.info.rank)
@@ -374,6 +401,7 @@ class Rank:
         if self._trying is not None and self._trying.well(error):
             return False
         explain(error)
+        fit.explain(error)
         return not self._is_interruption(error)
 
     def _is_over(self) -> None:

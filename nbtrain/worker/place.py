@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 
+from nbtrain.compat import python
 from nbtrain.specs import RankInfo
 
 
@@ -46,7 +46,7 @@ def settle(info: RankInfo, directory: str) -> None:
     import torch
 
     # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
-    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    python.put_sockets_into(directory)
     with suppress(FileNotFoundError):
         # Python tries places with a file, once. Torch would be the first to ask, just when a loader's worker has died,
         # and the signal of that death would interrupt it: the file would stay.

@@ -20,6 +20,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
+from nbtrain.compat import kernel, namespaces, python
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.worker.output import Outlet
 from nbtrain.worker.packages import Packages
@@ -55,7 +56,7 @@ class _Hook(DisplayHook):
             self.shell.outlet.show(data, metadata)
 
 
-class RankShell(InteractiveShell):
+class RankShell(kernel.ShownErrors):
     """Made before a rank is forked, so that it costs nothing afterwards; `outlet` is given to it in the rank."""
 
     display_pub_class = _Publisher
@@ -91,13 +92,12 @@ class RankShell(InteractiveShell):
     def system_piped(self, cmd: str) -> None:
         from IPython.utils.process import system
 
-        self.user_ns["_exit_code"] = system(self.var_expand(cmd, depth=1))
+        self.user_ns[namespaces.EXIT_CODE] = system(self.var_expand(cmd, depth=1))
 
     system = system_piped
 
-    def _get_exc_info(self, exc_tuple: Any = None) -> Any:
-        etype, value, tb = super()._get_exc_info(exc_tuple)
-        return etype, value, without_ours(tb) if isinstance(value, NbtrainError) else tb
+    def shown_traceback(self, error: BaseException, tb: TracebackType | None) -> TracebackType | None:
+        return without_ours(tb) if isinstance(error, NbtrainError) else tb
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Where a rank was interrupted is told by the notebook: IPython would take half a second for it, first."""
@@ -111,8 +111,8 @@ class RankShell(InteractiveShell):
         except RuntimeError as error:
             self.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
 
-    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
-        self.traceback_lines = list(stb)
+    def take_traceback(self, lines: list[str]) -> None:
+        self.traceback_lines = lines
 
     def let_go_of_errors(self) -> None:
         """Nobody can ask a rank for its last traceback, and its frames hold what the cell had: loaders' workers too."""
@@ -155,13 +155,13 @@ class RankShell(InteractiveShell):
                     with suppress(asyncio.CancelledError):
                         self._events.run_until_complete(task)
             return
-        asyncio._set_running_loop(self._events)
+        python.set_running_loop(self._events)
         try:
             running.send(None)
         except StopIteration:
             return
         finally:
-            asyncio._set_running_loop(None)
+            python.set_running_loop(None)
         raise RuntimeError("the cell waits for an event loop although it awaits nothing")
 
     def _flush_figures(self) -> None:
@@ -208,7 +208,7 @@ def make_shell(module: Any = None) -> RankShell:
     main = sys.modules.get("__main__")
     shell = RankShell.instance(config=config, user_module=module)
     shell.packages = Packages()
-    shell.texts = Texts(getattr(shell.compile, "_filename_map", None))
+    shell.texts = Texts(kernel.cell_names(shell))
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib.machinery import FileFinder
 from typing import Any
 
+from nbtrain.compat import python
 from nbtrain.messages import Surroundings
 from nbtrain.worker.modules import Modules
 
@@ -77,7 +78,7 @@ class Taken:
         return []
 
     def _environment(self, new: Mapping[str, str] | None) -> None:
-        raw = getattr(os.environ, "_data", None)
+        raw = python.raw_environment()
         if new is None and (self._environ is None or raw == self._raw):
             return
         self._environ = new if new is not None else self._environ or {}

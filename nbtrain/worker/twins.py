@@ -89,7 +89,7 @@ class Twins:
 
     def inherit(self, table: Table) -> None:
         """This process was forked from the kernel: it has the notebook's own objects under the kernel's keys."""
-        table._next, table._step = self.table._next, self.table._step
+        table.last_key, table.step = self.table.last_key, self.table.step
         self.table = self.pieces.table = table
 
     def alone(self, name: str, obj: Any) -> Parcel | None:
@@ -203,7 +203,7 @@ class Twins:
         kept = spared(self.table, spare)
         known = set(known)
         held = [node for node in self.table.nodes.values() if node.key in known]
-        self.table = self.pieces.table = Table(self.table._next, self.table._step)
+        self.table = self.pieces.table = Table(self.table.last_key, self.table.step)
         for key, obj in kept:
             self.table.add(key, obj, kinds.kind_named("handle"))
         for node in held:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain.compat import arrays, kernel, pickling, python
+from nbtrain.compat import arrays, kernel, namespaces, pickling, python
 from nbtrain.training.become import become
 from tests.kernels import Kernel, Result
 from tests.shells import bare_shell
@@ -270,7 +270,7 @@ def test_cells_have_file_names_and_numbers(shell: InteractiveShell) -> None:
     assert names[shell.user_ns["here"].__code__.co_filename] == 1
     assert kernel.autoreloader(shell) is None
     shell.run_cell("!exit 3")
-    assert shell.user_ns[kernel.EXIT_CODE] == 3
+    assert shell.user_ns[namespaces.EXIT_CODE] == 3
 
 
 def test_autoreload_is_found(shell: InteractiveShell) -> None:

@@ -32,7 +32,6 @@ from typing import Any
 
 HEAD = struct.Struct("<I")
 PRELOADED = (
-    "torch._dynamo",  # every optimizer imports it when it is made, which takes a second
     "torch.distributed",
     "nbtrain.strategies.ddp",
     "nbtrain.training.runtime",
@@ -134,7 +133,9 @@ class Nursery:
 
     def _preload(self) -> None:
         """Everything a rank needs before its first step. Single-threaded: nothing here computes."""
-        for name in PRELOADED:
+        from nbtrain.compat import compiler  # the kernel, which knows this file, may not have torch
+
+        for name in (compiler.MODULE, *PRELOADED):  # every optimizer would take a second for the first of them
             import_module(name)
         from nbtrain.worker.modules import at_birth
         from nbtrain.worker.shell import make_shell

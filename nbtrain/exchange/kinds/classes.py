@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle.cloudpickle as cp
-
+from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
 
@@ -22,12 +21,7 @@ if TYPE_CHECKING:
 
 NOTE = "__slotnames__"
 """Python notes this on a class whenever an instance is pickled: no change of the user's."""
-OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"}
-"""What every member of an enum has."""
-MADE_BY_PYTHON = {
-    NOTE, "__slots__", "__module__", "__dict__", "__weakref__", "__annotate_func__",
-    "_abc_impl", "_abc_cache", "_abc_registry", "_abc_negative_cache", "_abc_negative_cache_version",
-}  # fmt: skip
+MADE_BY_PYTHON = {NOTE, "__slots__", "__module__", "__dict__", "__weakref__", "__annotate_func__", *python.OF_CLASSES}
 
 
 class Class(Kind):
@@ -39,14 +33,14 @@ class Class(Kind):
     def shell(self, node: Node, walk: Visit) -> Any:
         cls = node.obj
         if _is_enum(cls):
-            bases, *rest = cp._enum_getnewargs(cls)
+            bases, *rest = pickling.enum_arguments(cls)
             name, qualname, _, module, _, _ = rest
             keys = list(cls.__members__)  # with the second names, which iterating leaves out
             values = tuple(walk.encode(member.value) for member in cls.__members__.values())
             return True, tuple(map(walk.encode, bases)), (name, qualname, keys, values, module)
-        if type(cls).__module__ == "_ctypes":
+        if type(cls).__module__ == python.OF_CTYPES:
             raise CannotTravel("what ctypes makes belongs to the memory of its process")
-        meta, name, bases, keywords, _, _ = cp._class_getnewargs(cls)
+        meta, name, bases, keywords, _, _ = pickling.class_arguments(cls)
         keywords = [(key, walk.encode(value)) for key, value in keywords.items()]
         if "_fields" in vars(cls):  # what `typing.NamedTuple` made is an ordinary class
             bases = cls.__bases__
@@ -59,19 +53,19 @@ class Class(Kind):
         if is_enum:
             name, qualname, keys, values, module = rest
             members = dict(zip(keys, map(arrival.decode, values), strict=True))
-            return cp._make_skeleton_enum(bases, name, qualname, members, module, None, None)
+            return pickling.make_enum(bases, name, qualname, members, module)
         meta, name, keywords, slots = rest
         body = {key: arrival.decode(value) for key, value in keywords}
         if slots is not None:
             body["__slots__"] = slots
         with _muted(bases):
-            made = cp._make_skeleton_class(arrival.decode(meta), name, bases, body, None, None)
+            made = pickling.make_class(arrival.decode(meta), name, bases, body)
         if isinstance(made, abc.ABCMeta):  # its methods come later, its instances need not wait for them
             made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
         return made
 
     def _body(self, cls: type) -> dict[str, Any]:
-        own = cp._enum_getstate(cls)[0] if _is_enum(cls) else vars(cls)
+        own = pickling.enum_body(cls) if _is_enum(cls) else vars(cls)
         slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
         state = {
             name: value
@@ -79,7 +73,7 @@ class Class(Kind):
             if name not in MADE_BY_PYTHON and not (isinstance(value, slots) and value.__objclass__ is cls)
         }
         if isinstance(cls, abc.ABCMeta):
-            state["_abc_impl"] = [sub for ref in abc._get_dump(cls)[0] if (sub := ref()) is not None]  # type: ignore[attr-defined]
+            state[python.ABC_REGISTRY] = python.registered(cls)
         return state
 
     def look(self, node: Node, walk: Visit) -> Any:
@@ -94,7 +88,7 @@ class Class(Kind):
         node.seen = names, values
         body = self._body(node.obj)
         body["__qualname__"] = node.obj.__qualname__
-        registry = body.pop("_abc_impl", None)
+        registry = body.pop(python.ABC_REGISTRY, None)
         items = [(name, walk.encode(value)) for name, value in body.items()]
         held = [(name, walk.encode(value)) for name, value in members]
         return items, None if registry is None else list(map(walk.encode, registry)), held
@@ -105,7 +99,7 @@ class Class(Kind):
         held = vars(cls)
         body = {name: arrival.decode(value) for name, value in items}
         cls.__qualname__ = body.pop("__qualname__")
-        for name in set(self._body(cls)) - set(body) - {"_abc_impl"}:
+        for name in set(self._body(cls)) - set(body) - {python.ABC_REGISTRY}:
             if name in held:
                 type.__delattr__(cls, name)
         for name, value in body.items():
@@ -130,7 +124,7 @@ def _members(cls: Any) -> list[tuple[tuple[str, str], Any]]:
     if not _is_enum(cls):
         return []
     held = [(name, *item) for name, one in cls.__members__.items() for item in vars(one).items()]
-    return [((name, attribute), value) for name, attribute, value in held if attribute not in OF_MEMBERS]
+    return [((name, attribute), value) for name, attribute, value in held if attribute not in python.OF_ENUM_MEMBERS]
 
 
 def _slots(cls: type) -> Any:

@@ -11,8 +11,7 @@ import typing
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle.cloudpickle as cp
-
+from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
 
@@ -21,14 +20,13 @@ if TYPE_CHECKING:
     from nbtrain.exchange.table import Node
     from nbtrain.exchange.visit import Visit
 
-LRU = type(functools.lru_cache(lambda: 0))
 NAMESPACE = "namespace"
 
 
 def importable(obj: Any) -> bool:
     """A function or class that the other side can import by its name."""
     try:
-        return getattr(obj, "__module__", None) != "__main__" and bool(cp._should_pickle_by_reference(obj))
+        return getattr(obj, "__module__", None) != "__main__" and pickling.goes_by_name(obj)
     except TypeError:
         return False
 
@@ -53,7 +51,7 @@ class Function(Kind):
         module = sys.modules.get(fn.__globals__.get("__name__", ""))
         if module is not None and module.__name__ != "__main__" and vars(module) is fn.__globals__:
             return module
-        names = cp._extract_code_globals(fn.__code__)
+        names = pickling.globals_in(fn.__code__)
         known = {name: fn.__globals__[name] for name in ("__name__", *names) if name in fn.__globals__}
         return [(name, walk.encode(value)) for name, value in known.items()]
 
@@ -305,7 +303,7 @@ class Running(Kind):
 KINDS: dict[type, Kind] = {
     types.FunctionType: Function(), types.CellType: Cell(), types.MethodType: Method(),
     staticmethod: Wrapper(staticmethod), classmethod: Wrapper(classmethod), property: Property(),
-    functools.cached_property: CachedProperty(), LRU: Cached(), functools.partial: Partial(),
+    functools.cached_property: CachedProperty(), python.LruCache: Cached(), functools.partial: Partial(),
     types.MappingProxyType: Proxy(), typing.NewType: NewType(),
     **dict.fromkeys(
         (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.TracebackType),

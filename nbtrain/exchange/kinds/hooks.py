@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.compat import tensors
 from nbtrain.exchange.kinds.base import keys_in
 
 if TYPE_CHECKING:
     from nbtrain.exchange.visit import Visit
 
-TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+TABLES = (tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS)
 NONE: tuple[tuple[int, ...], ...] = ((), ())
 
 Hooks = list[list[tuple[int, Any]]]
@@ -17,7 +18,7 @@ Hooks = list[list[tuple[int, Any]]]
 
 
 def hooked(tensor: Any) -> bool:
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks) and tensor.is_leaf
+    return any(tensors.hook_tables(tensor)) and tensor.is_leaf
 
 
 def encoded(tensor: Any, walk: Visit) -> Hooks | None:
@@ -38,11 +39,12 @@ def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:
 def hang(tensor: Any, hooks: Hooks | None) -> None:
     """These and no others, but for the ones of the strategy."""
     for name, wanted in zip(TABLES, hooks or ([], []), strict=True):
-        table = getattr(tensor, name)
+        table = tensors.hook_table(tensor, name)
         if table is None and wanted and tensor.requires_grad:
             add = tensor.register_hook if name == TABLES[0] else tensor.register_post_accumulate_grad_hook
             add(wanted[0][1])  # torch makes the table
-            table = getattr(tensor, name)
+            table = tensors.hook_table(tensor, name)
+            assert table is not None
             table.clear()
         if table is not None:
             for number, _ in _own(tensor, name):
@@ -52,6 +54,6 @@ def hang(tensor: Any, hooks: Hooks | None) -> None:
 
 def _own(tensor: Any, name: str) -> list[tuple[int, Any]]:
     """The program's own. A strategy hangs its averaging there."""
-    table = getattr(tensor, name) or {}
+    table = tensors.hook_table(tensor, name) or {}
     ours = "nbtrain."
     return [pair for pair in table.items() if not (getattr(pair[1], "__module__", "") or "").startswith(ours)]

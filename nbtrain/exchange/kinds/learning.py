@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.compat import loaders, modules, optimizers
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
 from nbtrain.exchange.kinds.objects import Instance, Opaque
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from nbtrain.exchange.table import Node
     from nbtrain.exchange.visit import Visit
 
-BOXES = ("_parameters", "_buffers", "_modules")
-SKIPPED = frozenset((*BOXES, "_compiled_call_impl"))
+SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
 
 
 class Module(Kind):
@@ -31,7 +30,7 @@ class Module(Kind):
 
     def shell(self, node: Node, walk: Visit) -> Any:
         cls = type(node.obj)
-        return walk.encode(cls.__base__ if _parametrized(node.obj) else cls)
+        return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         import torch
@@ -46,7 +45,7 @@ class Module(Kind):
 
         held = vars(obj)
         own = getattr(type(obj), "__getstate__", None)
-        if _parametrized(obj):  # it refuses, because a plain pickle would not find its class
+        if modules.is_parametrized_class(type(obj)):  # it refuses, because a plain pickle would not find its class
             return held
         return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
 
@@ -55,7 +54,7 @@ class Module(Kind):
         if node.seen is not None and node.seen.same(held):
             return None
         node.seen = _ModuleSeen(held)
-        boxes = [held[name] for name in BOXES]
+        boxes = [held[name] for name in modules.TABLES]
         skip = {key for key, value in held.items() if key in SKIPPED or _empty_hook(key, value)}
         own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
         return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
@@ -67,36 +66,25 @@ class Module(Kind):
         fields = {key: arrival.decode(value) for key, value in own}
         if _own_setstate(obj):
             inner = [{key: arrival.decode(value) for key, value in box} for box in boxes]
-            fresh = dict(zip(BOXES, inner, strict=True))
+            fresh = dict(zip(modules.TABLES, inner, strict=True))
             obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
             node.seen = None
             return
-        for key in [key for key in held if key not in fields and key not in SKIPPED and not _is_hook(key)]:
+        for key in [key for key in held if key not in fields and key not in SKIPPED and not modules.is_hook_table(key)]:
             del held[key]
         for key, value in held.items():
-            if _is_hook(key) and key not in fields and value:
+            if modules.is_hook_table(key) and key not in fields and value:
                 value.clear()
         held.update(fields)
-        for name, box in zip(BOXES, boxes, strict=True):
+        for name, box in zip(modules.TABLES, boxes, strict=True):
             held[name].clear()
             held[name].update((key, arrival.decode(value)) for key, value in box)
         node.seen = None
 
     def settle(self, node: Node) -> None:
         obj = node.obj
-        if "parametrizations" in obj._modules and not _parametrized(obj):
-            from torch.nn.utils import parametrize
-
-            inject: Any = parametrize
-            inject._inject_new_class(obj)
-            for name in obj.parametrizations:
-                inject._inject_property(obj, name)
-
-
-def _parametrized(obj: Any) -> bool:
-    """Whether torch has put it into a class of its own (`weight_norm` and the like)."""
-    made = getattr(type(obj), "__getstate__", None)
-    return getattr(made, "__module__", "") == "torch.nn.utils.parametrize"
+        if "parametrizations" in modules.children(obj) and not modules.is_parametrized_class(type(obj)):
+            modules.parametrize_again(obj)
 
 
 def _own_setstate(obj: Any) -> bool:
@@ -105,13 +93,9 @@ def _own_setstate(obj: Any) -> bool:
     return type(obj).__setstate__ is not torch.nn.Module.__setstate__
 
 
-def _is_hook(key: str) -> bool:
-    """Tables that torch makes for every module and most leave empty; empty ones do not travel."""
-    return key.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
-
-
 def _empty_hook(key: str, value: Any) -> bool:
-    return _is_hook(key) and not value  # in this order: not every value is true or false
+    """Empty tables do not travel: both sides have them."""
+    return modules.is_hook_table(key) and not value  # in this order: not every value is true or false
 
 
 class _ModuleSeen:
@@ -121,7 +105,7 @@ class _ModuleSeen:
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.keys, self.values = list(held), list(held.values())
-        self.boxes = [(name, list(held[name]), list(held[name].values())) for name in BOXES]
+        self.boxes = [(name, list(held[name]), list(held[name].values())) for name in modules.TABLES]
         self.hooks = [value for value in self.values if type(value) in (OrderedDict, set)]
         self.hooked = sum(map(len, self.hooks))
 
@@ -144,20 +128,17 @@ class Optimizer(Instance):
     lasting = True
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        held = {k: v for k, v in vars(obj).items() if k != "step" and not _is_hook(k)}
+        held = {k: v for k, v in vars(obj).items() if k != "step" and not modules.is_hook_table(k)}
         return list(held), list(held.values())
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         cls = arrival.decode(args)
         obj = cls.__new__(cls)
-        for when in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
-            setattr(obj, f"_optimizer_{when}_hooks", OrderedDict())
-        for when in ("pre", "post"):
-            setattr(obj, f"_optimizer_load_state_dict_{when}_hooks", OrderedDict())
+        optimizers.make_hook_tables(obj)
         return obj
 
     def settle(self, node: Node) -> None:
-        node.obj._patch_step_function()
+        optimizers.prepare_step(node.obj)
 
 
 class Scheduler(Instance):
@@ -168,17 +149,8 @@ class Scheduler(Instance):
 
     def settle(self, node: Node) -> None:
         optimizer = getattr(node.obj, "optimizer", None)
-        if optimizer is None or "step" in vars(optimizer) or not hasattr(node.obj, "_step_count"):
-            return  # without a count of its steps it never left a mark, as ReduceLROnPlateau
-        plain = type(optimizer).step
-
-        @functools.wraps(plain)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            optimizer._opt_called = True
-            return plain(optimizer, *args, **kwargs)
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step
+        if optimizer is not None:
+            optimizers.watch_for_schedule(optimizer, node.obj)
 
 
 class Loader(Instance):
@@ -188,14 +160,14 @@ class Loader(Instance):
     lasting = True
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        held = {k: v for k, v in vars(obj).items() if k != "_iterator"}
-        held.setdefault("_iterator", None)
-        return list(held), [None if k == "_iterator" else v for k, v in held.items()]
+        held = {k: v for k, v in vars(obj).items() if k != loaders.RUNNING}
+        held.setdefault(loaders.RUNNING, None)
+        return list(held), [None if k == loaders.RUNNING else v for k, v in held.items()]
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
-        running = vars(node.obj).get("_iterator")
+        running = vars(node.obj).get(loaders.RUNNING)
         super().put(node, state, arrival)
-        vars(node.obj)["_iterator"] = running
+        vars(node.obj)[loaders.RUNNING] = running
 
 
 class Compiled(Opaque):
@@ -213,7 +185,7 @@ class Compiled(Opaque):
         node.seen = self._seen(node)
 
     def _seen(self, node: Node) -> tuple[int, int]:
-        return id(node.obj._orig_mod), id(node.obj.dynamo_ctx)
+        return id(modules.compiled(node.obj)), id(modules.compiled_by(node.obj))
 
     def look(self, node: Node, walk: Visit) -> Any:
         if self._seen(node) == node.seen:
@@ -234,7 +206,7 @@ def kind_of(obj: Any) -> Kind | None:
     if torch is None or not hasattr(torch, "nn"):
         return None
     if isinstance(obj, torch.nn.Module):
-        if type(obj).__module__ == "torch._dynamo.eval_frame":
+        if modules.is_compiled_class(type(obj)):
             return COMPILED
         return None if "__reduce__" in _overridden(type(obj), torch.nn.Module) else MODULE
     if isinstance(obj, torch.optim.Optimizer):

@@ -13,7 +13,7 @@ import weakref
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle.cloudpickle as cp
+import cloudpickle as cp
 
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.compat import arrays
 from nbtrain.exchange.kinds.base import Kind
 from nbtrain.exchange.kinds.objects import SENTINEL
 
@@ -51,14 +52,14 @@ class BitGenerator(Kind):
     lasting = True
 
     def shell(self, node: Node, walk: Visit) -> Any:
-        return type(node.obj), seed_of(node.obj)
+        return type(node.obj), arrays.seed_sequence(node.obj)
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         cls, seed = args
         return cls(seed)
 
     def look(self, node: Node, walk: Visit) -> Any:
-        state = _plain(node.obj.state), getattr(seed_of(node.obj), "n_children_spawned", 0)
+        state = _plain(node.obj.state), getattr(arrays.seed_sequence(node.obj), "n_children_spawned", 0)
         if state == node.seen:
             return None
         node.seen = state
@@ -66,7 +67,7 @@ class BitGenerator(Kind):
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         node.obj.state = _arrays(state[0])
-        seed = seed_of(node.obj)
+        seed = arrays.seed_sequence(node.obj)
         children = state[1] - getattr(seed, "n_children_spawned", state[1])
         if children > 0:  # the other side spawned some, and the same may not come twice
             seed.spawn(children)
@@ -80,7 +81,7 @@ class NumpyGenerator(Kind):
     lasting = True
 
     def shell(self, node: Node, walk: Visit) -> Any:
-        return type(node.obj), walk.encode(bits_of(node.obj))
+        return type(node.obj), walk.encode(arrays.bit_generator(node.obj))
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         cls, bits = args
@@ -100,15 +101,6 @@ class NumpyGenerator(Kind):
             held["has_gauss"], held["gauss"] = state
             node.obj.set_state(held)
         node.seen = None
-
-
-def seed_of(bits: Any) -> Any:
-    """What `spawn` goes on from."""
-    return getattr(bits, "seed_seq", None) or getattr(bits, "_seed_seq", None)
-
-
-def bits_of(generator: Any) -> Any:
-    return generator._bit_generator if hasattr(generator, "_bit_generator") else generator.bit_generator
 
 
 def _plain(state: Any) -> Any:
@@ -142,5 +134,5 @@ def kind_of(obj: Any) -> Kind | None:
     if numpy is None or not cls.__module__.startswith("numpy.random"):
         return None
     if cls is numpy.Generator or cls is numpy.RandomState:
-        return SENTINEL if obj is numpy.mtrand._rand else NUMPY
+        return SENTINEL if arrays.is_global_state(obj) else NUMPY
     return BITS if isinstance(obj, numpy.BitGenerator) else None

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.bulk import Form, form_of
 from nbtrain.exchange.fingerprint import SMALL, checksum
@@ -31,7 +32,7 @@ class Storage(Kind):
     whole = constant = True
 
     def identity(self, obj: Any) -> int:
-        return int(obj._cdata)  # Python wraps the same storage anew each time it is asked for
+        return tensors.memory_id(obj)
 
     def shell(self, node: Node, walk: Visit) -> Any:
         if walk.quiet:
@@ -201,8 +202,8 @@ def shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
     offset, size, stride, conj, neg = window
     tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, size, stride)
     if conj:
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if neg else tensor
+        tensor = tensors.conjugate_view(tensor)
+    return tensors.negative_view(tensor) if neg else tensor
 
 
 def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
@@ -233,7 +234,7 @@ def _moved(node: Node) -> bool:
     now = node.obj.untyped_storage()
     if memory.obj is None or _filled(node):  # dropped, because the other side shows it no longer
         return True
-    return bool(now._cdata != memory.obj._cdata and now.device == memory.obj.device)
+    return bool(tensors.memory_id(now) != tensors.memory_id(memory.obj) and now.device == memory.obj.device)
 
 
 def _filled(node: Node) -> bool:
@@ -246,7 +247,7 @@ def _filled(node: Node) -> bool:
 
 def _noted(tensor: Any) -> bool:
     """Whether a program has set attributes on it; what torch's compiler notes is each side's own."""
-    return any(not name.startswith("_dynamo") for name in vars(tensor))
+    return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
 
 
 def _decoded(hung: hooks.Hooks | None, arrival: Arrival) -> hooks.Hooks | None:
@@ -318,9 +319,9 @@ def swapped(tensor: Any, new: Any) -> bool:
 
     new.__dict__.update(vars(tensor))
     if weakref.getweakrefs(tensor):  # recurrent layers have some: what they mean is the object, which stays
-        if tensor._use_count() > 1:
+        if tensors.has_other_owners(tensor):
             return False
-        torch._C._swap_tensor_impl(tensor, new)  # type: ignore[attr-defined]
+        tensors.swap_memory(tensor, new)
         return True
     try:
         torch.utils.swap_tensors(tensor, new)

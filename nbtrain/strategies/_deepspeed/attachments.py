@@ -9,14 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-TABLES = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-LATER = ("applied_pre_backward_ref_cnt", "_external_params", "_original_parameters", "all_parameters", "_z3_optimizer",
-         "pre_bwd_fn", "post_bwd_fn")  # fmt: skip
-"""Names that DeepSpeed gives to modules and parameters when they are used, besides those that begin with `ds_`."""
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat.modules import ALL_HOOKS, PARAMETERS
 
 _MISSING = object()
 
@@ -37,11 +31,11 @@ class Attachments:
         """What is there now and was not before, or is another object than before."""
         for module, before, hooks in self._modules:
             now = vars(module)
-            new = {k: v for k, v in now.items() if before.get(k, _MISSING) is not v and k not in TABLES}
+            new = {k: v for k, v in now.items() if before.get(k, _MISSING) is not v and k not in ALL_HOOKS}
             if new:
                 self._on.append((module, new))
                 self._under.append((module, {k: before[k] for k in new if k in before}))
-            for name in TABLES:
+            for name in ALL_HOOKS:
                 table = now.get(name)
                 if table:
                     added = {k: v for k, v in table.items() if k not in hooks.get(name, ())}
@@ -68,7 +62,7 @@ class Attachments:
     def take_off(self) -> None:
         self._off = True
         for owner in self._owners:
-            late = [k for k in vars(owner) if k.startswith("ds_") or k in LATER]
+            late = [k for k in vars(owner) if ds.hangs(k)]
             if late:
                 self._gather(owner).update(dict.fromkeys(late))
         for table, added in self._hung:
@@ -81,7 +75,7 @@ class Attachments:
                 new[name] = own.pop(name, _MISSING)
         for owner, before in self._under:
             for name, value in before.items():
-                if name == "_parameters":  # a dict of DeepSpeed's stood in its place
+                if name == PARAMETERS:  # a dict of DeepSpeed's stood in its place
                     _follow(value, self._index[id(owner)][name])
                 vars(owner)[name] = value
 
@@ -90,7 +84,7 @@ class Attachments:
         for owner, new in self._on:
             for name, value in new.items():
                 if value is not _MISSING:
-                    if name == "_parameters":
+                    if name == PARAMETERS:
                         _follow(value, vars(owner)[name])
                     vars(owner)[name] = value
         for table, added in self._hung:
@@ -108,4 +102,4 @@ def _follow(table: dict[str, Any], other: Any) -> None:
 
 
 def _hooks(module: nn.Module) -> dict[str, set[Any]]:
-    return {name: set(vars(module).get(name) or ()) for name in TABLES}
+    return {name: set(vars(module).get(name) or ()) for name in ALL_HOOKS}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.strategies._deepspeed.shares import Layout
 
 
@@ -50,9 +51,7 @@ def discard(layout: Layout, trained: Iterable[torch.Tensor]) -> None:
             p.grad_accum = None
     if layout.stage != 3:
         zero.micro_step_id = -1
-    for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
-        if hasattr(zero, name):
-            setattr(zero, name, set())
+    ds.forget_arrivals(zero)
     if hasattr(zero, "norm_for_param_grads"):
         zero.norm_for_param_grads = {}
 
@@ -60,9 +59,7 @@ def discard(layout: Layout, trained: Iterable[torch.Tensor]) -> None:
 def put_right(layout: Layout) -> None:
     """A backward was cut short: the engine is to wait for none of its gradients."""
     zero = layout.zero
-    hooks = zero._backward_hook_state
-    hooks.reset_for_new_step()
-    hooks.remaining_grad_acc_hooks = hooks.backward_active_depth = 0
+    ds.forget_backward(zero)
     for bucket in zero.ipg_buckets.values():
         if layout.stage == 3:
             bucket.clear_params()

@@ -9,15 +9,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat.engine import in_backward
+from nbtrain.compat.pytree import tree_map
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.route import call_plainly, route, unroute
 
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.engine import Engined
-
-MANAGERS = "_backward_hook_managers"
 
 
 class Calls:
@@ -37,7 +37,7 @@ class Calls:
     @property
     def busy(self) -> bool:
         """A forward or a backward is under way."""
-        return self.inside or _in_backward()
+        return self.inside or in_backward()
 
     def pause(self) -> None:
         """Outputs wait for their backward."""
@@ -48,14 +48,14 @@ class Calls:
         self.inside = False
         self.pause()
         for out in self._outputs.values():
-            vars(out).pop(MANAGERS, None)
+            ds.unmark(out)
         self._outputs.clear()
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         owner = self.owner
         if self.inside or not owner.entered:
             return call_plainly(module, name, args, kwargs)
-        if _in_backward():
+        if in_backward():
             if any(module is model for model in owner.models):
                 raise NotSupported(
                     f"{type(module).__name__} as a whole is recomputed in the backward, and DeepSpeed's engine has to "
@@ -73,7 +73,7 @@ class Calls:
             owner.core.target = None
 
     def _note_output(self, out: Any) -> None:
-        if hasattr(out, MANAGERS):
+        if ds.is_marked(out):
             self._outputs[id(out)] = out
 
     @contextmanager
@@ -96,15 +96,10 @@ class Calls:
 
     def check_part(self, module: nn.Module, args: Any) -> None:
         """A hook of each part of a model."""
-        if self.inside or not self.owner.entered or not torch.is_grad_enabled() or _in_backward():
+        if self.inside or not self.owner.entered or not torch.is_grad_enabled() or in_backward():
             return
         raise NotSupported(
             f"{type(module).__name__} is a part of a model and was called directly, past DeepSpeed's engine, which "
             "would not see its gradients: put the call into a method of the model and call that, or take the strategy "
             "ddp"
         )
-
-
-def _in_backward() -> bool:
-    """This thread is inside of one: what runs now is recomputed, or a hook."""
-    return torch._C._current_graph_task_id() != -1

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from nbtrain.compat.pytree import tree_map
 from nbtrain.strategies.route import call_plainly
 
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}

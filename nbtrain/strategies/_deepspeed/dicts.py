@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.compat.modules import parameters
 from nbtrain.strategies._deepspeed.library import COLLAPSED
 from nbtrain.strategies._deepspeed.state import State
 
@@ -26,7 +27,7 @@ def whole_dicts(
     loaded: set[str] = set()
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, p in module._parameters.items():
+        for name, p in parameters(module).items():
             if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
                 # Small ones always are: what gathers them takes them away on this rank, if others do not call.
                 there = vars(p)["ds_status"].name == "AVAILABLE"
@@ -35,7 +36,7 @@ def whole_dicts(
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
         *_, errors = others
-        for name, p in module._parameters.items():
+        for name, p in parameters(module).items():
             key = prefix + name
             if p is None or not hasattr(p, COLLAPSED) or key not in state:
                 continue
@@ -50,7 +51,7 @@ def whole_dicts(
         found.missing_keys[:] = [key for key in found.missing_keys if key not in loaded]
         loaded.clear()
 
-    parts = list({id(part): part for model in models for part in model.modules() if part._parameters}.values())
+    parts = list({id(part): part for model in models for part in model.modules() if parameters(part)}.values())
     return [
         *(part.register_state_dict_post_hook(fill) for part in parts),
         *(part.register_load_state_dict_pre_hook(take) for part in parts),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed import config, ops, sentences
 from nbtrain.strategies._deepspeed.attachments import Attachments
@@ -27,7 +28,15 @@ from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
 from nbtrain.strategies._deepspeed.letting_go import let_go
-from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, equal_already, library, quiet
+from nbtrain.strategies._deepspeed.library import (
+    COLLAPSED,
+    as_local_rank,
+    destroy,
+    equal_already,
+    library,
+    linear,
+    quiet,
+)
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.state import State
@@ -105,7 +114,7 @@ class Engined(Prepared):
         self.sources = self.inner.sources
         if own and self.device.type == "cuda" and decoupled is not None and self.kernel is None:
             self._fuse()
-        with quiet(), equal_already(deepspeed), as_local_rank(self.device), warnings.catch_warnings():
+        with quiet(), equal_already(), as_local_rank(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.engine = self._initialize(deepspeed, own)
         if not own:
@@ -186,6 +195,9 @@ class Engined(Prepared):
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
+            if self.settings["zero_optimization"].get("memory_efficient_linear", True):
+                linear.on(self)
+                self.surroundings.callback(linear.off, self)
             for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters, self.weights.load):
                 self.surroundings.callback(handle.remove)
         if isinstance(self.inner, Inner):
@@ -204,7 +216,7 @@ class Engined(Prepared):
         self.gradients.leave()
         if self.stage == 3:
             with suppress(Exception):  # a cell that was cut short has left some in flight: the component goes then
-                self.engine.optimizer._partition_all_parameters()
+                ds.let_go_of_whole(self.engine.optimizer)
         self._hide()
 
     def pause(self) -> None:
@@ -218,7 +230,7 @@ class Engined(Prepared):
         self.weights.follow_edits(self.trained)
         self.gradients.pause()
         if self.stage == 3:
-            self.engine.optimizer._partition_all_parameters()
+            ds.let_go_of_whole(self.engine.optimizer)
         self._hide()
 
     def _hide(self) -> None:

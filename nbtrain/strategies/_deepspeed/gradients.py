@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.strategies._deepspeed import buffers, sentences
 from nbtrain.strategies._deepspeed.handle import Handle
@@ -70,21 +71,23 @@ class Gradients:
 
     def _listen(self) -> None:
         engine, zero = self.engine, self.zero
-        first = engine._backward_prologue
 
-        def prologue() -> None:
-            if self.opened and zero._backward_active_depth:  # several forwards in one backward open it once
-                return
-            self.take_back()
-            if self.ended:  # another backward without a forward in between
-                zero.clear_backward_seen_flag()
-            self.opened, self.ended = True, False
-            if self.scaled:
-                engine._manual_backward_expected = True
-            first()
-            zero._backward_active_depth = 1  # a hook of a parameter may have entered already
+        def opening(first: Callable[[], None]) -> Callable[[], None]:
+            def prologue() -> None:
+                if self.opened and ds.in_backward(zero):  # several forwards in one backward open it once
+                    return
+                self.take_back()
+                if self.ended:  # another backward without a forward in between
+                    zero.clear_backward_seen_flag()
+                self.opened, self.ended = True, False
+                if self.scaled:
+                    ds.expect_scaled(engine)
+                first()
+                ds.has_begun_once(zero)
 
-        engine._backward_prologue = prologue
+            return prologue
+
+        prologue = ds.around_beginning(engine, opening)
         zero.unregister_grad_acc_post_hooks()
         zero.register_grad_acc_post_hook(self._after_backward)  # which calls the engine's
         if self.scaled:
@@ -109,7 +112,7 @@ class Gradients:
         if not self.arrived and not self.held:  # gradients of inputs alone (torch.autograd.grad): nothing to reduce
             self.zero.exit_backward()
             return
-        self.engine._backward_post_hook()
+        ds.end_backward(self.engine)
         self.held = True
         self.owner.loss_scale.holding.add(id(self))
         self._stand_in()
@@ -271,18 +274,14 @@ class Gradients:
         """`to_step`: it is the end of gathering gradients."""
         zero, engine = self.zero, self.engine
         if self.stage != 1:
-            return norm_of_pieces(zero, self.layout, self.owner.device)
+            return norm_of_pieces(zero, self.layout, self.owner.device, self.arrived)
         self.take_back()
         if not to_step and not self.reduced:
             mine = (self.local_of(p) for p in self.trained)
             norm = norm_of_sum((torch.zeros_like(p) if g is None else g for p, g in mine), int(zero.reduce_bucket_size))
         else:
             if not self.reduced:  # as the step would
-                engine._running_engine_step = True
-                try:
-                    engine.allreduce_gradients()
-                finally:
-                    engine._running_engine_step = False
+                ds.gather_all(engine)
                 self.reduced = True
             norm = zero.scaled_global_norm()
         self._stand_in()

@@ -10,6 +10,8 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.compat import optimizers
+
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.gradients import Gradients
 
@@ -18,30 +20,30 @@ class Handle:
     """`put_on` and `take_off` with each cell. Holds the optimizer, and not those whose step it is."""
 
     def __init__(self, user: Optimizer, gradients: Gradients) -> None:
-        self.user, self._gradients = user, ref(gradients)
-        self._before: dict[str, Any] = {}
+        self.user, self.gradients = user, ref(gradients)
+        self.before: dict[str, Any] = {}
 
     def put_on(self) -> None:
         own = vars(self.user)
-        self._before["zero_grad"] = own.get("zero_grad")
+        self.before["zero_grad"] = own.get("zero_grad")
         own["zero_grad"] = types.MethodType(_zero_grad, self.user)
         older = _behind(own.get("step"))
         if older is not None:  # the cell has put something around it, which is to go on leading to the engine
-            older._gradients = self._gradients
+            older.gradients = self.gradients
             return
-        self._before["step"] = own.get("step")
+        self.before["step"] = own.get("step")
         step: Any = types.MethodType(self._hooked(), self.user)
-        vars(step.__func__)["_wrapped_by_lr_sched"] = True  # schedulers look for it, to warn of steps they cannot see
+        vars(step.__func__)[optimizers.MARK] = True
         own["step"] = step
 
     def take_off(self) -> None:
         own = vars(self.user)
         if getattr(own.get("zero_grad"), "__func__", None) is _zero_grad:
-            _restore(own, "zero_grad", self._before)
+            _restore(own, "zero_grad", self.before)
         function = getattr(own.get("step"), "__func__", None)  # else something of the cell's is around it
         whose = getattr(function, "nbtrain_of", None)
         if isinstance(whose, Handle):
-            _restore(own, "step", whose._before)
+            _restore(own, "step", whose.before)
 
     def _hooked(self) -> Callable[..., Any]:
         """With torch's hooks around it, which see one step of the user's optimizer."""
@@ -54,14 +56,14 @@ class Handle:
         return wrapped  # type: ignore[no-any-return]
 
     def _user_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
-        gradients = self._gradients()
+        gradients = self.gradients()
         if gradients is None or not gradients.owner.entered:  # a wrapper of a cell that is over still leads here
             return type(optimizer).step(optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizers.say_stepped(optimizer)
         gradients.step()
         return loss
 

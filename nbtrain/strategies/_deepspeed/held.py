@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 
 READ = (
@@ -20,13 +21,13 @@ READ = (
 ANSWERED = frozenset(
     {
         "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta",
-        "is_quantized", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad_fn", "grad", "_version", "names",
+        "is_quantized", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad_fn", "grad", "names",
         "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size",
-        "is_contiguous", "__hash__", "__len__", "get_device", "_backward_hooks", "_base", "is_inference",
+        "is_contiguous", "__hash__", "__len__", "get_device", "is_inference",
         "output_nr", "retains_grad",
         # what a search for memory asks everything it finds
-        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared", "_is_view",
-    }
+        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared",
+    } | tensors.ASKS_OF_FORM
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class Held(torch.Tensor):
         if name == "__get__":  # of a property
             name = getattr(func.__self__, "__name__", name)
         if name in ANSWERED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with tensors.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         if name in ("__repr__", "__format__"):
             return f"<a gradient that DeepSpeed's engine holds, {tuple(args[0].shape)}>"

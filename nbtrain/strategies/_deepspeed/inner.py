@@ -8,13 +8,14 @@ groups' options are copied over.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.compat import optimizers
 from nbtrain.errors import NotSupported
 
 ELEMENTWISE = {
@@ -57,12 +58,11 @@ class Inner(Optimizer):
                 inner.sources.append(number)
         vars(inner).update(
             user=user, worker=worker, kernel=None, overrides={}, defaults=dict(user.defaults), param_groups=groups,
-            state=defaultdict(dict), _zero_grad_profile_name="", _warned_capturable_if_run_uncaptured=True,
+            state=defaultdict(dict),
         )  # fmt: skip
-        for name, value in vars(user).items():
-            if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-                setattr(inner, name, OrderedDict())
-                setattr(worker, name, OrderedDict())
+        for one in (inner, worker):
+            optimizers.make_hook_tables(one)
+        optimizers.prepare_step(inner)
         return inner
 
     def take_options(self) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import ref
 
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import tensors
 from nbtrain.strategies._deepspeed.inner import Inner
-from nbtrain.strategies._deepspeed.library import enter_tables, leave_tables
 
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.engine import Engined
@@ -28,11 +29,11 @@ def let_go(owner: Engined) -> Callable[[], Engined | None]:
     if entered:  # between cells nothing of this is on
         owner.surroundings.close()
         owner.attachments.take_off()
-    hooks = [table for p in owner.trained if (table := getattr(p, "_post_accumulate_grad_hooks", None))]
+    hooks = [table for p in owner.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
     hung = [dict(table) for table in hooks]
     for table in hooks:
         table.clear()
-    times = leave_tables(owner.engine)
+    times = ds.forget_module(owner.engine.module)
     parts = [part for model in owner.models for part in model.modules()]
     owner.meanwhile = hooks, hung, parts
     for part in parts:
@@ -58,7 +59,7 @@ def let_go(owner: Engined) -> Callable[[], Engined | None]:
             vars(part).pop(_HELD, None)
         for table, own in zip(hooks, hung, strict=True):
             table.update(own)
-        enter_tables(owner.engine, times)
+        ds.remember_module(owner.engine.module, times)
         if entered:
             owner.attachments.put_back()
             owner.surround()

@@ -1,25 +1,15 @@
 """DeepSpeed itself: imported quietly, on this rank's device and process group, and put right where it needs to be.
 
-What is changed in it, once per process, and why:
-
-    comm.torch.build_shm_op   compiles an op for a collective that training does not use: half a minute for nothing
-    torch.compile             while the module of DeepSpeed's Muon is imported, which everybody's optimizer is compared
-                              with: compiling its kernels took ten of the eleven seconds of a first set-up
-    free_param                a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty:
-                              `sum(p.numel() for p in …)` is right, and a penalty on weights outside of the model's
-                              forward is seen instead of being 0
-    OptimizerSwapper          reads a gradient from the disk straight to its place among others. Where that is not a
-                              multiple of 512 bytes the system refuses, and nobody looks: steps were taken with what
-                              had been there before. What is in front of such a multiple stays in memory
+`intercept.TABLE` says which of its functions are replaced, and why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -29,11 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import UsageError
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import fit
+from nbtrain.compat.internals import find
+from nbtrain.errors import UsageError, VersionMismatch
+from nbtrain.intercept import Listeners, While, listening
 
 COLLAPSED = "nbtrain_collapsed"
 """The attribute of a parameter that says what it shows while it is in pieces."""
 
+_listeners = Listeners()
 _inside: list[object] = []
 _before: dict[str, str | None] = {}
 """of `as_local_rank`"""
@@ -49,18 +44,9 @@ def library(device: torch.device) -> Any:
     world = dist.group.WORLD
     if _group is not world:  # it was formed anew: what DeepSpeed remembers of groups is of the old one
         with quiet():
-            comm: Any = import_module("deepspeed.comm.comm")
-            groups: Any = import_module("deepspeed.utils.groups")
-            comm.cdb = None
-            for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
-                setattr(groups, name, None)
-            groups._ALL_TO_ALL_GROUP = {}
-            deepspeed.init_distributed(verbose=False)
-            # Not a clone of the group, and torch's functions as they are when they are called: who watches over what
-            # ranks enter, so that nobody waits for one that has gone another way, is to see these, too.
-            groups._WORLD_GROUP = world
-            comm.cdb.all_gather_function = _late("all_gather_into_tensor")
-            comm.cdb.reduce_scatter_function = _late("reduce_scatter_tensor")
+            # torch's functions as they are when they are called: who watches over what ranks enter, so that nobody
+            # waits for one that has gone another way, is to see these, too.
+            ds.use_group(world, _late("all_gather_into_tensor"), _late("reduce_scatter_tensor"))
         _group = world
     _number_alike()
     return deepspeed
@@ -69,13 +55,9 @@ def library(device: torch.device) -> Any:
 def _number_alike() -> None:
     """Stage 3 numbers parameters and modules as long as a process lives, and compares the numbers between ranks: one
     that has taken a dead one's place would begin at zero. Collective."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
-    counts = torch.tensor([Init.param_id, modules[0]])
+    counts = torch.tensor(ds.counts())
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    Init.param_id, modules[0] = counts.tolist()
+    ds.set_counts(*counts.tolist())
 
 
 def imported(device: torch.device) -> Any:
@@ -95,49 +77,59 @@ def imported(device: torch.device) -> Any:
     return deepspeed
 
 
+@functools.cache
 def _put_right() -> None:
-    from deepspeed.runtime.zero import partition_parameters as parts
-
-    if getattr(parts.free_param, "nbtrain", False):
-        return
-    comm: Any = sys.modules["deepspeed.comm.torch"]  # as an attribute of deepspeed.comm, `torch` is torch itself
-    comm.build_shm_op = lambda: None
-    compile_it = torch.compile
-    torch.compile = _as_it_is
-    try:
+    """As long as the process lives."""
+    _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
+    with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        torch.compile = compile_it
+    if reason := fit.refusal("deepspeed", ["deepspeed"], "fsdp"):
+        raise VersionMismatch(reason)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
-    empty_it = parts.free_param
+    _listeners.listen(ds.EMPTY_PARAMETER, "deepspeed", _collapsed)
+    _listeners.listen(ds.CUT_TO_BLOCKS, "deepspeed", _aligned)
+    _listeners.listen(ds.PUT_LINEAR, "deepspeed", _not_at_all)
+
+
+def _put_linear(listeners: Listeners) -> None:
+    theirs = find(ds.LINEAR)
+    listeners.listen("torch.nn.functional.linear", "deepspeed", lambda old: theirs)
+
+
+linear: While[object] = While(_put_linear)
+"""Engines of stage 3 whose cells run: a linear layer then keeps its weight for the backward, and not a view of the
+gathered one, whose memory would stay."""
+
+
+def _collapsed(old: Callable[..., Any]) -> Callable[..., Any]:
+    """`sum(p.numel() for p in …)` is right, and a penalty on weights outside of the model's forward is seen instead of
+    being 0."""
 
     def free_param(parameter: Any) -> None:
-        empty_it(parameter)
+        old(parameter)
         collapsed = vars(parameter).get(COLLAPSED)
         if collapsed is not None:
             parameter.data = collapsed
 
-    free_param.nbtrain = True  # type: ignore[attr-defined]
-    parts.free_param = free_param
-    _align_what_is_swapped()
+    return free_param
 
 
-def _align_what_is_swapped() -> None:
-    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+def _aligned(old: Callable[..., Any]) -> Callable[..., Any]:
+    """It reads a gradient from the disk straight to its place among others. Where that is not a multiple of 512 bytes
+    the system refuses, and nobody looks: steps were taken with what had been there before. What is in front of such a
+    multiple stays in memory."""
 
-    cut_ends = OptimizerSwapper._adjust_for_misaligned_lengths
-
-    def cut(self: Any, tensors: list[torch.Tensor], offsets: list[int]) -> Any:
+    def cut(swapper: Any, tensors: list[torch.Tensor], offsets: list[int]) -> Any:
         pieces, places = [], []
         for tensor, offset in zip(tensors, offsets, strict=True):
-            head = min(-offset % self.numel_alignment, tensor.numel())
+            head = min(-offset % swapper.numel_alignment, tensor.numel())
             pieces += [tensor[:head], tensor[head:]]
             places += [offset, offset + head]
         some = [i for i, piece in enumerate(pieces) if piece.numel()]
-        return cut_ends(self, [pieces[i] for i in some], [places[i] for i in some])
+        return old(swapper, [pieces[i] for i in some], [places[i] for i in some])
 
-    OptimizerSwapper._adjust_for_misaligned_lengths = cut
+    return cut
 
 
 def _late(name: str) -> Callable[..., Any]:
@@ -164,23 +156,22 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def equal_already(deepspeed: Any) -> Iterator[None]:
+def equal_already() -> Iterator[None]:
     """Around `initialize`, which would send every weight from rank 0 to all, under stage 3 twice: they have been
     compared. Those that are filled in later (`nbtrain.empty()`) have no memory that could be sent."""
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    engine = deepspeed.DeepSpeedEngine
-    send_all, send = engine._broadcast_model, Init._zero_init_param
-
-    def cut(self: Any, parameter: Any) -> None:
-        self._convert_to_deepspeed_param(parameter)
-        parameter.partition()
-
-    engine._broadcast_model, Init._zero_init_param = lambda self: None, cut
-    try:
+    with listening(ds.SEND_WEIGHTS, "deepspeed", _not_at_all), listening(ds.SEND_WEIGHT, "deepspeed", _only_cut):
         yield
-    finally:
-        engine._broadcast_model, Init._zero_init_param = send_all, send
+
+
+def _not_at_all(old: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda engine: None
+
+
+def _only_cut(old: Callable[..., Any]) -> Callable[..., Any]:
+    def cut(init: Any, parameter: Any) -> None:
+        ds.cut_up(init, parameter)
+
+    return cut
 
 
 @contextlib.contextmanager
@@ -211,26 +202,4 @@ def destroy(engine: Any) -> None:
     try:
         engine.destroy()
     finally:
-        leave_tables(engine)
-
-
-def leave_tables(engine: Any) -> int:
-    """DeepSpeed's modules forget it; how often it was in the table that is not filled again by itself."""
-    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
-
-    stack = parameter_offload.FWD_MODULE_STACK
-    before = len(stack)
-    stack[:] = [module for module in stack if module is not engine.module]
-    # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
-    for function in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
-        for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
-            if hasattr(one, "cache_clear"):
-                one.cache_clear()
-    return before - len(stack)
-
-
-def enter_tables(engine: Any, times: int) -> None:
-    """The opposite."""
-    from deepspeed.runtime.zero import parameter_offload
-
-    parameter_offload.FWD_MODULE_STACK[:0] = [engine.module] * times
+        ds.forget_module(engine.module)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.strategies._deepspeed.shares import Layout
 
 
-def norm_of_pieces(zero: Any, layout: Layout, device: torch.device) -> torch.Tensor:
-    """Stages 2 and 3, where backwards have reduced them. Collective."""
-    pieces = [zero.grad_partitions_flat_buffer] if layout.stage == 3 else _kept(zero, layout)
+def norm_of_pieces(zero: Any, layout: Layout, device: torch.device, arrived: Container[int]) -> torch.Tensor:
+    """Stages 2 and 3, where backwards have reduced them. `arrived`: whose, by id. Collective."""
+    pieces = [zero.grad_partitions_flat_buffer] if layout.stage == 3 else _kept(zero, layout, arrived)
     square = torch.zeros((), device=device)
     for piece in pieces:
         square += torch.linalg.vector_norm(piece.detach(), dtype=torch.float32).to(device) ** 2
@@ -21,19 +22,18 @@ def norm_of_pieces(zero: Any, layout: Layout, device: torch.device) -> torch.Ten
     return square.sqrt()
 
 
-def _kept(zero: Any, layout: Layout) -> Iterator[torch.Tensor]:
+def _kept(zero: Any, layout: Layout, arrived: Container[int]) -> Iterator[torch.Tensor]:
     for number, members in enumerate(zero.params_in_partition):
-        if zero._use_compact_grad_partition_buffer(number):
+        if ds.is_in_one_piece(zero, number):
             if (group := zero.averaged_gradients.get(number)) is not None:
                 yield group.flat_partition
             continue
         for at, p in enumerate(members):
             share = layout.shares[id(p)]
             if zero.cpu_offload:
-                key = zero.get_param_id(p)
-                if key not in zero._offload_accumulated_param_ids:
+                if id(p) not in arrived:  # what is there is of an earlier step
                     continue
-                flat = zero.accumulated_grads_in_cpu[key].view(-1)
+                flat = zero.accumulated_grads_in_cpu[zero.get_param_id(p)].view(-1)
             else:
                 held = zero.all_grad_tensors.get(number)
                 if held is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.strategies.base import Piece
 
 
@@ -45,14 +46,14 @@ class Layout:
 
     def swapped(self, flat: int) -> bool:
         """It is on a disk."""
-        return self.stage == 3 and bool(self.zero._swappable_optimizer_subgroup(flat))
+        return self.stage == 3 and ds.is_on_disk(self.zero, flat)
 
     def _one_two(self) -> Iterator[tuple[int, Share]]:
         zero = self.zero
-        for flat, members in enumerate(zero.round_robin_bit16_groups):
+        for flat in range(len(zero.round_robin_bit16_groups)):
             size = int(zero.partition_size[flat])
             begin = size * torch.distributed.get_rank(zero.real_dp_process_group[flat])
-            for p, offset in zip(members, zero.round_robin_bit16_offsets[flat], strict=True):
+            for p, offset in ds.in_order(zero, flat):
                 start = min(max(begin - offset, 0), p.numel())
                 stop = max(start, min(begin + size - offset, p.numel()))
                 yield id(p), Share(start, stop, flat, offset + start - begin if stop > start else 0)

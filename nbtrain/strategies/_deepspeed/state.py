@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.strategies._deepspeed.inner import Inner
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 
@@ -178,15 +179,15 @@ class _AtHand:
 
     def __enter__(self) -> None:
         if self.layout.swapped(self.number):
-            self.layout.zero._optimizer_states_and_gradient_swap_in(self.number)
+            ds.read_from_disk(self.layout.zero, self.number)
 
     def __exit__(self, *_: object) -> None:
         if not self.layout.swapped(self.number):
             return
         if self.write:
-            self.layout.zero._optimizer_states_and_gradient_swap_out(self.number)
+            ds.write_to_disk(self.layout.zero, self.number)
         else:
-            self.layout.zero._release_swap_buffers(self.number)
+            ds.leave_on_disk(self.layout.zero, self.number)
 
 
 def _is_tensor(held: list[tuple[torch.Tensor, Any]], key: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import tensors
 from nbtrain.strategies._deepspeed.attachments import Attachments
 from nbtrain.strategies._deepspeed.shares import Layout, Part, stretch
 from nbtrain.strategies._deepspeed.state import State
@@ -85,7 +86,7 @@ class Weights:
 
     def remember(self, trained: Iterable[torch.Tensor]) -> None:
         if self.stage == 3:
-            self._versions = {id(p): p._version for p in trained}
+            self._versions = {id(p): tensors.version(p) for p in trained}
 
     @torch.no_grad()
     def follow_edits(self, trained: Iterable[torch.Tensor]) -> None:
@@ -99,7 +100,7 @@ class Weights:
                     flat.data.copy_(mine)
             return
         for p in trained:
-            if p._version != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+            if tensors.version(p) != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 share = layout.shares[id(p)]
                 part = p.data.reshape(-1)[share.start : share.stop]
                 p.ds_tensor.data[: len(part)].copy_(part)  # type: ignore[attr-defined]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat import engine, fake
+
 PATIENCE = 1.0
 """Seconds in which threads that were told to stop may do so; then they are left behind, and end by themselves."""
 KINDS = ("cpu", "cuda")
@@ -39,11 +41,7 @@ class Surroundings:
 def carried() -> bool:
     """Whether all that surrounds this thread can be had in another: modes of torch's and hooks on what a graph saves
     cannot."""
-    return not (
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    )
+    return not (fake.function_modes() or fake.dispatch_modes() or engine.saves_by_hooks())
 
 
 class _Job:

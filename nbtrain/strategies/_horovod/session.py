@@ -14,13 +14,15 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat.horovod import START, WAIT, forget_sent
+from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 
 LOOPBACK = "127.0.0.1"
@@ -39,7 +41,7 @@ class Session:
         self.place = place
         self.up = False
         self._ending: threading.Thread | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._listeners = Listeners()
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
         """`horovod.torch`, ready. Collective, unless it is ready already. What is given is `hvd.init`'s."""
@@ -57,7 +59,8 @@ class Session:
             dist.barrier()  # then nobody needs the rendezvous any more
         atexit.unregister(hvd.shutdown)  # each `init` registers it
         atexit.register(hvd.shutdown)
-        self._patch(hvd)
+        self._listeners.listen(START, "horovod", self._goes_on(hvd))
+        self._listeners.listen(WAIT, "horovod", self._can_be_interrupted(hvd))
         self.up = True
         return hvd
 
@@ -68,9 +71,7 @@ class Session:
         if not self.up:
             return
         self.up = False
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._listeners.close()
         self._ending = threading.Thread(target=hvd.shutdown, name="horovod-shutdown", daemon=True)
         self._ending.start()
         self._ending.join(SOON)  # a rank that is stopped would keep this one for as long
@@ -78,34 +79,35 @@ class Session:
             return
         self._ending = None
         atexit.unregister(hvd.shutdown)
-        for handle in list(hvd.mpi_ops._handle_map):
-            with suppress(Exception):  # that it was shut down
-                hvd.synchronize(handle)
-        hvd.mpi_ops._handle_map.clear()
+        forget_sent()
 
-    def _patch(self, hvd: Any) -> None:
-        """Waiting in Horovod is done in C, at full speed and deaf to interrupts: do it here. And a cell's own
-        `hvd.init()` would not find the other ranks: each would train alone."""
-        library, basics = hvd.mpi_ops.mpi_lib, hvd.mpi_ops._basics
+    def _goes_on(self, hvd: Any) -> Any:
+        """A cell's own `hvd.init()` would not find the other ranks: each would train alone."""
 
-        def init(*args: Any, **kwargs: Any) -> None:
-            if args or kwargs or not hvd.is_initialized():  # process sets; or the cell has shut it down
-                self.stop()
-                self.start(*args, **kwargs)
+        def make(old: Any) -> Any:
+            def init(*args: Any, **kwargs: Any) -> None:
+                if args or kwargs or not hvd.is_initialized():  # process sets; or the cell has shut it down
+                    self.stop()
+                    self.start(*args, **kwargs)
 
-        basics.init = init
-        self._undo.append(lambda: delattr(basics, "init"))
-        old = library.horovod_torch_wait_and_clear
+            return init
 
-        def wait(handle: int) -> None:
-            nap, last = NAPS
-            while not library.horovod_torch_poll(handle):
-                time.sleep(nap)
-                nap = min(nap * 1.5, last)
-            old(handle)
+        return make
 
-        library.horovod_torch_wait_and_clear = wait
-        self._undo.append(lambda: setattr(library, "horovod_torch_wait_and_clear", old))
+    def _can_be_interrupted(self, hvd: Any) -> Any:
+        """Waiting in Horovod is done in C, at full speed and deaf to interrupts: do it here."""
+
+        def make(old: Any) -> Any:
+            def wait(handle: int) -> None:
+                nap, last = NAPS
+                while not hvd.poll(handle):
+                    time.sleep(nap)
+                    nap = min(nap * 1.5, last)
+                old(handle)
+
+            return wait
+
+        return make
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches, While
+from nbtrain.intercept import Listeners, While
 
 AGAIN = (
     "a gradient of a gradient (create_graph=True) cannot be taken under pipeline: each rank has the graph of its own "
@@ -76,9 +76,9 @@ class Asked:
             raise NotSupported(BY_NAME)
 
 
-def _put(patches: Patches) -> None:
-    patches.wrap(torch.autograd, "backward", _backward)
-    patches.wrap(torch.autograd, "grad", _grad)
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.autograd.backward", "pipeline", _backward)
+    listeners.listen("torch.autograd.grad", "pipeline", _grad)
 
 
 _while: While[Asked] = While(_put)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import compiler, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.compared import evaluated, fits
 from nbtrain.strategies._pipeline.criterion import Loss, Waiting
@@ -101,7 +101,7 @@ class Calls:
         raise NotSupported(COPIED.format(name=self.name))
         yield
 
-    @torch._disable_dynamo  # of `model.compile()`: what is done here is no computation, and would be looked into
+    @compiler.outside_graphs  # of `model.compile()`: what is done here is no computation, and would be looked into
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.line.root or self.busy():
             return plain_class(module).forward(module, *args, **kwargs)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import pytree
 from nbtrain.errors import NotSupported
 
 HEAD = 1024

@@ -17,18 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.flow import meet
 from nbtrain.strategies._pipeline.program import Program
-from nbtrain.strategies._pipeline.record import _attributes, _restore
+from nbtrain.strategies._pipeline.record import attributes_of, restore
 from nbtrain.strategies._pipeline.slices import Cut, join
 from nbtrain.strategies._pipeline.stages import Place
 from nbtrain.strategies.plans import alike
 
 PLAIN = (int, float, str, bool, bytes, type(None), torch.Size)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @contextmanager
@@ -123,30 +122,30 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
     """No random number, no print, no hook of the user's, no buffer or attribute."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None
-    stream, place.stream._states = place.stream._states, list(place.stream._states)
-    attributes = _attributes(root)
-    buffers = [(b, b._version, b.detach().clone()) for b in root.buffers()]
+    stream, place.stream.states = place.stream.states, list(place.stream.states)
+    attributes = attributes_of(root)
+    buffers = [(b, tensors.version(b), b.detach().clone()) for b in root.buffers()]
     lists = [(v, v.copy()) for m in root.modules() for v in vars(m).values() if type(v) in (list, dict, set)]
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # it would keep weights without a graph, and use them afterwards
     cuda: list[int] | None = None if place.device.type == "cuda" else []
     try:
         for module in root.modules():
-            for name in HOOKS:
+            for name in modules.FORWARD_HOOKS:
                 table = vars(module)[name]
                 vars(module)[name] = type(table)((key, hook) for key, hook in table.items() if _is_torchs(hook))
         with torch.random.fork_rng(devices=cuda), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        _restore(root, attributes, set())
+        restore(attributes, set())
         for held, before in lists:
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(before)
         for buffer, version, numbers in buffers:
-            if buffer._version != version:
+            if tensors.version(buffer) != version:
                 buffer.copy_(numbers)
-        place.stream._states = stream
+        place.stream.states = stream
         random.setstate(drawn)
         if numpy:
             numpy.random.set_state(drawn_too)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners, While
 from nbtrain.strategies._pipeline.asked import AGAIN
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.means import NOT_A_MEAN, counts_alike, weights
@@ -46,7 +47,7 @@ class Waiting(torch.Tensor):
 
     @classmethod
     def of(cls, flow: Flow, loss: Loss) -> Waiting:
-        waiting = torch.Tensor._make_subclass(cls, torch.empty(0))
+        waiting: Waiting = tensors.as_subclass_of(cls, torch.empty(0))
         waiting.flow, waiting.loss, waiting.found = flow, loss, None
         return waiting
 
@@ -85,7 +86,7 @@ class Waiting(torch.Tensor):
             return waiting.flow.place.device
         if isinstance(waiting, Waiting) and func is waiting.loss.function and waiting.found is None:
             return waiting.loss.of(waiting, func, args[1:], kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with tensors.as_plain_tensors():
             args, kwargs = pytree.tree_map_only(Waiting, lambda one: one.computed(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -98,30 +99,17 @@ class Loss:
         self.named, self.function, self.parameters = named, function, parameters
         self.on = False
         """a cell runs"""
-        self._before: Any = None
-        self._mine: Any = None
         self.most = 0
         """micro-batches whose activations were held at a time, in the last call"""
 
     def enter(self) -> None:
         self.leave()
-        before = self._before = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            first = args[0] if args else None
-            # Of several components each puts a call of its own around the others': the output says whose it is.
-            if type(first) is Waiting and first.found is None and type(module).__name__ == first.loss.named:
-                return first.loss.of(first, module, args[1:], kwargs)
-            return before(module, *args, **kwargs)
-
-        self._mine = nn.Module.__call__ = call  # type: ignore[method-assign]
+        _while.on(self)
         self.on = True
 
     def leave(self) -> None:
         self.on = False
-        if self._before is not None and nn.Module.__call__ is self._mine:
-            nn.Module.__call__ = self._before  # type: ignore[method-assign]
-        self._before = None
+        _while.off(self)
 
     def of(self, waiting: Waiting, criterion: Callable[..., Any], targets: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         reduction = kwargs.get("reduction", getattr(criterion, "reduction", "mean"))
@@ -139,6 +127,24 @@ class Loss:
         found: torch.Tensor = Lossy.apply(turns, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
         self.most = turns.most
         return found
+
+
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.nn.Module.__call__", "criterion", _called)
+
+
+_while: While[Loss] = While(_put)
+
+
+def _called(old: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        # The output says to which component it belongs, and so what its criterion is.
+        if type(first) is Waiting and first.found is None and type(module).__name__ == first.loss.named:
+            return first.loss.of(first, module, args[1:], kwargs)
+        return old(module, *args, **kwargs)
+
+    return call
 
 
 class OneByTurns:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches, While
+from nbtrain.intercept import Listeners, While
 from nbtrain.strategies._pipeline.holding import Holding, whole
 from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.owned import stand_in
@@ -39,11 +39,11 @@ class Dicts:
         _while.off(self)
 
 
-def _put(patches: Patches) -> None:
-    patches.wrap(nn.Module, "state_dict", _module_state)
-    patches.wrap(nn.Module, "load_state_dict", _module_load)
-    patches.wrap(Optimizer, "state_dict", _optimizer_state)
-    patches.wrap(Optimizer, "load_state_dict", _optimizer_load)
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.nn.Module.state_dict", "pipeline", _module_state)
+    listeners.listen("torch.nn.Module.load_state_dict", "pipeline", _module_load)
+    listeners.listen("torch.optim.Optimizer.state_dict", "pipeline", _optimizer_state)
+    listeners.listen("torch.optim.Optimizer.load_state_dict", "pipeline", _optimizer_load)
 
 
 _while: While[Dicts] = While(_put)

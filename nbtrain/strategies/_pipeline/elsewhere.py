@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat import dtensor, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.owned import stand_in
 
@@ -27,22 +28,20 @@ class Elsewhere(torch.Tensor):
 
     @classmethod
     def of(cls, p: torch.Tensor) -> Elsewhere:
-        found = torch.Tensor._make_subclass(cls, stand_in(p.detach()))
-        found._local_tensor = torch.zeros(1, dtype=p.dtype, device=p.device)
+        found: Elsewhere = tensors.as_subclass_of(cls, stand_in(p.detach()))
+        # What code sees that looks for numbers which are not finite, in the part of a gradient that a rank has.
+        dtensor.pose_with_local(found, torch.zeros(1, dtype=p.dtype, device=p.device))
         return found
-
-    _local_tensor: torch.Tensor
-    """what code sees that looks for numbers which are not finite, in the part of a gradient that a rank has"""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         if name in PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with tensors.as_plain_tensors():
                 return func(*args, **kwargs)
         changes = name.endswith("_") and not name.startswith("__")
-        if changes and name.startswith("_") and args and isinstance(args[0], (list, tuple)):  # torch._foreach_mul_
+        if changes and name.startswith("_") and args and isinstance(args[0], (list, tuple)):  # of many at once
             here = [not isinstance(one, Elsewhere) for one in args[0]]
             args = [_only(arg, here) for arg in args]
             return func(*args, **kwargs) if args[0] else None

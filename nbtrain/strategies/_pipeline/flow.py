@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.asked import AGAIN
 from nbtrain.strategies._pipeline.one_by_one import ALONE
@@ -160,7 +160,7 @@ class Piped(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotSupported(AGAIN)
         _ = ctx.saved_tensors
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        again = engine.keeps_graph()
         return None, None, None, *ctx.flow.backward(list(grads), list(ctx.needs_input_grad[3:]), again)
 
 

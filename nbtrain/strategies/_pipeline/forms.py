@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from nbtrain.compat import modules
 from nbtrain.strategies._pipeline.plan import Line
 from nbtrain.strategies.route import plain_class
 
@@ -86,7 +87,7 @@ def written(line: Line) -> Iterator[nn.Module]:
     while todo:
         module = todo.pop()
         yield module
-        for inner in module._modules.values():
+        for inner in modules.children(module).values():
             if inner is not None and id(inner) not in parts and id(inner) not in seen:
                 seen.add(id(inner))
                 todo.append(inner)
@@ -125,7 +126,7 @@ class _Looked:
     def at_module(self, module: nn.Module, root: nn.Module) -> None:
         cls = plain_class(module)
         self.found += (cls, module.training)
-        for inner in module._modules.values():
+        for inner in modules.children(module).values():
             self.found.append(None if inner is None else Same(inner))
         own = vars(module).get("forward")
         if own is not None and module is not root:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import pytree
 from nbtrain.strategies._pipeline.flow import Flow
 from nbtrain.strategies._pipeline.plan import Line, cut, size
 from nbtrain.strategies._pipeline.program import Step

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.asked import AGAIN
 from nbtrain.strategies.own_stream import OwnStream
@@ -91,7 +91,7 @@ class OneByOne:
             return plain.__call__(module, *args, **kwargs)
 
         def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            as_it_is = partial(plain._call_impl, module)
+            as_it_is = partial(layers.call_as_class_does, plain, module)
             if self.inside or id(module) not in self.units or self.busy():
                 return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
@@ -99,10 +99,10 @@ class OneByOne:
         def reduce(module: nn.Module, version: int) -> Any:
             return _rebuild, (plain, dict(vars(module)))
 
-        call._torchdynamo_disable = True  # type: ignore[attr-defined]  # it has its own class for a compiler to see
+        compiler.mark_outside_graphs(call)  # it has its own class for a compiler to see
         body = {
             "__call__": call,  # below it is what `--precision` does around calls: that is to be done on all ranks
-            "_call_impl": call_impl,
+            modules.CALL: call_impl,
             "__reduce_ex__": reduce,
             "__module__": plain.__module__,
             "__qualname__": plain.__qualname__,
@@ -118,8 +118,8 @@ class OneByOne:
         call = Call(self, module, as_it_is, owner, leaves, tree)
         anchor = torch.zeros((), requires_grad=True)
         outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)  # type: ignore[no-untyped-call]
-        tensors = iter(outputs)
-        return pytree.tree_map(lambda leaf: next(tensors) if leaf is TENSOR else leaf, call.returned)
+        made = iter(outputs)
+        return pytree.tree_map(lambda leaf: next(made) if leaf is TENSOR else leaf, call.returned)
 
     def _meet(self, module: nn.Module, given: list[torch.Tensor]) -> None:
         """All ranks are here, with the same: who takes over what the owner returns is to have asked for that."""
@@ -167,7 +167,7 @@ class Call:
         as_it_is: Callable[..., Any],
         owner: int,
         leaves: list[Any],
-        tree: pytree.TreeSpec,
+        tree: Any,
     ) -> None:
         self.units = units
         self.name = type(module).__name__
@@ -284,7 +284,7 @@ class Call:
         assert self.kept is not None
         starts, outputs = self.kept
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        units, again = self.units, torch._C._autograd._get_current_graph_task_keep_graph()
+        units, again = self.units, engine.keeps_graph()
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:
@@ -374,7 +374,7 @@ def _of_its_own(out: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensors.version(tensor)
 
 
 def saved_as_they_are() -> Any:

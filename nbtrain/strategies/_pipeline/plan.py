@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from nbtrain.compat import modules
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.route import plain_class
@@ -133,12 +134,12 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return any(modules.forward_hooks(module))
 
 
 def _links(chain: nn.Module) -> Iterator[nn.Module]:
     """Of a Sequential, and of those in it."""
-    for child in chain._modules.values():
+    for child in modules.children(chain).values():
         if child is not None and is_chain(child) and not _hooked(child):
             yield from _links(child)
         elif child is not None:
@@ -211,7 +212,7 @@ def find_owners(
                 places.setdefault(id(tensor), set()).add(stage)
         parts = {id(m) for part in line.parts for m in part.modules()}
         for module in line.root.modules():
-            for held in (*module._parameters.values(), *module._buffers.values()):
+            for held in (*modules.parameters(module).values(), *modules.buffers(module).values()):
                 if held is not None:
                     everywhere[id(held)] += 1
                     inside[id(held)] += id(module) in parts

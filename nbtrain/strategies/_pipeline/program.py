@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import modules, pytree
 from nbtrain.strategies._pipeline.plan import Line
 
 
@@ -32,8 +32,8 @@ class Held:
     name: str
 
     def get(self) -> Any:
-        found = self.module._parameters.get(self.name)
-        return self.module._buffers[self.name] if found is None else found
+        found = modules.parameters(self.module).get(self.name)
+        return modules.buffers(self.module)[self.name] if found is None else found
 
 
 @dataclass(slots=True)

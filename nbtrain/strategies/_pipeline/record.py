@@ -8,16 +8,15 @@ communicated, and every rank writes down the same. Parts are not looked into. A 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import fake, modules, pytree, tensors
+from nbtrain.intercept import listening
 from nbtrain.strategies._pipeline.forms import Reading
 from nbtrain.strategies._pipeline.plan import Line
 from nbtrain.strategies._pipeline.program import Held, OutOfOrder, Program, Ref, Step
@@ -26,10 +25,9 @@ from nbtrain.strategies.route import plain_class
 ASKS = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
     "is_signed", "element_size", "__len__", "get_device", "storage_offset", "type", "is_same_size", "is_tensor",
-    "result_type", "can_cast", "promote_types", "is_nonzero_static", "_is_view", "is_inference", "__hash__",
-})  # fmt: skip
+    "result_type", "can_cast", "promote_types", "is_nonzero_static", "is_inference", "__hash__",
+}) | fake.ASKS_OF_FORM  # fmt: skip
 """Functions that say no number of a tensor's, only its form."""
-SWITCHES = frozenset({"_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast"})
 DRAWS = (
     "rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential_", "uniform_", "random_",
     "geometric_", "cauchy_", "scaled_dot_product_attention",
@@ -51,10 +49,11 @@ class NeedsWhole(Exception):
 
 def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     """The program of a call with these. `is_owned`: whether only one rank has this tensor."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
     writer = Writer(line, is_owned)
     read = Reading(line)
-    before, buffers = _attributes(line.root), [(b, b._version, b.detach().clone()) for b in line.root.buffers()]
+    before = attributes_of(line.root)
+    buffers = [(b, tensors.version(b), b.detach().clone()) for b in line.root.buffers()]
     held = [(p, p.grad) for p in line.root.parameters() if p.grad is not None]
     for p, _ in held:  # torch looks at them while it makes a tensor without numbers of p; another rank's say no
         p.grad = None
@@ -64,12 +63,12 @@ def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.T
     try:
         with mode:
             fakes = [mode.from_tensor(t.detach()) if isinstance(t, torch.Tensor) else t for t in leaves]
-            for number, fake in enumerate(fakes):
-                writer.values.append(fake)
-                if isinstance(fake, torch.Tensor):
-                    writer.numbers[id(fake)] = number
+            for number, leaf in enumerate(fakes):
+                writer.values.append(leaf)
+                if isinstance(leaf, torch.Tensor):
+                    writer.numbers[id(leaf)] = number
             args, kwargs = pytree.tree_unflatten(fakes, tree)
-            with writer.calls(), writer:
+            with listening("torch.nn.Module.__call__", "record", writer.calls), writer:
                 returned = plain_class(line.root).forward(line.root, *args, **kwargs)
             output = writer.described(returned)
             shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -83,10 +82,10 @@ def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.T
         for p, grad in held:
             p.grad = grad
         for buffer, version, numbers in buffers:  # a norm counts its batches in one that is edited all the same
-            if buffer._version != version:
+            if tensors.version(buffer) != version:
                 buffer.detach().copy_(numbers)
         differs = read.put_back()
-        changed = _restore(line.root, before, {id(m) for part in line.parts for m in part.modules()})
+        changed = restore(before, {id(m) for part in line.parts for m in part.modules()})
     if changed:
         raise CannotRecord(f"it sets self.{changed}")
     if differs:
@@ -126,19 +125,19 @@ class Writer(TorchFunctionMode):
         self.places = {
             id(tensor): Held(module, name)
             for module in line.root.modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items())
             if tensor is not None
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self.inside or name in SWITCHES:
+        if self.inside or name in fake.SWITCHES:
             return func(*args, **kwargs)
         if (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")) != self.autocast:
             raise CannotRecord("it switches autocast")
         edited = args[0] if _edits(name) and args and isinstance(args[0], torch.Tensor) else None
-        if edited is not None and edited._is_view():
+        if edited is not None and tensors.is_view(edited):
             raise CannotRecord(f"{name} changes a view of a tensor in place")
         if edited is not None and id(edited) not in self.numbers:
             raise CannotRecord(f"{name} changes a tensor of the model in place")
@@ -146,8 +145,8 @@ class Writer(TorchFunctionMode):
         if name == "__set__" or "out" in kwargs:
             raise CannotRecord(f"{name} sets something of a tensor")
         returned = func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
-        if not tensors and edited is None:
+        made = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        if not made and edited is None:
             if getter or name in ASKS or returned is None or not _has_fakes((args, kwargs)):
                 return returned
             raise CannotRecord(f"it looks at the numbers of a tensor ({name})")
@@ -160,31 +159,25 @@ class Writer(TorchFunctionMode):
         self.steps.append(step)
         return returned
 
-    @contextmanager
-    def calls(self) -> Iterator[None]:
+    def calls(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """Calls of modules come here."""
-        before: Any = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.inside or id(module) in self.through:
-                return before(module, *args, **kwargs)
+                return old(module, *args, **kwargs)
             step = self._step(module, args, kwargs)
             step.part, step.fixed = self.parts.get(id(module)), True
             self.inside = True
             try:
                 with torch.no_grad():
-                    returned = before(module, *args, **kwargs)
+                    returned = old(module, *args, **kwargs)
             finally:
                 self.inside = False
             step.outs = self._numbered(returned)
             self.steps.append(step)
             return returned
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = before  # type: ignore[method-assign]
+        return call
 
     def described(self, value: Any) -> Any:
         """With `Ref` in the places of values."""
@@ -198,7 +191,7 @@ class Writer(TorchFunctionMode):
         number = self.numbers.get(id(tensor))
         if number is not None:
             return Ref(number)
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, fake.FakeTensor):
             raise CannotRecord("it uses a tensor from elsewhere")
         if self.is_owned(tensor):
             self.wanted.append(tensor)
@@ -225,15 +218,15 @@ def _has_fakes(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def _attributes(root: nn.Module) -> dict[int, tuple[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]]]:
+def attributes_of(root: nn.Module) -> dict[int, tuple[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]]]:
     found = {}
     for module in root.modules():
-        tables = [vars(module), module._parameters, module._buffers]
+        tables = [vars(module), modules.parameters(module), modules.buffers(module)]
         found[id(module)] = module, [(table, dict(table)) for table in tables]
     return found
 
 
-def _restore(root: nn.Module, before: Any, inside: set[int]) -> str:
+def restore(before: Any, inside: set[int]) -> str:
     """Attributes are what they were; says one that was changed outside of the parts."""
     changed = ""
     for module, tables in before.values():

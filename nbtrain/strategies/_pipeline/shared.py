@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # one call instead of one per tensor
 
+from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.one_by_one import ALONE
 
@@ -82,7 +82,7 @@ class SharedGradients:
         if self.inside():
             yield 1.0
             return
-        if any(p._post_accumulate_grad_hooks for p in (*self.parameters, *self.foreign, *self.own)):
+        if any(tensors.hook_tables(p)[1] for p in (*self.parameters, *self.foreign, *self.own)):
             raise NotSupported(HOOKED)
         roots = list(self.roots())
         before = [p.grad for p in self.parameters]
@@ -145,8 +145,8 @@ class SharedGradients:
             held = [_dense(brought[place], self.parameters[place], dtype) for place in places]
             if not number:
                 held += [losses.to(device, dtype), torch.tensor(used, dtype=dtype, device=device)]
-            flat = _flatten_dense_tensors(held)  # type: ignore[no-untyped-call]
-            wires.append((places, flat, _unflatten_dense_tensors(flat, held)))  # type: ignore[no-untyped-call]
+            flat = tensors.flatten(held)
+            wires.append((places, flat, tensors.unflatten(flat, held)))
         return wires
 
 

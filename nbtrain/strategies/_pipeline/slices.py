@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from nbtrain.compat import pytree
 from nbtrain.errors import NotSupported
 
 OTHERWISE = (

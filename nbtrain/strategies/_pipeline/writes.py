@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from nbtrain.errors import NotSupported
-from nbtrain.patches import Patches, While
+from nbtrain.intercept import DRAWS, UPDATES, Listeners, While
 from nbtrain.strategies._pipeline.holding import Holding
 
-NAMES = ("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "__iadd__", "__isub__", "__imul__")
-DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
 DRAWN = (
     "{name} was called on a parameter that another rank has (nn.init, reset_parameters()?): under pipeline each rank "
     "has its own stage alone. Initialize the model in a cell that is not distributed, or use --strategy ddp"
@@ -42,9 +40,9 @@ class Writes:
         _while.off(self)
 
 
-def _put(patches: Patches) -> None:
-    for name in (*NAMES, *DRAWS):
-        patches.wrap(torch.Tensor, name, partial(_checked, name))
+def _put(listeners: Listeners) -> None:
+    for name in (*UPDATES, *DRAWS):
+        listeners.listen(f"torch.Tensor.{name}", "writes", partial(_checked, name))
 
 
 _while: While[Writes] = While(_put)

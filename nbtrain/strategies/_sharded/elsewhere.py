@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 
 READ = (
@@ -20,13 +21,13 @@ READ = (
 ANSWERED = frozenset(
     {
         "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_leaf",
-        "requires_grad", "grad_fn", "grad", "_version", "size", "dim", "numel", "nelement", "stride",
+        "requires_grad", "grad_fn", "grad", "size", "dim", "numel", "nelement", "stride",
         "is_floating_point", "is_complex", "element_size", "is_contiguous", "__hash__", "__len__", "get_device",
-        "_backward_hooks", "_base", "output_nr", "retains_grad", "is_quantized", "is_mkldnn", "is_nested",
+        "output_nr", "retains_grad", "is_quantized", "is_mkldnn", "is_nested",
         "is_inference", "names", "is_mps", "is_xpu",
         # what a search for memory asks everything it finds
-        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared", "_is_view",
-    }
+        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared",
+    } | tensors.ASKS_OF_FORM
 )  # fmt: skip
 ZEROED = frozenset({"zero_", "detach_", "requires_grad_"})
 
@@ -43,12 +44,12 @@ class Elsewhere(torch.Tensor):
             name = getattr(func.__self__, "__name__", name)
         if name in ZEROED:
             return args[0]
-        if name == "_foreach_zero_":
-            with torch._C.DisableTorchFunctionSubclass():
+        if name == tensors.ZERO_MANY:
+            with tensors.as_plain_tensors():
                 return func([one for one in args[0] if not isinstance(one, cls)])
         if name in ("__repr__", "__format__"):
             return f"<a gradient that another rank has, {tuple(args[0].shape)}>"
         if name in ANSWERED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with tensors.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         raise NotSupported(READ)

@@ -1,20 +1,16 @@
-"""FairScale itself: imported quietly, and asked whether what is used of it is there. It is at its last release."""
+"""FairScale itself: imported quietly, and given what it wants. It is at its last release."""
 
 from __future__ import annotations
 
-import inspect
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.compat import fairscale, modules
 from nbtrain.errors import UsageError
+from nbtrain.intercept import without
 
 OLD = (
     "FairScale is no longer developed (its last release, 0.4.13, is of 2022); `-s fsdp --sharding SHARD_GRAD_OP` and "
@@ -25,34 +21,12 @@ OLD = (
 def library() -> tuple[Any, Any]:
     """(OSS, ShardedDataParallel)"""
     try:
-        with quiet():
-            oss = import_module("fairscale.optim.oss").OSS
-            parallel = import_module("fairscale.nn.data_parallel.sharded_ddp").ShardedDataParallel
+        return fairscale.classes()
     except ImportError as error:
         raise UsageError(
             f"the strategy sharded needs FairScale, which cannot be imported here ({error}): pip install "
             f"--no-build-isolation fairscale==0.4.13. {OLD}"
         ) from error
-    used = {
-        oss: ("_param_to_rank", "_per_device_params", "_broadcast_params", "refresh_trainable"),
-        parallel: ("refresh_trainable", "_clear_counters", "_consume_work_handles", "_setup_backward_hooks"),
-    }
-    lacking = [f"{cls.__name__}.{name}" for cls, names in used.items() for name in names if not hasattr(cls, name)]
-    if lacking:
-        raise UsageError(f"this FairScale has no {', '.join(lacking)}, and sharded is written for 0.4.13. {OLD}")
-    return oss, parallel
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 class Never(Optimizer):
@@ -67,24 +41,15 @@ class Never(Optimizer):
 
 def make_oss(oss: Any, parameters: list[torch.Tensor]) -> Any:
     """Whoever watches for new optimizers (training/made.py) is not to take it for one of the user's."""
-    names = ("__init__", "add_param_group")
-    before = {name: vars(Optimizer)[name] for name in names}
-    for name, function in before.items():
-        setattr(Optimizer, name, inspect.unwrap(function))
-    try:
-        with quiet():
-            return oss(parameters, optim=Never)
-    finally:
-        for name, function in before.items():
-            setattr(Optimizer, name, function)
+    with without("torch.optim.Optimizer.__init__", "torch.optim.Optimizer.add_param_group"), fairscale.quiet():
+        return oss(parameters, optim=Never)
 
 
 def make_parallel(parallel: Any, parameters: list[torch.Tensor], oss: list[Any]) -> Any:
     """Around a module that has nothing but these: it is never called, and the user's modules are not touched."""
     holder = nn.Module()
-    for number, p in enumerate(parameters):
-        holder._parameters[str(number)] = p  # type: ignore[assignment]
-    with quiet():
+    modules.parameters(holder).update({str(number): p for number, p in enumerate(parameters)})
+    with fairscale.quiet():
         return parallel(
             holder, oss, broadcast_buffers=False, sync_models_at_startup=False, reduce_buffer_size=0,
             auto_refresh_trainable=False, warn_on_trainable_params_changed=False,

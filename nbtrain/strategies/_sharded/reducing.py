@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import engine, fairscale, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._sharded.elsewhere import Elsewhere
-from nbtrain.strategies._sharded.library import quiet
 from nbtrain.strategies.gradsync import GradSync
 
 REDUCED = "nbtrain_reduced"
@@ -44,15 +44,10 @@ class Reducing:
         self.requires = [p.requires_grad for p in self.parameters]
         for handle in self._handles:
             handle.remove()
-        with quiet():
-            self.parallel.refresh_trainable()
-        while self.parallel._grad_hooks:
-            self.parallel._grad_hooks.pop().remove()
-        numbers = {id(p): number for number, p in enumerate(self.parallel._trainable_params)}
         self.order = [p for p in reversed(self.parameters) if p.requires_grad]  # about the order of arrival
-        self.reduce = {id(p): self.parallel._manual_reduce[numbers[id(p)]] for p in self.order}
+        self.reduce = fairscale.refresh(self.parallel)
         for p in self.order:
-            if p._post_accumulate_grad_hooks:
+            if tensors.hook_table(p, tensors.ACCUMULATED_HOOKS):
                 raise NotSupported(
                     "a parameter has a register_post_accumulate_grad_hook, which would see this rank's gradient "
                     "before it is averaged: work on the gradients between loss.backward() and optimizer.step() under "
@@ -65,7 +60,7 @@ class Reducing:
         self.got: set[int] = set()
         self.sent = 0
         self.armed = False
-        self.parallel._work_handles.clear()
+        fairscale.forget(self.parallel)
 
     # -- around a backward ---------------------------------------------------------------
 
@@ -118,9 +113,8 @@ class Reducing:
             return
         if not self.armed:
             self.armed = True
-            self.parallel._clear_counters()
-            self.parallel._bucket_flush_callback_set = True  # it is waited for here
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            fairscale.begin(self.parallel)
+            engine.after_backward(self._finish)
         self.got.add(id(p))
         while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:
             self._send()
@@ -141,7 +135,7 @@ class Reducing:
                 self._send()
             work = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
             statistics = self.norms.launch_statistics()
-            self.parallel._consume_work_handles()
+            fairscale.finish(self.parallel)
             work.wait()
             for p, mark in zip(self.order, marks.tolist(), strict=True):
                 if mark:

@@ -7,45 +7,48 @@ process that has touched an XLA device holds it, and no other can have it.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from nbtrain.compat import xla
 from nbtrain.errors import UsageError
+from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
+
+_listeners = Listeners()
+"""as long as the process lives"""
 
 
 def take_place(info: RankInfo) -> None:
     """In a rank, before anything else of XLA: which of the machine's devices is its own."""
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     try:
-        from torch_xla._internal import pjrt
+        runtime = xla.runtime()
     except ImportError as error:
         raise UsageError(
             f"--accelerator tpu: torch_xla cannot be imported ({error}): pip install torch_xla, of the version that "
             f"torch {torch.__version__} has"
         ) from error
-    _pickle_as_cpu()
+    _listeners.listen("torch.Tensor.__reduce_ex__", "xla", _pickle_as_cpu)
     if os.environ["PJRT_DEVICE"] == "CPU":  # XLA's CPU client knows one process
         return
-    # What `init_process_group("xla", init_method="xla://")` does under torchrun, without the port that it opens: the
-    # ranks have a process group already.
     if info.world_size > 1:
-        pjrt.initialize_multiprocess(info.local_rank, info.world_size // info.nodes)
+        runtime.initialize_multiprocess(info.local_rank, info.world_size // info.nodes)
     else:
-        pjrt.initialize_singleprocess()
+        runtime.initialize_singleprocess()
 
 
-def _pickle_as_cpu() -> None:
+def _pickle_as_cpu(old: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.save(model.state_dict(), f)`: who reads the file, the notebook for one, may have no XLA."""
-    before = torch.Tensor.__reduce_ex__
 
-    def reduce(self: torch.Tensor, protocol: Any) -> Any:
-        if on_device(self):
-            self = self.detach().cpu().requires_grad_(self.requires_grad and self.is_leaf)
-        return before(self, protocol)  # type: ignore[arg-type]
+    def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
+        if on_device(tensor):
+            tensor = tensor.detach().cpu().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        return old(tensor, protocol)
 
-    torch.Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+    return reduce
 
 
 def device() -> torch.device:

@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.compat.modules import uncompiled_path
 from nbtrain.errors import UsageError
 from nbtrain.strategies.base import is_lazy
 
 TENSOR = "nbtrain:tensor"
 """(TENSOR, key) stands for a tensor in a tree."""
-EXTRA = "_extra_state"
 Name = tuple[str, str]
 """Of a parameter: of the module that owns it, and its path in there. No module: of the optimizer that holds it."""
 
@@ -64,14 +64,9 @@ class Objects:
         return [item for _, table in self.kinds() for item in table.values()]
 
 
-def plain(path: str) -> str:
-    """As it is without `torch.compile`."""
-    return path.replace("_orig_mod.", "")
-
-
 def entries(module: nn.Module) -> dict[str, Any]:
     """Its state dict with the tensors themselves in it."""
-    return {plain(path): value for path, value in module.state_dict(keep_vars=True).items()}
+    return {uncompiled_path(path): value for path, value in module.state_dict(keep_vars=True).items()}
 
 
 class Names:
@@ -82,7 +77,7 @@ class Names:
         for table in tables:
             for owner, module in table.items():
                 for path, parameter in module.named_parameters(remove_duplicate=False):
-                    self.known.setdefault(id(parameter), (owner, plain(path)))
+                    self.known.setdefault(id(parameter), (owner, uncompiled_path(path)))
 
     def of(self, optimizer: Optimizer) -> dict[int, Name]:
         """id → name, of every parameter that it holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.compat import python
 from nbtrain.errors import UsageError
 from nbtrain.training.checkpoints.core import Checkpoints
 
@@ -30,7 +30,7 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
     which plain PyTorch loads. In a cell every rank has to call it, and the training goes on while it is written.
     """
     one = current()
-    one.save(path, _given(one, objects, named, sys._getframe(1).f_globals), full)
+    one.save(path, _given(one, objects, named, python.caller().f_globals), full)
     if one is not _running:
         one.finish()
 
@@ -44,7 +44,7 @@ def load(path: Any, *objects: Any, **named: Any) -> None:
     """
     global _resume
     one = current()
-    one.load(path, _given(one, objects, named, sys._getframe(1).f_globals))
+    one.load(path, _given(one, objects, named, python.caller().f_globals))
     if one is not _running:
         pending = one.positions.pending
         _resume = (uuid.uuid4().hex, pickle.dumps(pending)) if pending else None

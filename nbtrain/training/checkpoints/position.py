@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from nbtrain.compat import loaders as iterators
 from nbtrain.training import streams
 from nbtrain.training.checkpoints.streams import of_rank, put_back
 from nbtrain.training.data import Deal, dealt_out
@@ -45,7 +46,8 @@ class Opened:
         alive = None if self.over else self.iterator()
         if alive is None:
             return {"seen": None}
-        return {"seen": self.seen + (alive._num_yielded - self.yielded) * self.each, "of": self.of, **self.began}
+        since = iterators.handed_out(alive) - self.yielded
+        return {"seen": self.seen + since * self.each, "of": self.of, **self.began}
 
 
 @dataclass(slots=True)
@@ -207,7 +209,7 @@ class Positions:
         held = streams.capture() if one is None or one.alone or one.is_together else dict(one.shared_states)
         held.pop("cuda", None)
         # Workers that live on keep the seed that their loader drew when it was first iterated.
-        seeded = not (loader.persistent_workers and loader._iterator is not None)
+        seeded = iterators.running(loader) is None
         return {"streams": held, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
@@ -243,8 +245,9 @@ class Positions:
 
     def _count(self, iterator: Any, seen: int, of: int | None, each: int) -> int:
         """Let the iterator count as if it had handed out what was seen: its last batch is then its last."""
-        iterator._num_yielded = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))
-        return int(iterator._num_yielded)
+        count = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))
+        iterators.set_handed_out(iterator, count)
+        return count
 
 
 class Skipping:
@@ -303,7 +306,7 @@ def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:
 def _drop(iterator: Any, seen: int | None) -> None:
     try:
         for _ in range(seen) if seen is not None else iter(int, 1):
-            iterator._next_data()
+            iterators.pass_over(iterator)
     except StopIteration:
         pass
 

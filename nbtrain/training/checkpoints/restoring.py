@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.compat.modules import EXTRA_STATE
 from nbtrain.strategies.base import Piece
 from nbtrain.training.checkpoints.comparing import Match
-from nbtrain.training.checkpoints.content import EXTRA, TENSOR, Name, Names, Objects, entries, whole
+from nbtrain.training.checkpoints.content import TENSOR, Name, Names, Objects, entries, whole
 from nbtrain.training.checkpoints.sources import Source
 
 Pieces = dict[int, Piece]
@@ -96,7 +97,7 @@ class Restoring:
             if isinstance(value, torch.Tensor):
                 self._fill(value, tree["tensors"][path])
         for path, value in tree["extra"].items():
-            if path.rpartition(".")[2] == EXTRA:
+            if path.rpartition(".")[2] == EXTRA_STATE:
                 module.get_submodule(path.rpartition(".")[0]).set_extra_state(whole(value, self.read))
 
     def _optimizer(self, optimizer: Optimizer, tree: dict[str, Any]) -> None:

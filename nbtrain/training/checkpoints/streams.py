@@ -27,18 +27,18 @@ def put_back(randomness: Randomness, saved: dict[str, Any]) -> None:
     for name, value in saved["kept"].items():
         setattr(randomness, name, dict(value) if isinstance(value, dict) else value)
     restore(saved["streams"])
-    randomness._said, randomness._fingerprint = None, (None, 0)  # the notebook does not know of these
+    randomness.known, randomness.printed = None, (None, 0)  # the notebook does not know of these
 
 
 def of_one_process(randomness: Randomness | None) -> States:
     """Where the notebook's streams would stand if the cell ended here (on rank 0)."""
     if randomness is None or randomness.alone or randomness.is_together:
         return capture()
-    said, randomness._said = randomness._said, None
+    known, randomness.known = randomness.known, None
     try:
         return randomness.collect() or capture()
     finally:
-        randomness._said = said
+        randomness.known = known
 
 
 def go_on(randomness: Randomness, world_size: int, one_process: States, ranks: Sequence[Any]) -> None:
@@ -49,4 +49,4 @@ def go_on(randomness: Randomness, world_size: int, one_process: States, ranks: S
     randomness.is_together = False
     randomness.adopt(one_process)
     randomness.together()
-    randomness._said = None
+    randomness.known = None

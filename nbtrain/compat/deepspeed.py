@@ -1,0 +1,288 @@
+"""DeepSpeed: what its engine and its optimizers keep of gradients, pieces and hooks, and where they are in a backward.
+
+DeepSpeed calls its wrapper of the model the engine; the engine's optimizer, here `zero`, cuts parameters and gradients
+up, holds the pieces and steps them. Nothing here imports DeepSpeed before it is used. 0.18.9 to 0.19.8 have all of it,
+but for what says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("deepspeed")
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_BASE = "deepspeed.runtime.base_optimizer.ZeROOptimizer"
+_TWO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_THREE = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_INIT = "deepspeed.runtime.zero.partition_parameters.Init"
+_HOOKS = "deepspeed.runtime.zero.parameter_offload"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
+_GROUPS = "deepspeed.utils.groups"
+
+# --- what is replaced (nbtrain/intercept.py) -----------------------------------------------------
+
+BUILD_SHM = "deepspeed.comm.torch.build_shm_op"
+"""Compiles an op for collectives of inference, half a minute, as soon as a process group is made."""
+EMPTY_PARAMETER = "deepspeed.runtime.zero.partition_parameters.free_param"
+"""Takes the memory of a parameter that is cut up: an empty tensor stands in its place."""
+CUT_TO_BLOCKS = "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper._adjust_for_misaligned_lengths"
+"""Of what is read from the disk or written to it, the ends that do not fill a block stay in memory; the beginnings are
+forgotten."""
+SEND_WEIGHTS = f"{_ENGINE}._broadcast_model"
+"""From rank 0 to all, when an engine is made."""
+SEND_WEIGHT = f"{_INIT}._zero_init_param"
+"""The same for one parameter, under stage 3, before it is cut up."""
+PUT_LINEAR = (
+    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear"
+)
+"""Replaces `torch.nn.functional.linear` for good, when an engine of stage 3 is made."""
+LINEAR = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
+"""By what: it keeps the weight for the backward, and not a view of the gathered one."""
+
+its.members("deepspeed.comm.torch", "build_shm_op")
+its.members("deepspeed.runtime.zero.partition_parameters", "free_param")
+its.takes(CUT_TO_BLOCKS, "self", "tensors", "offsets")
+its.takes(SEND_WEIGHTS, "self")
+its.takes(SEND_WEIGHT, "self", "param")
+its.takes(PUT_LINEAR, "self")
+its.takes(LINEAR, "input", "weight", "bias")
+its.members(_INIT, "_convert_to_deepspeed_param", "param_id")
+its.members(_HOOKS, "FWD_MODULE_STACK")
+its.takes(f"{_HOOKS}.DeepSpeedZeRoOffload._register_deepspeed_module", "self", "module", "count")
+its.members(_COORDINATOR)
+its.members(_GROUPS, "_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP")
+its.members("deepspeed.comm.comm", "cdb")
+its.fields("deepspeed.comm.torch.TorchBackend", "all_gather_function", "reduce_scatter_function")
+its.members(
+    _ENGINE, "_backward_prologue", "_backward_post_hook", "allreduce_gradients", "is_gradient_accumulation_boundary"
+)
+its.fields(_ENGINE, "_manual_backward_expected", "enable_backward_allreduce", "basic_optimizer")
+its.members(
+    _BASE,
+    *("_backward_active_depth", "clear_backward_seen_flag", "exit_backward"),
+    *("register_grad_acc_post_hook", "unregister_grad_acc_post_hooks"),
+)
+its.fields(_BASE, "_backward_hook_state")
+its.members("deepspeed.runtime.base_optimizer.BackwardHookStateManager", "reset_for_new_step")
+its.fields(
+    "deepspeed.runtime.base_optimizer.BackwardHookStateManager", "remaining_grad_acc_hooks", "backward_active_depth"
+)
+its.members(_TWO, "process_gradients", "scaled_global_norm", "override_loss_scale", "get_param_id")
+its.fields(
+    _TWO,
+    *("all_grad_tensors", "averaged_gradients", "bit16_groups", "cpu_offload", "ipg_buckets", "micro_step_id"),
+    *("parallel_partitioned_bit16_groups", "params_already_reduced", "params_in_partition", "partition_size"),
+    *("real_dp_process_group", "round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+)
+its.members(
+    _THREE,
+    *("reduce_ready_partitions_and_remove_grads", "override_loss_scale", "get_param_id", "_partition_all_parameters"),
+    *("_swappable_optimizer_subgroup", "_optimizer_states_and_gradient_swap_in"),
+    *("_optimizer_states_and_gradient_swap_out", "_release_swap_buffers"),
+)
+its.fields(
+    _THREE,
+    *("fp16_groups", "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_position"),
+    *("ipg_buckets", "offload_optimizer", "params_already_reduced"),
+)
+
+
+def check() -> list[str]:
+    """Nothing before DeepSpeed is imported: by that it settles on a kind of device, and who imports it knows which."""
+    return its.check() if "deepspeed" in sys.modules else []
+
+
+# --- the whole process ---------------------------------------------------------------------------
+
+
+def use_group(world: Any, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
+    """DeepSpeed forgets the process groups that it knew, for there are others now, and makes none: it takes this one.
+    `gather`, `scatter`: by what it communicates, in the place of torch's functions as they were when it was
+    imported."""
+    deepspeed: Any = import_module("deepspeed")
+    comm, groups = import_module("deepspeed.comm.comm"), import_module(_GROUPS)
+    known: Any = groups
+    comm.cdb = None  # type: ignore[attr-defined]
+    known._DATA_PARALLEL_GROUP = known._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    known._ALL_TO_ALL_GROUP = {}
+    deepspeed.init_distributed(verbose=False)
+    known._WORLD_GROUP = world  # it would make a clone of the group
+    backend: Any = comm.cdb  # type: ignore[attr-defined]
+    backend.all_gather_function, backend.reduce_scatter_function = gather, scatter
+
+
+def counts() -> list[int]:
+    """How many parameters and modules stage 3 has numbered in this process: ranks compare these numbers."""
+    return [import_module("deepspeed.runtime.zero.partition_parameters").Init.param_id, _module_count()[0]]
+
+
+def set_counts(parameters: int, modules: int) -> None:
+    import_module("deepspeed.runtime.zero.partition_parameters").Init.param_id = parameters
+    _module_count()[0] = modules
+
+
+def _module_count() -> list[int]:
+    """The default of an argument."""
+    (found,) = import_module(_HOOKS).DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count: list[int] = found
+    return count
+
+
+def forget_module(module: Any) -> int:
+    """What DeepSpeed keeps in tables of the process; returns how often it was in the one that is not filled again by
+    itself."""
+    stack = import_module(_HOOKS).FWD_MODULE_STACK
+    before = len(stack)
+    stack[:] = [one for one in stack if one is not module]
+    # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
+    way, _, name = _COORDINATOR.rpartition(".")
+    for function in vars(getattr(import_module(way), name)).values():
+        for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
+    return before - len(stack)
+
+
+def remember_module(module: Any, times: int) -> None:
+    """The opposite."""
+    import_module(_HOOKS).FWD_MODULE_STACK[:0] = [module] * times
+
+
+def cut_up(init: Any, parameter: Any) -> None:
+    """What `SEND_WEIGHT` does, without the sending."""
+    init._convert_to_deepspeed_param(parameter)
+    parameter.partition()
+
+
+# --- what it hangs on modules, parameters and outputs ----------------------------------------------
+
+_HUNG_LATER = frozenset(
+    {
+        "applied_pre_backward_ref_cnt", "_external_params", "_original_parameters", "all_parameters", "_z3_optimizer",
+        "pre_bwd_fn", "post_bwd_fn",
+    }
+)  # fmt: skip
+_MANAGERS = "_backward_hook_managers"
+
+
+def hangs(attribute: str) -> bool:
+    """DeepSpeed gives it to modules and parameters, some of it when they are used."""
+    return attribute.startswith("ds_") or attribute in _HUNG_LATER
+
+
+def is_marked(output: Any) -> bool:
+    """A model's output, by which the engine finds that a backward begins."""
+    return hasattr(output, _MANAGERS)
+
+
+def unmark(output: Any) -> None:
+    vars(output).pop(_MANAGERS, None)
+
+
+# --- a backward ----------------------------------------------------------------------------------
+
+
+def around_beginning(engine: Any, around: Callable[[Callable[[], None]], Callable[[], None]]) -> Callable[[], None]:
+    """What the engine calls before the first gradient of a backward; returns what it calls now."""
+    begin = engine._backward_prologue = around(engine._backward_prologue)
+    return begin
+
+
+def in_backward(zero: Any) -> bool:
+    """Of this engine: it has begun, and not ended."""
+    return bool(zero._backward_active_depth)
+
+
+def has_begun_once(zero: Any) -> None:
+    """Whatever has announced it, and a hook of a parameter may have: one end will end it."""
+    zero._backward_active_depth = 1
+
+
+def expect_scaled(engine: Any) -> None:
+    """The loss of the backward that begins was multiplied by somebody else; DeepSpeed refuses it otherwise."""
+    engine._manual_backward_expected = True
+
+
+def end_backward(engine: Any) -> None:
+    """What the engine does when all gradients have come."""
+    engine._backward_post_hook()
+
+
+def forget_backward(zero: Any) -> None:
+    """It was cut short: none of its gradients is waited for."""
+    hooks = zero._backward_hook_state
+    hooks.reset_for_new_step()
+    hooks.remaining_grad_acc_hooks = hooks.backward_active_depth = 0
+
+
+def gather_all(engine: Any) -> None:
+    """Stage 1 adds gradients up over the ranks, as `step()` would, and does so then. Of the mode in which the loop
+    decides when a step is taken."""
+    engine._running_engine_step = True
+    try:
+        engine.allreduce_gradients()
+    finally:
+        engine._running_engine_step = False
+
+
+# --- gradients that it holds -----------------------------------------------------------------------
+
+
+def is_in_one_piece(zero: Any, group: int) -> bool:
+    """Stage 2 keeps this group's gradients as one flat piece and not each by itself. 0.18.9 always has each."""
+    compact = getattr(zero, "_use_compact_grad_partition_buffer", None)
+    return compact is not None and bool(compact(group))
+
+
+def forget_arrivals(zero: Any) -> None:
+    """Which gradients are on the host. 0.18.9 keeps no such sets."""
+    for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
+        if hasattr(zero, name):
+            setattr(zero, name, set())
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+
+def in_order(zero: Any, group: int) -> Iterator[tuple[Any, int]]:
+    """Stages 1 and 2: the parameters of a group, and where each begins in the group's flat tensor. 0.18.9 lays them one
+    behind the other, and has no list of it."""
+    members = zero.round_robin_bit16_groups[group]
+    offsets = getattr(zero, "round_robin_bit16_offsets", None)
+    if offsets is not None:
+        yield from zip(members, offsets[group], strict=True)
+        return
+    at = 0
+    for parameter in members:
+        yield parameter, at
+        at += parameter.numel()
+
+
+def let_go_of_whole(zero: Any) -> None:
+    """Stage 3: of parameters that are gathered."""
+    zero._partition_all_parameters()
+
+
+def is_on_disk(zero: Any, group: int) -> bool:
+    """Stage 3: a flat piece and what the optimizer keeps for it."""
+    return bool(zero._swappable_optimizer_subgroup(group))
+
+
+def read_from_disk(zero: Any, group: int) -> None:
+    zero._optimizer_states_and_gradient_swap_in(group)
+
+
+def write_to_disk(zero: Any, group: int) -> None:
+    """And let go of it."""
+    zero._optimizer_states_and_gradient_swap_out(group)
+
+
+def leave_on_disk(zero: Any, group: int) -> None:
+    """What was read was not changed."""
+    zero._release_swap_buffers(group)

@@ -1,0 +1,106 @@
+"""FairScale's OSS and ShardedDataParallel. Nothing here imports FairScale before it is used.
+
+FairScale is at its last release, 0.4.13 of 2022, and what nbtrain uses of it runs with a new torch. Of torch it takes
+the public optimizer, `torch.distributed`, the autograd engine's `queue_callback` and hooks on the nodes that
+accumulate gradients, all still there; and on import, in parts that nobody here calls, `_BatchNorm`, `_get_global_rank`
+and `amp` as it was, which leave warnings. What has changed is what it finds there: `zero_grad()` sets gradients to None
+now, and FairScale's buffers for small gradients, which stand for them, are never zeroed any more, so they are switched
+off; an optimizer's constructor, `state_dict` and hooks have grown, and nothing of OSS but who owns what and the sending
+after a step is used, with an optimizer inside that never steps; and hooks that FairScale hangs up by itself are taken
+off again, for nbtrain calls its reductions from hooks that torch has for this since 2.1
+(`register_post_accumulate_grad_hook`). It has no wheel, and its setup wants the setuptools and torch that are there:
+`pip install --no-build-isolation`.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("fairscale")
+
+_OSS = "fairscale.optim.oss.OSS"
+_PARALLEL = "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel"
+its.members(_OSS, "_param_to_rank", "_per_device_params", "_broadcast_params", "refresh_trainable")
+its.members(_PARALLEL, "refresh_trainable", "_clear_counters", "_consume_work_handles", "_setup_backward_hooks")
+its.fields(
+    _PARALLEL,
+    *("_grad_hooks", "_trainable_params", "_manual_reduce", "_work_handles", "_bucket_flush_callback_set"),
+)
+
+
+def check() -> list[str]:
+    with quiet():
+        return its.check()
+
+
+def classes() -> tuple[Any, Any]:
+    """(OSS, ShardedDataParallel)"""
+    with quiet():
+        return (
+            import_module("fairscale.optim.oss").OSS,
+            import_module("fairscale.nn.data_parallel.sharded_ddp").ShardedDataParallel,
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Around whatever FairScale does when it is imported or made: it warns of what torch has renamed since."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+# --- OSS -----------------------------------------------------------------------------------------
+
+
+def owners(oss: Any) -> Mapping[Any, int]:
+    """parameter → the rank that steps it"""
+    found: Mapping[Any, int] = oss._param_to_rank
+    return found
+
+
+def send(oss: Any) -> None:
+    """Parameters, each from its owner to all. Collective."""
+    oss._broadcast_params()
+
+
+# --- ShardedDataParallel -----------------------------------------------------------------------------
+
+
+def refresh(parallel: Any) -> dict[int, Callable[[], None]]:
+    """After something was frozen or thawed; returns, by id of a parameter, what sends its gradient to its owner. Nobody
+    calls them but who asked: FairScale's own hooks are off."""
+    with quiet():
+        parallel.refresh_trainable()
+    while parallel._grad_hooks:
+        parallel._grad_hooks.pop().remove()
+    trained = parallel._trainable_params
+    return {id(p): reduce for p, reduce in zip(trained, parallel._manual_reduce, strict=True)}
+
+
+def begin(parallel: Any) -> None:
+    """No gradient of this backward has been sent."""
+    parallel._clear_counters()
+    parallel._bucket_flush_callback_set = True  # else it would wait for them when the backward ends: `finish` does
+
+
+def finish(parallel: Any) -> None:
+    """Wait until all that was sent is there."""
+    parallel._consume_work_handles()
+
+
+def forget(parallel: Any) -> None:
+    """What was sent is not waited for."""
+    parallel._work_handles.clear()

@@ -1,0 +1,249 @@
+"""FSDP2, torch's `fully_shard`: what a unit has gathered, and where its forward and backward stand.
+
+torch speaks of a unit by its state, which has groups of weights that are gathered together; a weight is kept in pieces
+(`sharded`), and whole while it is needed (`gathered`). All of it is there in torch 2.8 to 2.15 but for what says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from nbtrain.compat import versions
+from nbtrain.compat.internals import Internals
+
+its = Internals("torch")
+check = its.check
+
+_FOLDER = "torch.distributed.fsdp._fully_shard"
+_STATE, _GROUP = f"{_FOLDER}._fsdp_state.FSDPState", f"{_FOLDER}._fsdp_param_group.FSDPParamGroup"
+_STAGES = its.name(f"{_FOLDER}._fsdp_common.TrainingState")
+_states_by_module = its.name("torch.distributed._composable_state._module_state_mapping")
+its.members(f"{_FOLDER}._fsdp_common.TrainingState", "FORWARD", "IDLE")
+its.members("torch.distributed.fsdp.fully_shard", "state")
+its.members(
+    _STATE,
+    *("_lazy_init", "_pre_forward", "_post_forward", "_register_pre_backward_hook"),
+    *("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
+)
+its.fields(_STATE, "_fsdp_param_group", "_training_state", "_state_ctx", "_comm_ctx")
+its.fields(f"{_FOLDER}._fsdp_state.FSDPStateContext", "iter_forward_root", "post_backward_final_callback_queued")
+its.members(_GROUP, "unshard", "wait_for_unshard", "post_backward", "_to_sharded")
+its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_reduce_output", "_post_forward_indices")
+its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
+
+_UNREDUCED = "unsharded_accumulated_grad"
+"""What batches without communication have added up. An attribute until torch 2.14; from 2.15 on it is the gathered
+weight's own gradient, of which this is another name that cannot be set."""
+
+
+# --- what there is -------------------------------------------------------------------------------
+
+
+def set_up(root: nn.Module) -> None:
+    """Once all of its units are made: what torch would do before the first forward."""
+    state(root)._lazy_init()
+
+
+def state(unit: nn.Module) -> Any:
+    return fully_shard.state(unit)  # type: ignore[attr-defined]
+
+
+def average_rightly(unit: Any) -> None:
+    """gloo adds up where it is told to average rows: found in torch 2.8, mended in 2.12. So it is told to add up, and
+    torch divides."""
+    if versions.release(torch.__version__) < (2, 12) and dist.get_backend() != dist.Backend.NCCL:
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def groups(state: Any) -> list[Any]:
+    many = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
+    if many is not None:
+        return list(many)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def weights(group: Any) -> list[Any]:
+    found: list[Any] = group.fsdp_params
+    return found
+
+
+def sharded(weight: Any) -> Any:
+    """The parameter in pieces."""
+    return weight.sharded_param
+
+
+def gathered(weight: Any) -> Any:
+    """The parameter that a forward sees, with or without memory behind it; None before the first."""
+    return getattr(weight, "_unsharded_param", None)
+
+
+def forget(unit: nn.Module) -> None:
+    """torch keeps a table besides of what it has set up."""
+    _states_by_module.pop(unit, None)
+
+
+# --- forward and backward ------------------------------------------------------------------------
+
+
+def in_forward(state: Any) -> bool:
+    return bool(state._training_state is _STAGES.FORWARD)
+
+
+def at_rest(one: Any) -> bool:
+    """A state or a group: no forward or backward of it is under way."""
+    return bool(one._training_state is _STAGES.IDLE)
+
+
+def begin_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """As the unit's own forward begins, whatever of it is called; returns (args, kwargs). torch's
+    `register_fsdp_forward_method` does it for a method, and knows of no forward around it."""
+    return state._pre_forward(module, args, kwargs)
+
+
+def end_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
+    return state._post_forward(module, args, output)
+
+
+def end_backward_of(state: Any) -> None:
+    """The backward that runs now is to end as one does that began at a unit's output."""
+    state._register_root_post_backward_final_callback()
+
+
+def let_go(state: Any) -> None:
+    """Of what is gathered, where no forward or backward is under way. `FSDPModule.reshard` asks of less."""
+    if at_rest(state):
+        for group in groups(state):
+            if at_rest(group):
+                group._to_sharded()
+
+
+# --- gradients that wait -------------------------------------------------------------------------
+
+
+def reduces(group: Any) -> bool:
+    """Its gradients are communicated in the next backward."""
+    return bool(group.reduce_grads)
+
+
+def held_back(weight: Any) -> list[torch.Tensor]:
+    """Whole gradients that wait for the next backward that is communicated."""
+    whole = gathered(weight)
+    held = _unreduced(weight), None if whole is None else whole.grad
+    return [gradient for gradient in held if gradient is not None]
+
+
+def drop_held_back(weight: Any) -> None:
+    if _UNREDUCED in vars(weight):
+        setattr(weight, _UNREDUCED, None)
+    whole = gathered(weight)
+    if whole is not None:
+        whole.grad = None
+
+
+def give_zeros(weight: Any) -> None:
+    """The gradient of a weight that this backward did not use, as the others of its group have theirs: from torch 2.15
+    on that may be another type than the weight's."""
+    whole = gathered(weight)
+    whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
+
+
+def _unreduced(weight: Any) -> torch.Tensor | None:
+    """Where it is another tensor than the gathered weight's gradient."""
+    found: torch.Tensor | None = vars(weight).get(_UNREDUCED)
+    return found
+
+
+# --- after an error ------------------------------------------------------------------------------
+
+
+def calm_tree(root: Any, states: Iterable[Any]) -> None:
+    """Forget a forward or backward that is not to be ended, with the gradients it had gathered. Those of the parameters
+    in pieces stay, which torch itself would drop from 2.15 on."""
+    states = list(states)
+    kept = [(part, part.grad) for part in (sharded(weight) for one in states for weight in _all_weights(one))]
+    try:
+        if hasattr(root, "reset_iter_state"):  # from torch 2.13 on; it waits for what is under way, too
+            with suppress(RuntimeError, AttributeError):  # what it waits for may have been aborted
+                root.reset_iter_state()
+    finally:
+        for part, gradient in kept:
+            if part.grad is not gradient:
+                part.grad = gradient
+    for one in states:
+        calm(one)
+
+
+def calm(state: Any) -> None:
+    """The same for one unit."""
+    state._training_state = _STAGES.IDLE
+    _clear(state, "_modules_to_run_forward")
+    shared, sent = state._state_ctx, state._comm_ctx
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+    shared.is_last_backward = True
+    _set(shared, None, "manual_backward_finalization_active")  # torch 2.15
+    _set(shared, False, "gradient_reduction_pending")  # torch 2.15
+    _clear(sent, "post_forward_order", "reduce_scatter_states", "_last_post_reduce_events")  # 2.8, 2.12, 2.13
+    _set(sent, None, "all_gather_state", "reduce_scatter_state", "active_gradient_reduction")  # 2.8, until 2.10, 2.15
+    for group in groups(state):
+        _set(group, None, "_all_gather_result", "_post_reduce_event", "_all_reduce_state")
+        _set(group, None, "_reshard_after_forward_event")
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        _set(group, False, "_post_backward_pending")  # torch 2.15
+        _clear(group, "_partial_reduce_output_layout")  # torch 2.15
+        group._training_state = _STAGES.IDLE
+        group._to_sharded()
+        for weight in weights(group):
+            drop_held_back(weight)
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: a backward changes them until it has ended
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+
+
+def _all_weights(state: Any) -> Iterator[Any]:
+    for group in groups(state):
+        yield from weights(group)
+
+
+def _set(owner: Any, value: Any, *names: str) -> None:
+    for name in names:
+        if hasattr(owner, name):
+            setattr(owner, name, value)
+
+
+def _clear(owner: Any, *names: str) -> None:
+    for name in names:
+        getattr(owner, name, set()).clear()
+
+
+# --- what nbtrain adds, each on one state or group -------------------------------------------------
+
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def around_gathering(group: Any, start: Around, wait: Around) -> None:
+    """What sends for a group's weights, and what waits for them."""
+    group.unshard = start(group.unshard)
+    group.wait_for_unshard = wait(group.wait_for_unshard)
+
+
+def around_outputs(state: Any, around: Around) -> None:
+    """What is called with a unit's output, and hangs on it the hook that gathers for the backward."""
+    state._register_pre_backward_hook = around(state._register_pre_backward_hook)
+
+
+def around_reduction(group: Any, around: Around) -> None:
+    """What is called when a group's gradients have been computed: they are sent."""
+    group.post_backward = around(group.post_backward)
+
+
+def around_end(state: Any, around: Around) -> None:
+    """What is called when a backward has ended that began at this unit."""
+    state._root_post_backward_final_callback = around(state._root_post_backward_final_callback)

@@ -1,0 +1,43 @@
+"""Horovod. Nothing here imports it before it is used.
+
+Horovod's last release, 0.28.1 of 2023, runs with a new torch because what nbtrain uses of it takes little from torch:
+the tensors' memory, by a C++ extension, and in Python `torch.jit.unused`, `_BatchNorm` and the number of torch's
+version, all still there. Its DistributedOptimizer, which hangs hooks on the nodes that accumulate gradients and makes
+optimizers anew, is not used: nbtrain gives it flat tensors to add up. What has changed is how it is compiled. torch's
+headers want C++20 (2.13; C++17 since 2.1), and Horovod's CMake asks for C++14; a torch built for CUDA makes it ask for
+CUDA's toolkit; its setup wants the setuptools and torch that are there. `.ci/horovod` compiles it with all of this put
+right, once for a torch and a Python: an extension that was compiled for another torch does not load, or warns.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("horovod")
+check = its.check
+
+# --- what is replaced (nbtrain/intercept.py) -----------------------------------------------------
+
+START = "horovod.torch.mpi_ops._basics.init"
+"""What `hvd.init()` comes to: the ranks meet."""
+WAIT = "horovod.torch.mpi_ops.mpi_lib.horovod_torch_wait_and_clear"
+"""What `hvd.synchronize(handle)` comes to: it waits in C, where nothing can interrupt it, without ever sleeping."""
+
+its.members("horovod.torch.mpi_ops", "_basics", "_handle_map", "poll", "synchronize")
+its.members("horovod.common.basics.HorovodBasics", "init")
+its.members("horovod.torch.mpi_ops.mpi_lib", "horovod_torch_wait_and_clear")
+its.members("horovod.runner.http.http_server", "RendezvousHTTPServer", "RendezvousHandler")
+
+
+def forget_sent() -> None:
+    """What nobody has waited for, once Horovod is down. It keeps the tensors until then, and its next start only lays
+    the table aside."""
+    import horovod.torch as hvd
+
+    sent = hvd.mpi_ops._handle_map
+    for handle in list(sent):
+        with suppress(Exception):  # that it was shut down
+            hvd.synchronize(handle)
+    sent.clear()

@@ -1,0 +1,485 @@
+"""The functions of other packages that are replaced, each of them once.
+
+A plain loop works because a few functions of torch do something more on a rank. Each of them has one wrapper, for the
+life of the process, which calls its listeners in the order that `TABLE` states, outermost first, and the function
+itself in the end. A listener is `make(old) -> new`: what is called in the place of `old`. Listeners come and go in any
+order; a wrapper without any does what the function does, so that a cell may keep one that it has imported by name.
+
+A function is replaced while somebody listens. A rank besides lays all of them aside while it waits for its next
+message, and has those that a cell may import by name in place for the whole of each: what a parcel names finds them.
+Who has put his own function in the place of ours is left alone: he calls ours, or has chosen not to.
+
+Nothing else in nbtrain assigns to an attribute of another package. ARCHITECTURE.md shows the table; a test compares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from nbtrain.compat import cuda, dtensor, groups, loaders, modules
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import horovod as hvd
+from nbtrain.compat.internals import find
+
+Make = Callable[[Any], Any]
+"""The function as it is → what is called in its place."""
+Owner = TypeVar("Owner")
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "all_gather_single",
+    "reduce_scatter_single",
+)  # fmt: skip
+"""of torch.distributed: they need every rank. The last two are not in every torch."""
+UPDATES = ("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "__iadd__", "__isub__", "__imul__")
+DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
+"""methods of a tensor that write to it"""
+NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+"""methods by which a number is read out of a tensor"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One function, or some that are replaced alike: `names` then stand for the `{}` of its paths."""
+
+    path: str
+    listeners: Mapping[str, str]
+    """name → why it listens; outermost first"""
+    also: tuple[str, ...] = ()
+    """other places that have it, for the same listeners"""
+    names: tuple[str, ...] = ()
+    imported: bool = False
+    """cells import it by name"""
+    maybe: bool = False
+    """not every version of the package has it; without it there is nothing to listen to"""
+    added: bool = False
+    """the package has none: what a listener makes is all there is"""
+
+    def paths(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(path, other places of it)"""
+        for name in self.names or ("",):
+            yield self.path.format(name), tuple(other.format(name) for other in self.also)
+
+
+TABLE: tuple[Row, ...] = (
+    Row(
+        "torch.autograd.backward",
+        {
+            "pipeline": "a graph ends where a stage begins: which loss a backward starts from is noted, and what "
+            "cannot be answered is refused",
+            "pieces": "a loss over parameters in pieces is refused",
+            "step": "the strategy, accumulation and loss scaling do their part; a backward cut short is forgotten",
+            "precision": "layers that are computed again make tensors in the model's 16 bits",
+        },
+        imported=True,
+    ),
+    Row(
+        "torch.autograd.grad",
+        {
+            "pipeline": "gradients by name are refused, and no parameter gets one meanwhile",
+            "pieces": "gradients of gathered weights are refused",
+        },
+        imported=True,
+    ),
+    Row(
+        "torch.nn.utils.{}",
+        {"step": "a strategy may know the norm better; between accumulated batches nothing is clipped"},
+        also=("torch.nn.utils.clip_grad.{}",),
+        names=("clip_grad_norm_", "clip_grad_value_"),
+        imported=True,
+    ),
+    Row(
+        "torch.amp.GradScaler.scale",
+        {
+            "step": "refused where the strategy scales losses by itself",
+            "scaling": "a loop that scales its losses is left alone by 16-mixed",
+        },
+    ),
+    Row(
+        "torch.amp.GradScaler.step",
+        {
+            "accumulation": "the K-th call only",
+            "step": "a step that is passed over has ended, too",
+        },
+    ),
+    Row("torch.amp.GradScaler.{}", {"accumulation": "the K-th call only"}, names=("unscale_", "update")),
+    Row(
+        "torch.optim.Optimizer.zero_grad",
+        {
+            "accumulation": "nothing is cleared between accumulated batches",
+            "scaling": "an overflow of gradients that are no more is forgotten",
+        },
+    ),
+    Row("torch.nn.Module.zero_grad", {"accumulation": "nothing is cleared between accumulated batches"}),
+    Row(
+        "torch.optim.lr_scheduler.LRScheduler.step",
+        {"accumulation": "the K-th call only; of every class of schedules"},
+    ),
+    Row(
+        "torch.optim.lr_scheduler.ReduceLROnPlateau.step",
+        {
+            "accumulation": "the K-th call only",
+            "lines": "by the ranks' mean, or their learning rates would part",
+        },
+    ),
+    Row(
+        "torch.optim.Optimizer.{}",
+        {"made": "models that the cell makes are set up"},
+        names=("__init__", "add_param_group"),
+    ),
+    Row("torch.nn.Module.__setstate__", {"made": "a copied model is one that the cell made"}),
+    Row(
+        "torch.nn.Module.__call__",
+        {
+            "record": "pipeline writes down what a forward calls",
+            "criterion": "the criterion that --loss names takes a model's output that is still to be computed",
+            "precision": "what a model computes in, where that is not 32 bits",
+        },
+    ),
+    Row(
+        "torch.nn.Module.{}",
+        {"pipeline": "whole, on every rank"},
+        names=("state_dict", "load_state_dict"),
+    ),
+    Row(
+        "torch.optim.Optimizer.{}",
+        {"pipeline": "whole, on every rank"},
+        names=("state_dict", "load_state_dict"),
+    ),
+    Row("torch.Tensor.retain_grad", {"scaling": "its gradient, too, is divided by the scale"}),
+    Row(
+        "torch.Tensor.__deepcopy__",
+        {"lowered": "a copy of weights in 16 bits is known for one"},
+        also=("torch.nn.Parameter.__deepcopy__",),
+    ),
+    Row(
+        "torch.Tensor.{}",
+        {"writes": "under pipeline: a tensor of another stage is not written to, and nothing is updated from one"},
+        names=(*UPDATES, *DRAWS),
+    ),
+    Row("torch.Tensor.__reduce_ex__", {"xla": "who reads a file may have no XLA: tensors are saved as of the CPU"}),
+    Row(
+        "torch.distributed.tensor.DTensor.{}",
+        {"values": "what is read out of tensors in pieces is the whole's value"},
+        names=("__str__", "__format__", *NUMBERS),
+    ),
+    Row(
+        "torch.distributed.tensor.DTensor._repr_pretty_",
+        {"values": "the last line of a cell says whether it shows the whole"},
+        added=True,
+    ),
+    Row(
+        dtensor.MOVERS[0],
+        {"values": "a rank that comes alone is told so, and does not wait for ever"},
+        also=dtensor.MOVERS[1:],
+        maybe=True,
+    ),
+    Row(loaders.BATCHES, {"loaders": "batches are dealt out to the ranks"}),
+    Row(
+        "torch.utils.data.DataLoader.__iter__",
+        {"loaders": "counted, and dealt out in an order that all ranks share"},
+    ),
+    Row(
+        f"{loaders.ITERATOR}.{{}}",
+        {"loaders": "seeds of workers differ by rank; batches are counted and go to the rank's device"},
+        names=("__init__", "__next__"),
+    ),
+    Row("torch.utils.data.dataset.randperm", {"loaders": "random_split splits alike on all ranks"}, maybe=True),
+    Row(
+        "torch.distributed.{}",
+        {
+            "subset": "refused in a cell that runs on some ranks only",
+            "meeting": "nobody waits for ranks that will not come",
+        },
+        also=("torch.distributed.distributed_c10d.{}",),
+        names=COLLECTIVES,
+        imported=True,
+        maybe=True,
+    ),
+    Row(
+        "torch.distributed.recv",
+        {"meeting": "waiting counts as communication"},
+        also=("torch.distributed.distributed_c10d.recv",),
+        imported=True,
+        maybe=True,
+    ),
+    Row("torch.distributed.distributed_c10d.Work.wait", {"meeting": "waiting counts as communication"}),
+    Row(groups.MAKE, {"group": "the sockets of every group are known, and its threads are patient"}),
+    Row("torch.save", {"saving": "one file, written once"}, also=("torch.serialization.save",), imported=True),
+    Row(
+        f"{modules.NORM_LAYER}.reset_running_stats",
+        {"norms": "update_bn counts the batches of all ranks"},
+    ),
+    Row("torch.nn.SyncBatchNorm.forward", {"lines": "works on the CPU, too"}),
+    Row(cuda.INITIALISE, {"lines": 'on a rank without a GPU: says what to write for "cuda"'}),
+    Row(
+        "torch.compile",
+        {"deepspeed": "while DeepSpeed is imported: it would compile kernels of its Muon, for ten seconds"},
+    ),
+    Row(
+        "torch.nn.functional.linear",
+        {"deepspeed": "stage 3 computes it by a function of its own, while its cells run"},
+    ),
+    Row(ds.BUILD_SHM, {"deepspeed": "it would compile an op for a collective that training does not use"}),
+    Row(
+        ds.EMPTY_PARAMETER,
+        {"deepspeed": "a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty"},
+    ),
+    Row(ds.CUT_TO_BLOCKS, {"deepspeed": "gradients are read from the disk to where they belong"}),
+    Row(ds.SEND_WEIGHTS, {"deepspeed": "weights that have been compared are not sent again while an engine is made"}),
+    Row(ds.SEND_WEIGHT, {"deepspeed": "the same, under stage 3"}),
+    Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
+    Row(hvd.START, {"horovod": "a cell's own hvd.init() goes on with the ranks there are"}),
+    Row(hvd.WAIT, {"horovod": "waiting can be interrupted, and does not take a processor"}),
+)
+
+
+# --- who listens ---------------------------------------------------------------------------------
+
+
+class Listeners:
+    """What one part of nbtrain listens to. `close` ends all of it."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+
+    def listen(self, path: str, name: str, make: Make, owner: Any = None) -> None:
+        """`path`, `name`: as in `TABLE`. `owner`: a subclass that has a method of its own under the row's name."""
+        for place in _places_of(path, owner):
+            self._ends.append(place.add(name, make))
+
+    def hook(self, handle: Any) -> None:
+        """A hook that a public function has hung up, by its handle."""
+        self._ends.append(handle.remove)
+
+    def close(self) -> None:
+        while self._ends:
+            self._ends.pop()()
+
+
+@contextmanager
+def listening(path: str, name: str, make: Make) -> Iterator[None]:
+    """For as long as the context lasts."""
+    listeners = Listeners()
+    listeners.listen(path, name, make)
+    try:
+        yield
+    finally:
+        listeners.close()
+
+
+class While(Generic[Owner]):
+    """Listeners that are there while at least one owner wants them."""
+
+    def __init__(self, put: Callable[[Listeners], None]) -> None:
+        self.owners: list[Owner] = []
+        self._put = put
+        self._listeners = Listeners()
+
+    def on(self, owner: Owner) -> None:
+        if not self.owners:
+            self._put(self._listeners)
+        self.owners.append(owner)
+
+    def off(self, owner: Owner) -> None:
+        """An owner that is not there is none."""
+        if owner in self.owners:
+            self.owners.remove(owner)
+            if not self.owners:
+                self._listeners.close()
+
+
+# --- the functions themselves --------------------------------------------------------------------
+
+
+def original(path: str) -> Any:
+    """The function as its package has it, whoever listens now."""
+    (place, *_) = _places_of(path)
+    return place.found if place.stands else find(path)
+
+
+@contextmanager
+def without(*paths: str) -> Iterator[None]:
+    """Nobody listens to these meanwhile."""
+    places = [place for path in paths for place in _places_of(path)]
+    for place in places:
+        place.mute(True)
+    try:
+        yield
+    finally:
+        for place in places:
+            place.mute(False)
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """On a rank, around all that it does for one message. In between, torch is as it was."""
+    _all_stand(True)
+    try:
+        yield
+    finally:
+        _all_stand(False)
+
+
+def lay_aside() -> None:
+    """From now on, but for `in_place`, nothing is replaced, whoever listens."""
+    _all_stand(False)
+
+
+_ABSENT: Any = object()
+_places: dict[tuple[int, str], _Place] = {}
+_standing = True
+"""what is listened to is replaced"""
+_whole = False
+"""so is what cells import by name"""
+
+
+class _Place:
+    """An attribute of a module or a class, and what stands there."""
+
+    def __init__(self, owner: Any, name: str, row: Row, passing: bool, twin: _Place | None) -> None:
+        """`twin`: another place, which may have the same function."""
+        self.owner, self.name, self.row = owner, name, row
+        self.passing = passing
+        """the owner may be a class of the notebook's, which is not to be held when nobody listens any more"""
+        self.order = list(row.listeners)
+        self.listeners: list[tuple[int, Make]] = []
+        """outermost first"""
+        self.muted = 0
+        self.stands = False
+        self.before: Any = _ABSENT
+        """what the owner itself had"""
+        self.found: Any = getattr(owner, name, None)
+        """and what it had or inherited"""
+        self.theirs: Any = _ABSENT
+        """somebody else's, that was put in the place of ours"""
+        self.chain: Any = self.found
+        self.ours: Any = twin.ours if twin is not None and twin.found is self.found else self._wrapper()
+
+    def add(self, name: str, make: Make) -> Callable[[], None]:
+        """Returns what ends it."""
+        one = (self.order.index(name), make)
+        # Of one name the last to come is the outermost.
+        at = next((i for i, other in enumerate(self.listeners) if other[0] >= one[0]), len(self.listeners))
+        self.listeners.insert(at, one)
+        self._settle()
+
+        def end() -> None:
+            at = next(i for i, other in enumerate(self.listeners) if other is one)
+            del self.listeners[at]
+            self._settle()
+            if not self.listeners and self.passing:
+                _places.pop((id(self.owner), self.name), None)
+
+        return end
+
+    def mute(self, on: bool) -> None:
+        self.muted += 1 if on else -1
+        self._compose()
+
+    def put(self) -> None:
+        now = vars(self.owner).get(self.name, _ABSENT)
+        if now is self.ours or (now is self.theirs and now is not _ABSENT):
+            self.stands = True
+            return
+        self.before = now
+        self.found = getattr(self.owner, self.name, None) if now is _ABSENT else now
+        self._compose()
+        setattr(self.owner, self.name, self.ours)
+        self.stands, self.theirs = True, _ABSENT
+
+    def take(self) -> None:
+        self.stands = False
+        now = vars(self.owner).get(self.name, _ABSENT)
+        if now is not self.ours:
+            self.theirs = now
+        elif self.before is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+    def wanted(self) -> bool:
+        return _standing and bool(self.listeners or (_whole and self.row.imported))
+
+    def _settle(self) -> None:
+        """After a listener has come or gone."""
+        self._compose()
+        wanted = self.wanted()
+        if wanted and not self.stands:
+            self.put()
+        elif self.stands and not wanted:
+            self.take()
+
+    def _compose(self) -> None:
+        chain = self.found
+        for _, make in reversed(() if self.muted else self.listeners):
+            chain = make(chain)
+        self.chain = chain
+
+    def _wrapper(self) -> Any:
+        if isinstance(self.found, property):
+            return property(lambda obj: self.chain.fget(obj), doc=self.found.__doc__)
+
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return self.chain(*args, **kwargs)
+
+        # Pickled by name and shown by `help` as the function is.
+        return ours if self.found is None else functools.wraps(self.found)(ours)
+
+
+def _all_stand(on: bool) -> None:
+    global _standing, _whole
+    _standing = _whole = on
+    if on:
+        _make_imported()
+    for place in _places.values():
+        if place.wanted() != place.stands:
+            place.take() if place.stands else place.put()
+
+
+@functools.cache
+def _make_imported() -> None:
+    for row in TABLE:
+        if row.imported:
+            for path, _ in row.paths():
+                _places_of(path)
+
+
+@functools.cache
+def _rows() -> dict[str, tuple[Row, tuple[str, ...]]]:
+    return {path: (row, also) for row in TABLE for path, also in row.paths()}
+
+
+def _places_of(path: str, owner: Any = None) -> list[_Place]:
+    row, also = _rows()[path]
+    if owner is not None:
+        name = path.rpartition(".")[2]
+        row, _ = _rows().get(f"{owner.__module__}.{owner.__qualname__}.{name}", (row, ()))
+        return [_place(owner, name, row, passing=True)]
+    found: list[_Place] = []
+    for one in (path, *also):
+        holder, _, name = one.rpartition(".")
+        if row.maybe and not _is_there(one):
+            continue
+        found.append(_place(find(holder), name, row, twin=found[0] if found else None))
+    return found
+
+
+def _is_there(path: str) -> bool:
+    try:
+        find(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _place(owner: Any, name: str, row: Row, passing: bool = False, twin: _Place | None = None) -> _Place:
+    key = id(owner), name
+    if key not in _places:
+        _places[key] = _Place(owner, name, row, passing, twin)
+    return _places[key]

@@ -1,0 +1,272 @@
+"""Functions of other packages are replaced once, listeners come and go in any order, and nothing stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from nbtrain import intercept
+from nbtrain.compat.internals import find
+from nbtrain.intercept import TABLE, Listeners, While, listening, original, without
+
+BACKWARD = "torch.autograd.backward"
+ORDER = ("pipeline", "pieces", "step", "precision")
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch.autograd.backward, vars(torch.Tensor).get("add_"), vars(DataLoader)["_index_sampler"]
+    yield
+    assert (torch.autograd.backward, vars(torch.Tensor).get("add_"), vars(DataLoader)["_index_sampler"]) == before
+    assert not intercept._whole
+
+
+def noting(name: str, calls: list[str]) -> Callable[[Any], Any]:
+    def make(old: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return old(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def backward() -> None:
+    x = torch.ones((), requires_grad=True)
+    torch.autograd.backward(x * 2)
+    assert x.grad == 2
+
+
+def test_listeners_are_called_in_the_order_of_the_table_whoever_came_first() -> None:
+    for come in itertools.permutations(ORDER):
+        calls: list[str] = []
+        ends = []
+        for name in come:
+            listeners = Listeners()
+            listeners.listen(BACKWARD, name, noting(name, calls))
+            ends.append(listeners)
+        backward()
+        assert tuple(calls) == ORDER
+        for listeners in ends:
+            listeners.close()
+
+
+@pytest.mark.parametrize("leave", list(itertools.permutations(range(3))))
+def test_listeners_leave_in_any_order_and_nothing_stays_behind(leave: tuple[int, ...]) -> None:
+    theirs = torch.autograd.backward
+    calls: list[str] = []
+    all_of_them = [Listeners() for _ in leave]
+    for name, listeners in zip(ORDER, all_of_them, strict=False):
+        listeners.listen(BACKWARD, name, noting(name, calls))
+    here = {ORDER[i] for i in leave}
+    for number in leave:
+        all_of_them[number].close()
+        here.discard(ORDER[number])
+        calls.clear()
+        backward()
+        assert set(calls) == here
+    assert torch.autograd.backward is theirs
+
+
+def test_one_wrapper_for_the_life_of_the_process() -> None:
+    """A cell that has imported the function by name goes on with the listeners of later cells."""
+    calls: list[str] = []
+    with listening(BACKWARD, "step", noting("first", calls)):
+        imported = torch.autograd.backward
+    x = torch.ones((), requires_grad=True)
+    imported(x * 1)
+    assert calls == []
+    with listening(BACKWARD, "step", noting("second", calls)):
+        assert torch.autograd.backward is imported
+        imported(x * 1)
+    assert calls == ["second"]
+
+
+def test_it_is_pickled_by_name_and_shown_as_the_function_is() -> None:
+    plain = torch.autograd.backward
+    with listening(BACKWARD, "step", noting("", [])):
+        ours = torch.autograd.backward
+        assert ours is not plain
+        assert pickle.loads(pickle.dumps(ours)) is ours
+        assert (ours.__doc__, ours.__module__, ours.__qualname__) == (
+            plain.__doc__,
+            plain.__module__,
+            plain.__qualname__,
+        )
+
+
+def test_who_wraps_ours_is_left_alone_and_calls_us_once() -> None:
+    """Also in a later cell: we are inside of his."""
+    plain = torch.autograd.backward
+    calls: list[str] = []
+    listeners = Listeners()
+    listeners.listen(BACKWARD, "step", noting("ours", calls))
+    before = torch.autograd.backward
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append("theirs")
+        return before(*args, **kwargs)
+
+    torch.autograd.backward = theirs  # type: ignore[assignment]
+    try:
+        backward()
+        listeners.close()
+        assert torch.autograd.backward is theirs
+        backward()
+        assert calls == ["theirs", "ours", "theirs"]
+        calls.clear()
+        with listening(BACKWARD, "step", noting("ours", calls)):
+            assert torch.autograd.backward is theirs
+            backward()
+        assert calls == ["theirs", "ours"]
+    finally:
+        torch.autograd.backward = plain
+
+
+def test_what_others_have_put_there_meanwhile_is_what_we_call() -> None:
+    plain = torch.autograd.backward
+    calls: list[str] = []
+    with listening(BACKWARD, "step", noting("ours", calls)):
+        pass
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append("theirs")
+        return plain(*args, **kwargs)
+
+    torch.autograd.backward = theirs  # type: ignore[assignment]
+    try:
+        with listening(BACKWARD, "step", noting("ours", calls)):
+            backward()
+        assert calls == ["ours", "theirs"]
+        assert torch.autograd.backward is theirs
+    finally:
+        torch.autograd.backward = plain
+
+
+def test_a_method_that_was_only_inherited_is_inherited_again() -> None:
+    assert "add_" not in vars(torch.Tensor)
+    calls: list[str] = []
+    with listening("torch.Tensor.add_", "writes", noting("add_", calls)):
+        torch.zeros(1).add_(1)
+    assert calls == ["add_"]
+    assert "add_" not in vars(torch.Tensor)
+
+
+def test_a_property_stays_a_property() -> None:
+    loader = DataLoader(list(range(4)), batch_size=2)  # type: ignore[arg-type]
+
+    def make(old: property) -> property:
+        return property(lambda one: [list(old.fget(one))[-1]])  # type: ignore[misc]
+
+    with listening("torch.utils.data.DataLoader._index_sampler", "loaders", make):
+        assert [batch.tolist() for batch in loader] == [[2, 3]]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_function_with_two_names_has_its_listeners_under_both() -> None:
+    import torch.nn.utils.clip_grad as clip_grad
+
+    p = torch.nn.Parameter(torch.ones(2))
+    calls: list[str] = []
+    with listening("torch.nn.utils.clip_grad_norm_", "step", noting("clip", calls)):
+        assert torch.nn.utils.clip_grad_norm_ is clip_grad.clip_grad_norm_
+        torch.nn.utils.clip_grad_norm_([p], 1.0)
+        clip_grad.clip_grad_norm_([p], 1.0)
+    assert calls == ["clip", "clip"]
+
+
+def test_without_listeners_for_a_moment() -> None:
+    calls: list[str] = []
+    with listening(BACKWARD, "step", noting("ours", calls)):
+        with without(BACKWARD):
+            backward()
+        assert calls == []
+        backward()
+    assert calls == ["ours"]
+
+
+def test_the_original_can_be_had() -> None:
+    plain = torch.autograd.backward
+    assert original(BACKWARD) is plain
+    with listening(BACKWARD, "step", noting("", [])):
+        assert original(BACKWARD) is plain
+
+
+def test_what_a_listener_raises_passes_through() -> None:
+    def make(old: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError("no")
+
+        return refuse
+
+    with listening(BACKWARD, "pieces", make), pytest.raises(ValueError, match="no"):
+        backward()
+    backward()
+
+
+def test_while_somebody_wants_it() -> None:
+    calls: list[str] = []
+    held: While[str] = While(lambda listeners: listeners.listen(BACKWARD, "pieces", noting("pieces", calls)))
+    held.on("a")
+    held.on("b")
+    held.off("a")
+    backward()
+    held.off("c")  # never was
+    held.off("b")
+    backward()
+    assert calls == ["pieces"]
+
+
+def test_a_class_of_the_users_is_held_only_while_somebody_listens() -> None:
+    class Schedule(torch.optim.lr_scheduler.LRScheduler):
+        def step(self) -> None:  # type: ignore[override]
+            calls.append("theirs")
+
+    calls: list[str] = []
+    step = Schedule.step
+    before = len(intercept._places)
+    listeners = Listeners()
+    path = "torch.optim.lr_scheduler.LRScheduler.step"
+    listeners.listen(path, "accumulation", noting("ours", calls), Schedule)
+    Schedule.step(None)  # type: ignore[arg-type]
+    listeners.close()
+    assert calls == ["ours", "theirs"]
+    assert Schedule.step is step
+    assert len(intercept._places) == before
+
+
+def test_a_rank_lays_aside_what_is_listened_to_and_has_what_cells_import() -> None:
+    plain, save = torch.autograd.backward, torch.save
+    calls: list[str] = []
+    listeners = Listeners()
+    listeners.listen(BACKWARD, "step", noting("ours", calls))
+    try:
+        intercept.lay_aside()
+        assert torch.autograd.backward is plain
+        with intercept.in_place():
+            assert torch.save is not save
+            backward()
+        assert calls == ["ours"]
+        assert (torch.autograd.backward, torch.save) == (plain, save)
+        listeners.close()
+        with intercept.in_place():
+            backward()
+        assert calls == ["ours"]
+    finally:
+        listeners.close()
+        intercept._standing = True
+
+
+def test_every_row_has_a_place_in_the_installed_torch() -> None:
+    for row in TABLE:
+        for path, also in row.paths():
+            if path.startswith("torch.") and not (row.maybe or row.added):
+                for one in (path, *also):
+                    assert callable(find(one)) or isinstance(find(one), property), one
