@@ -11,7 +11,6 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -119,4 +118,4 @@ def test_horovod_as_it_was_compiled(environment: Environment, request: pytest.Fi
 def test_the_servers_extension_is_there(environment: Environment) -> None:
     environment.pip("install", f"{environment.wheel}[server]")
     shown = environment.run("-m", "jupyter", "server", "extension", "list")
-    assert re.search(rf"nbtrain\S* {re.escape(version('nbtrain'))} .*OK", shown), shown
+    assert re.search(r"nbtrain\.server\s.*OK", shown), shown
