@@ -98,7 +98,8 @@ def _nodes(rank: int) -> tuple[bool, bool]:
     fully_shard(model, mesh=mesh)
 
     def gathers(model: nn.Module) -> bool:
-        found, todo = False, [model(torch.ones(1, 2, requires_grad=True)).sum().grad_fn]
+        out = model(torch.ones(1, 2, requires_grad=True)).sum()  # keeps the graph
+        found, todo = False, [out.grad_fn]
         while todo:
             node = todo.pop()
             if node is not None:

@@ -13,37 +13,11 @@ import pytest
 
 from nbtrain import registry
 from tests.absent import absent
+from tests.alike import ACCURACY, ALONE, CAME_HOME, FAR, RANKS, TRAINING, WAYS, trains_as_one_process
 from tests.kernels import running_kernel
 from tests.notebook import LOOP, Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(300)]
-
-RANKS = "--devices 2 --split-batches"
-WAYS = {
-    **{name: f"--strategy {name} {RANKS}" for name in registry.STRATEGIES},
-    "none": "--strategy none --devices 2",  # each rank does all of it
-    "single": "--strategy single --devices 1",
-    **{f"deepspeed {stage}": f"--strategy deepspeed --stage {stage} {RANKS}" for stage in (1, 3)},
-}
-"""deepspeed alone is stage 2."""
-ACCURACY = 1e-5
-TRAINING = """
-import copy
-torch.manual_seed(0)
-model = net(); opt = torch.optim.{optimizer}(model.parameters(), {rate}); loader = DataLoader(data, batch_size=16)
-own = [model, opt, *model.parameters()]
-alone = copy.deepcopy((model, opt)); first = copy.deepcopy(model)
-"""
-ALONE = LOOP.replace("model", "alone[0]").replace("opt.", "alone[1].")
-FAR = """max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone[0].parameters()))"""
-CAME_HOME = """
-assert all(a is b for a, b in zip(own, [model, opt, *model.parameters()], strict=True))
-assert type(model) is nn.Sequential
-assert not any(torch.equal(a, b) for a, b in zip(first.parameters(), model.parameters()))
-state = [(opt.state[p], alone[1].state[q]) for p, q in zip(model.parameters(), alone[0].parameters())]
-assert all(int(a.get('step', 6)) == 6 for a, _ in state)
-assert all(torch.allclose(a['exp_avg'], b['exp_avg'], atol=1e-5) for a, b in state if 'exp_avg' in b)
-"""
 
 
 class Kernels:
@@ -83,35 +57,24 @@ def kernels() -> Iterator[Kernels]:
 def notebook(kernels: Kernels) -> Notebook:
     """With a model, and a copy of it that one process trains."""
     made = kernels.notebook()
-    made(TRAINING.format(optimizer="AdamW", rate=1e-2))
+    made(TRAINING)
     return made
-
-
-def installed(strategy: str) -> None:
-    """Leaves the test out where a package is missing."""
-    for package in registry.strategy(strategy).needs.packages:
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: {strategy} is left out")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_comes_home_as_one_process_would_have_trained_it(notebook: Notebook, way: str) -> None:
-    installed(way.split()[0])
-    run = notebook(f"%%distributed {WAYS[way]}\n{LOOP}", timeout=60)
-    assert "differs from rank" not in run.text
-    notebook(ALONE)
-    notebook(CAME_HOME)
-    assert float(notebook(FAR).value or "inf") < ACCURACY
-    run = notebook(f"%%distributed {WAYS[way]}\n{LOOP}")  # from what came home
-    notebook(ALONE)
-    assert float(notebook(FAR).value or "inf") < ACCURACY
+    strategy = way.split()[0]
+    for package in registry.strategy(strategy).needs.packages:
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: {strategy} is left out")
+    trains_as_one_process(notebook, way)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_half_precision(notebook: Notebook, strategy: str, precision: str) -> None:
     """Weights and gradients stay in 32 bits; a batch is rounded as it is in one process, but for a digit or two."""
-    notebook(TRAINING.format(optimizer="SGD", rate=0.1))
+    notebook(TRAINING.replace("AdamW", "SGD").replace("0.01", "0.1"))
     seen = "kinds = set()\nfirst_layer = model[0].register_forward_hook(lambda m, i, o: kinds.add(str(o.dtype)))\n"
     notebook(f"%%distributed --strategy {strategy} --precision {precision} {RANKS}\n{seen}{LOOP}\nfirst_layer.remove()")
     assert notebook("kinds").value == str({"torch.bfloat16" if "bf" in precision else "torch.float16"})
@@ -177,7 +140,8 @@ def test_the_plan_has_a_row_for_every_strategy(notebook: Notebook) -> None:
     assert {"ddp", "zero1", "fsdp", "pipeline"} <= rows
     status = notebook("%distributed strategies").text
     assert all(name in status for name in registry.STRATEGIES)
-    assert "nothing stands in the way" in notebook("%distributed doctor").stdout
+    doctor = notebook("%distributed doctor").stdout
+    assert not [line for line in doctor.splitlines() if line.startswith("✗")], doctor
 
 
 def test_what_is_shown_of_a_run(notebook: Notebook) -> None:
