@@ -126,6 +126,13 @@ def test_what_a_package_lacks_is_said_in_words() -> None:
     ]
 
 
+def test_what_is_there_is_found_by_its_path() -> None:
+    assert internals.find(f"{__name__}.Made.__init__") is Made.__init__
+    assert internals.find("nbtrain.compat.fit") is fit
+    with pytest.raises(ModuleNotFoundError):
+        internals.find("nbtrain.nowhere")
+
+
 def test_a_name_that_is_not_there_says_so_when_it_is_used() -> None:
     its = internals.Internals("pytest")
     for path in ("nbtrain.nowhere.Thing", "nbtrain.errors.Nothing", "no_such_package"):
@@ -183,3 +190,17 @@ def test_what_is_installed_fits() -> None:
     assert set(fit.EVERYWHERE) <= set(NAMES)
     assert [fit.lacks(name) for name in fit.EVERYWHERE] == [()] * len(fit.EVERYWHERE)
     assert fit.refusal("ddp", fit.EVERYWHERE) == ""
+
+
+def test_an_error_of_a_newer_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explained(error: BaseException) -> str:
+        fit.explain(error)
+        return str(error)
+
+    fit.explain(None)
+    assert explained(VersionMismatch("gone")) == "gone"
+    monkeypatch.setattr(versions, "installed", lambda package: "2.99.0" if package == "torch" else "")
+    newest = versions.newest("torch")
+    assert explained(VersionMismatch("gone")).startswith(f"gone. nbtrain was run with torch up to {newest}, and here")
+    assert explained(AttributeError("somebody else's")) == "somebody else's"
+    assert explained(ValueError("no matter")) == "no matter"
