@@ -14,6 +14,7 @@ from torch import nn
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fairscale, horovod, versions, xla
 from nbtrain.intercept import listening
+from tests.compat.test_on_ranks import replaced
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -184,7 +185,14 @@ def _to_their_owners(rank: int) -> None:
             assert p.grad.unique().tolist() == [1.5]
         else:
             assert p.grad is None
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    fairscale.begin(parallel)
+    for p in parameters:
+        sending[id(p)]()
     fairscale.forget(parallel)
+    fairscale.finish(parallel)
+    assert not any(p.grad is None for p in parameters), "nobody has waited, and taken away what was sent"
     with torch.no_grad():
         for p in parameters:
             p.fill_(float(rank))
@@ -206,8 +214,25 @@ def _sent_and_forgotten(rank: int) -> None:
 
     session = Session(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))
     hvd = session.start()
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[[Any], Any]:
+        def around(old: Any) -> Any:
+            def call(*args: Any) -> Any:
+                calls.append(name)
+                return old(*args)
+
+            return call
+
+        return around
+
+    undo = [replaced(path, seen(path)) for path in (horovod.START, horovod.WAIT)]
+    hvd.init()
     kept = torch.ones(2)
     assert hvd.synchronize(hvd.allreduce_async(kept, op=hvd.Sum)).tolist() == [2.0, 2.0]
+    assert calls == [horovod.START, horovod.WAIT]
+    for one in undo:
+        one()
     handle = hvd.allreduce_async(kept, name="forgotten", op=hvd.Sum)
     session.stop()
     horovod.forget_sent()
