@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test check installed environments js pictures gpu bench tables fuzz parity faults soak
+.PHONY: help lab demo test check installed environments compat js pictures gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
 	@echo 'make test   every check and every test that this machine allows'
 	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/test_environments.py'
+	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.18.9; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
 	@echo 'make gpu    the tests that need a CUDA device'
@@ -42,6 +43,10 @@ installed: $(INSTALLED) $(FRONT_END)
 
 environments: $(INSTALLED)
 	@$(BIN)/python .ci/environments
+
+# In an environment of its own: .venv is not needed. Without TORCH it is the newest that was tried.
+compat:
+	@python3 .ci/compat $(or $(TORCH),newest) $(if $(PYTHON),--python $(PYTHON)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
 js: $(FRONT_END)
 	$(BIN)/pytest tests/test_front_end.py

@@ -233,6 +233,7 @@ TABLE: tuple[Row, ...] = (
     Row(ds.CUT_TO_BLOCKS, {"deepspeed": "gradients are read from the disk to where they belong"}),
     Row(ds.SEND_WEIGHTS, {"deepspeed": "weights that have been compared are not sent again while an engine is made"}),
     Row(ds.SEND_WEIGHT, {"deepspeed": "the same, under stage 3"}),
+    Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
     Row(hvd.START, {"horovod": "a cell's own hvd.init() goes on with the ranks there are"}),
     Row(hvd.WAIT, {"horovod": "waiting can be interrupted, and does not take a processor"}),
 )
@@ -341,7 +342,8 @@ _whole = False
 class _Place:
     """An attribute of a module or a class, and what stands there."""
 
-    def __init__(self, owner: Any, name: str, row: Row, passing: bool) -> None:
+    def __init__(self, owner: Any, name: str, row: Row, passing: bool, twin: _Place | None) -> None:
+        """`twin`: another place, which may have the same function."""
         self.owner, self.name, self.row = owner, name, row
         self.passing = passing
         """the owner may be a class of the notebook's, which is not to be held when nobody listens any more"""
@@ -357,7 +359,7 @@ class _Place:
         self.theirs: Any = _ABSENT
         """somebody else's, that was put in the place of ours"""
         self.chain: Any = self.found
-        self.ours = self._wrapper()
+        self.ours: Any = twin.ours if twin is not None and twin.found is self.found else self._wrapper()
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
         """Returns what ends it."""
@@ -458,13 +460,13 @@ def _places_of(path: str, owner: Any = None) -> list[_Place]:
     if owner is not None:
         name = path.rpartition(".")[2]
         row, _ = _rows().get(f"{owner.__module__}.{owner.__qualname__}.{name}", (row, ()))
-        return [_place(owner, name, row, True)]
-    found = []
+        return [_place(owner, name, row, passing=True)]
+    found: list[_Place] = []
     for one in (path, *also):
         holder, _, name = one.rpartition(".")
         if row.maybe and not _is_there(one):
             continue
-        found.append(_place(find(holder), name, row))
+        found.append(_place(find(holder), name, row, twin=found[0] if found else None))
     return found
 
 
@@ -476,8 +478,8 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def _place(owner: Any, name: str, row: Row, passing: bool = False) -> _Place:
+def _place(owner: Any, name: str, row: Row, passing: bool = False, twin: _Place | None = None) -> _Place:
     key = id(owner), name
     if key not in _places:
-        _places[key] = _Place(owner, name, row, passing)
+        _places[key] = _Place(owner, name, row, passing, twin)
     return _places[key]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 
-NOTE = "_empty"
+NOTE = "_nbtrain_empty"
 """Attribute of a module: the seed of its weights, and the names of those that were made for it. The seed is drawn as
 the weights would be, so that it depends on `torch.manual_seed` and two models differ; a copy of the module has it too,
 as it would have the same weights. A weight that is tied later goes on being what it was made for."""

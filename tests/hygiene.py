@@ -46,6 +46,10 @@ EXECUTOR = "asyncio_"
 LIBRARY_FILES = ("torchinductor_", "matplotlib-", "pytest-of-", "playwright", "dconf")
 """What libraries keep below the temporary directory and remove, or use again, themselves."""
 
+TEMPLATES = ["_remote_module_non_scriptable.py"]
+"""What is in the directory that torch 2.8 and 2.9 make in every process that imports their compiler; the processes in
+which that compiles leave theirs."""
+
 
 def mark_session() -> None:
     """Once, before the first test: give our descendants their mark."""
@@ -116,7 +120,13 @@ def _files() -> set[str]:
     for folder in ("/dev/shm", private, meeting_place):
         with suppress(FileNotFoundError, NotADirectoryError):
             found |= {f"{folder}/{name}" for name in os.listdir(folder) if not name.startswith(LIBRARY_FILES)}
-    return found - {meeting_place}
+    return {path for path in found if not _of_templates(path)} - {meeting_place}
+
+
+def _of_templates(path: str) -> bool:
+    with suppress(OSError):
+        return os.listdir(path) == TEMPLATES
+    return False
 
 
 def _held_by_others(path: str) -> bool:

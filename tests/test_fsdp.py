@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.fsdp import FSDP
@@ -917,8 +918,8 @@ def ahead(stage: Stage) -> int:
 
 
 def _gathered_ahead(model: Any) -> int:
-    states = [unit._get_fsdp_state() for unit in model]
-    return sum(group._all_gather_result is not None for state in states for group in state._fsdp_param_groups)
+    groups = [group for unit in model for group in fsdp2.groups(fsdp2.state(unit))]
+    return sum(group._all_gather_result is not None for group in groups)
 
 
 def test_limit_all_gathers() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtrain.strategies.base import Component
 from tests.kernels import Kernel
 from tests.notebook import Notebook
-from tests.test_fsdp import Block, Numbers, Stage, clip, net, numbers, optimizer_with_state, same
+from tests.test_fsdp import Block, Numbers, Stage, clip, net, numbers, on_ranks, optimizer_with_state, same
 
 
 def learn(stage: Stage, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -211,11 +211,109 @@ def measured(stage: Stage) -> Numbers:
     return found
 
 
+def over_cells(stage: Stage) -> Numbers:
+    """A backward in one cell, then a forward that raises, and the step in another."""
+    model = net()
+    optimizer, prepared = begun(stage, model)
+    x, y = stage.batches(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    prepared.leave()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    prepared.enter()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 4))
+    prepared.reset()
+    optimizer.step()
+    learn(stage, model, optimizer)
+    prepared.leave()
+    return numbers(prepared)
+
+
+class Choosing(nn.Module):
+    """Ranks use other parameters of one unit; one parameter nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.left, self.right = nn.Parameter(torch.ones(8, 3)), nn.Parameter(torch.ones(8, 3))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return torch.tanh(self.first(x)) @ (self.left if left else self.right)
+
+
+def waiting(stage: Stage, dtype: torch.dtype) -> Numbers:
+    """Batches without communication first; what they use is not the same everywhere."""
+    torch.manual_seed(0)
+    model = Choosing().to(dtype)
+    optimizer, prepared = begun(stage, model)
+    batches = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for _ in range(2):
+        for rank in [stage.rank] if stage.count > 1 else range(2):
+            share = 1 if stage.count > 1 else 0.5
+            with prepared.no_sync():
+                (model(batches[0, rank], rank == 0).square().mean() * share).backward()
+                (model(batches[1, rank], True).square().mean() * share).backward()
+            (model(batches[2, rank], rank == 0).square().mean() * share).backward()
+        assert model.unused.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return {name: value.float() if torch.is_tensor(value) else value for name, value in numbers(prepared).items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "near"),
+    [
+        (torch.float32, {}, 1e-5),
+        (torch.float32, {"sharding": "NO_SHARD"}, 1e-5),
+        (torch.float32, {"comm_dtype": "bf16"}, 0.05),
+    ],
+    ids=str,
+)
+def test_gradients_that_wait_in_any_type(dtype: torch.dtype, options: dict[str, Any], near: float) -> None:
+    alone = waiting(Stage(False), dtype)
+    for found in on_ranks(waiting, dtype, **options):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, atol=near, rtol=near)
+
+
+def in_vain(stage: Stage) -> Numbers:
+    """A layer whose output goes nowhere; gradients are reduced in another type than they are computed in."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.vain = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.vain(x)
+            return self.used(x)
+
+    torch.manual_seed(0)
+    model = Pair().bfloat16()
+    optimizer, prepared = begun(stage, model)
+    for x, y in stage.batches(2):
+        F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+        assert model.vain.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared)
+
+
+def test_a_layer_in_vain_where_gradients_are_reduced_in_another_type() -> None:
+    alone = in_vain(Stage(False))
+    for found in on_ranks(in_vain, comm_dtype="fp32"):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, atol=0.05, rtol=0.05)
+
+
 def test_a_first_parameter_without_dimensions() -> None:
     same(measured, sharding="SHARD_GRAD_OP")
 
 
-CASES = [inference, scaled, recomputed, loaded, made_inside, adversarial, pictures, words]
+CASES = [inference, scaled, recomputed, loaded, made_inside, adversarial, pictures, words, over_cells]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

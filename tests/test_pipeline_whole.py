@@ -190,7 +190,7 @@ def _left(rank: int, known: bool) -> tuple[bool, list[Any]]:
         list(hooked),
         [m.training for m in model.modules()],
         torch.get_rng_state().tolist(),
-        [state.tolist() for state in prepared.place.stream._states],
+        [state.tolist() for state in prepared.place.stream.states],
         random.getstate(),
         prepared.place.inside,
     ]

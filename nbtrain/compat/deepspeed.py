@@ -42,12 +42,20 @@ SEND_WEIGHTS = f"{_ENGINE}._broadcast_model"
 """From rank 0 to all, when an engine is made."""
 SEND_WEIGHT = f"{_INIT}._zero_init_param"
 """The same for one parameter, under stage 3, before it is cut up."""
+PUT_LINEAR = (
+    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear"
+)
+"""Replaces `torch.nn.functional.linear` for good, when an engine of stage 3 is made."""
+LINEAR = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
+"""By what: it keeps the weight for the backward, and not a view of the gathered one."""
 
 its.members("deepspeed.comm.torch", "build_shm_op")
 its.members("deepspeed.runtime.zero.partition_parameters", "free_param")
 its.takes(CUT_TO_BLOCKS, "self", "tensors", "offsets")
 its.takes(SEND_WEIGHTS, "self")
 its.takes(SEND_WEIGHT, "self", "param")
+its.takes(PUT_LINEAR, "self")
+its.takes(LINEAR, "input", "weight", "bias")
 its.members(_INIT, "_convert_to_deepspeed_param", "param_id")
 its.members(_HOOKS, "FWD_MODULE_STACK")
 its.takes(f"{_HOOKS}.DeepSpeedZeRoOffload._register_deepspeed_module", "self", "module", "count")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ _task = its.name("torch._C._current_graph_task_id")
 _keeps = its.name("torch._C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = its.name("torch._C._autograd._top_saved_tensors_default_hooks")
 _functorch_level = its.name("torch._C._functorch.peek_interpreter_stack")
-_run = its.name("torch.autograd.graph._engine_run_backward")
 its.members("torch.autograd.Variable._execution_engine", "queue_callback")
 
 
@@ -48,8 +47,3 @@ def in_functional_transform() -> bool:
 def is_unit_gatherer(node: Any) -> bool:
     """A node of a graph that FSDP2 put there: behind it are weights that are let go of after the first backward."""
     return "RegisterPostBackwardFunction" in node.name()
-
-
-def run_backward(ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep_graph: bool) -> None:
-    """What `torch.autograd.backward` comes to, which others put something around. Gradients are left in parameters."""
-    _run(tuple(ends), tuple(gradients), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)

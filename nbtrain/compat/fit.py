@@ -3,7 +3,6 @@ doctor. What does not fit is told in one line, with a strategy and a version tha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from importlib import import_module
 from types import TracebackType
@@ -15,9 +14,8 @@ EVERYWHERE = ("engine", "groups", "layers", "loaders", "modules", "optimizers", 
 """The files that every strategy needs but `none`, which touches nothing."""
 
 
-@functools.cache
 def lacks(file: str) -> tuple[str, ...]:
-    """What the installed version lacks of what one file here uses."""
+    """What the installed version lacks of what one file here uses: some microseconds, once the package is imported."""
     return tuple(import_module(f"nbtrain.compat.{file}").check())
 
 

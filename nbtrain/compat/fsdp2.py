@@ -11,9 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from nbtrain.compat import versions
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
@@ -51,6 +53,13 @@ def set_up(root: nn.Module) -> None:
 
 def state(unit: nn.Module) -> Any:
     return fully_shard.state(unit)  # type: ignore[attr-defined]
+
+
+def average_rightly(unit: Any) -> None:
+    """gloo adds up where it is told to average rows: found in torch 2.8, mended in 2.12. So it is told to add up, and
+    torch divides."""
+    if versions.release(torch.__version__) < (2, 12) and dist.get_backend() != dist.Backend.NCCL:
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def groups(state: Any) -> list[Any]:

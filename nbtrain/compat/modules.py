@@ -5,6 +5,7 @@ Nothing here imports torch. All of it is there in torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -86,7 +87,7 @@ def new_hook_key() -> int:
     """Under which no hook hangs anywhere in this process: as each `register_…_hook` takes its own."""
     from torch.utils.hooks import RemovableHandle
 
-    key: int = RemovableHandle({}).id
+    key: int = RemovableHandle(OrderedDict()).id  # it wants a table that can be referred to weakly
     return key
 
 

@@ -84,8 +84,9 @@ class Left:
         for _ in range(DEEP):
             above: list[Any] = []
             ids = {id(one) for one in targets}
-            for holder in gc.get_referrers(*targets):
-                if holder is targets or id(holder) in seen or isinstance(holder, FrameType):
+            asked = tuple(targets)  # as such it is passed on; of a list Python 3.13 shows a copy
+            for holder in gc.get_referrers(*asked):
+                if holder is targets or holder is asked or id(holder) in seen or isinstance(holder, FrameType):
                     continue
                 owner = _owner(holder) if type(holder) is dict else holder
                 if issubclass(type(owner), FakeTensor):

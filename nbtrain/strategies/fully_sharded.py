@@ -60,6 +60,7 @@ class Tree:
         self.flat_weights.flatten_never()
         for unit in units:
             fully_shard(unit, **options(unit is root))
+            fsdp2.average_rightly(unit)
         self.device: str = options(True)["mesh"].device_type
 
     def finish(self) -> None:

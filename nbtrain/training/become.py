@@ -19,7 +19,7 @@ def become(pairs: Sequence[tuple[Any, Any]], roots: Iterable[Any] = ()) -> None:
     ours = {id(pairs), *map(id, pairs)}
     while pairs:
         new = {id(old): fresh for old, fresh in pairs}
-        olds = [old for old, _ in pairs]
+        olds = tuple(old for old, _ in pairs)  # as such it is passed on; of a list Python 3.13 shows a copy
         ours |= {id(olds), id(new), id(new.values())}
         tuples: list[tuple[Any, Any]] = []
         ours.add(id(tuples))

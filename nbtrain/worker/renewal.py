@@ -47,7 +47,7 @@ def renew(replaced: Iterable[Pair], namespace: dict[str, Any]) -> None:
     swap = {id(old): (old, new) for old, new in replaced}
     if not swap:
         return
-    olds = [old for old, _ in swap.values()]
+    olds = tuple(old for old, _ in swap.values())  # as such it is passed on; of a list Python 3.13 shows a copy
     ours = {id(olds), id(swap), *map(id, swap.values())}
     _in_table(namespace, swap)
     for holder in gc.get_referrers(*olds):

@@ -20,6 +20,7 @@ from nbtrain.compat import (
     cuda,
     engine,
     fake,
+    generators,
     layers,
     loaders,
     modules,
@@ -263,6 +264,8 @@ def test_a_compiled_module_and_its_call(compiled: Any) -> None:
     assert modules.compiled(plain) is None
     assert modules.is_compiled_class(type(model))
     assert not modules.is_compiled_class(type(plain))
+    assert callable(modules.compiled_by(model))
+    assert [modules.uncompiled_path(name) for name in model.state_dict()] == [*plain.state_dict()]
     other = copy.copy(model)
     vars(other)[modules.CHILDREN] = {"_orig_mod": nn.Linear(2, 2)}
     modules.recompile_call(other)
@@ -468,6 +471,19 @@ def test_parametrizations_can_be_put_on_a_plain_class_again() -> None:
     assert torch.nn.utils.parametrize.is_parametrized(module, "weight")
 
 
+def test_what_parametrize_makes_is_a_class_of_its_own() -> None:
+    module = nn.Linear(2, 2)
+    assert not modules.is_parametrized_class(type(module))
+    assert modules.is_parametrized_class(type(torch.nn.utils.parametrizations.weight_norm(module)))
+
+
+def test_keys_of_hooks_are_new() -> None:
+    module = nn.Linear(2, 2)
+    first = modules.new_hook_key()
+    handle = module.register_forward_hook(lambda module, args, out: None)
+    assert first < handle.id < modules.new_hook_key()
+
+
 # --- optimizers ----------------------------------------------------------------------------------
 
 
@@ -547,6 +563,22 @@ def test_trees_are_taken_apart_and_made_anew() -> None:
     assert pytree.tree_leaves(pair) == [1, 2]
 
 
+# --- generators ----------------------------------------------------------------------------------
+
+
+def test_a_state_begins_with_its_seed() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert generators.seed_in(before).item() == 5
+    numbers = torch.rand(3)
+    other = before.clone()
+    generators.seed_in(other).fill_(7)
+    assert torch.equal(generators.without_seed(other), generators.without_seed(before))
+    torch.set_rng_state(other)
+    assert torch.initial_seed() == 7
+    assert torch.equal(torch.rand(3), numbers)
+
+
 # --- tensors -------------------------------------------------------------------------------------
 
 
@@ -568,7 +600,8 @@ def test_versions_views_and_memory() -> None:
 
 
 def test_parts_of_a_sparse_tensor_are_not_coalesced() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.12 warns of doing without
+        sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,))
     indices, values = tensors.sparse_parts(sparse)
     assert (indices.tolist(), values.tolist()) == ([[1, 1]], [2.0, 3.0])
     assert tensors.sparse_values(sparse).tolist() == [2.0, 3.0]

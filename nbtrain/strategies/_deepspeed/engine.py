@@ -28,7 +28,15 @@ from nbtrain.strategies._deepspeed.disk import Folder
 from nbtrain.strategies._deepspeed.gradients import Gradients
 from nbtrain.strategies._deepspeed.inner import CpuAdam, Inner, adam_kind, check, unhooked
 from nbtrain.strategies._deepspeed.letting_go import let_go
-from nbtrain.strategies._deepspeed.library import COLLAPSED, as_local_rank, destroy, equal_already, library, quiet
+from nbtrain.strategies._deepspeed.library import (
+    COLLAPSED,
+    as_local_rank,
+    destroy,
+    equal_already,
+    library,
+    linear,
+    quiet,
+)
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.state import State
@@ -187,6 +195,9 @@ class Engined(Prepared):
         self.surroundings = ExitStack()
         self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
+            if self.settings["zero_optimization"].get("memory_efficient_linear", True):
+                linear.on(self)
+                self.surroundings.callback(linear.off, self)
             for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters, self.weights.load):
                 self.surroundings.callback(handle.remove)
         if isinstance(self.inner, Inner):

@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fit
+from nbtrain.compat.internals import find
 from nbtrain.errors import UsageError, VersionMismatch
-from nbtrain.intercept import Listeners, listening
+from nbtrain.intercept import Listeners, While, listening
 
 COLLAPSED = "nbtrain_collapsed"
 """The attribute of a parameter that says what it shows while it is in pieces."""
@@ -82,13 +83,23 @@ def _put_right() -> None:
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    fit.lacks.cache_clear()  # what DeepSpeed lacks is known from now on
     if reason := fit.refusal("deepspeed", ["deepspeed"], "fsdp"):
         raise VersionMismatch(reason)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
     _listeners.listen(ds.EMPTY_PARAMETER, "deepspeed", _collapsed)
     _listeners.listen(ds.CUT_TO_BLOCKS, "deepspeed", _aligned)
+    _listeners.listen(ds.PUT_LINEAR, "deepspeed", _not_at_all)
+
+
+def _put_linear(listeners: Listeners) -> None:
+    theirs = find(ds.LINEAR)
+    listeners.listen("torch.nn.functional.linear", "deepspeed", lambda old: theirs)
+
+
+linear: While[object] = While(_put_linear)
+"""Engines of stage 3 whose cells run: a linear layer then keeps its weight for the backward, and not a view of the
+gathered one, whose memory would stay."""
 
 
 def _collapsed(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat import engine, pytree
+from nbtrain import intercept
+from nbtrain.compat import pytree
 from nbtrain.strategies._pipeline.channel import Channel
 from nbtrain.strategies._pipeline.one_by_one import saved_as_they_are
 from nbtrain.strategies._pipeline.program import Program, Step
@@ -153,8 +154,8 @@ class Stage:
     def _differentiate(self, ends: list[Any], grads: list[Any], boxes: list[Box], again: bool) -> None:
         with self.place.computing(False):
             if self.place.accumulates():
-                # Not `torch.autograd.backward`: that is the loop's, and what is put around it counts its calls.
+                # The function itself: who listens to it counts the loop's calls.
                 given = [torch.ones_like(e) if g is None else g for e, g in zip(ends, grads, strict=True)]
-                engine.run_backward(ends, given, again)
+                intercept.original("torch.autograd.backward")(ends, given, retain_graph=again)
             elif boxes:
                 torch.autograd.grad(ends, [box.anchor for box in boxes], grads, retain_graph=again, allow_unused=True)

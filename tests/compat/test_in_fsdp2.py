@@ -1,0 +1,237 @@
+"""What nbtrain/compat relies on in torch's `fully_shard`, on two ranks: units, weights, gradients that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nbtrain.compat import dtensor, fsdp2
+from tests.ranks import run_on_ranks
+
+
+def made() -> tuple[nn.Sequential, list[Any]]:
+    """A model of two units and itself, and their states."""
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for unit in (model, *model):
+        fsdp2.average_rightly(unit)
+    fsdp2.set_up(model)
+    return model, [fsdp2.state(unit) for unit in (model, *model)]
+
+
+def loss(model: nn.Module, rank: int = 0) -> torch.Tensor:
+    found: torch.Tensor = model(torch.full((1, 2), float(rank + 1))).sum()
+    return found
+
+
+def alone() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+
+
+def _averages(rank: int) -> None:
+    model, _ = made()
+    loss(model, rank).backward()
+    one = alone()
+    (sum(loss(one, rank) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+
+def test_gradients_are_averaged() -> None:
+    run_on_ranks(_averages)
+
+
+def _weights(rank: int) -> None:
+    model, (root, *units) = made()
+    assert fsdp2.groups(root) == []
+    for layer, state in zip(model, units, strict=True):
+        (group,) = fsdp2.groups(state)
+        assert [fsdp2.sharded(weight) for weight in fsdp2.weights(group)] == [layer.weight, layer.bias]
+        assert dtensor.is_divided(layer.weight)
+        assert fsdp2.gathered(fsdp2.weights(group)[0]) is None
+        assert fsdp2.reduces(group)
+    loss(model)
+    whole = fsdp2.gathered(fsdp2.weights(fsdp2.groups(units[0])[0])[0])
+    assert whole.shape == (4, 2)
+    assert not dtensor.is_divided(whole)
+
+
+def test_a_unit_has_groups_of_weights_in_pieces_and_whole() -> None:
+    run_on_ranks(_weights)
+
+
+def _forward(rank: int) -> None:
+    model, states = made()
+    root, unit, _ = states
+    seen: list[tuple[bool, bool]] = []
+    model[0].register_forward_hook(lambda *args: seen.append((fsdp2.in_forward(root), fsdp2.at_rest(root))))
+    loss(model)
+    assert seen == [(True, False)]
+    fsdp2.calm_tree(model, states)
+    assert all(fsdp2.at_rest(one) for one in (*states, *fsdp2.groups(unit)))
+    # A forward that is none of torch's.
+    layer = model[0]
+    args, _ = fsdp2.begin_forward(unit, layer, (torch.ones(1, 2),), {})
+    assert fsdp2.in_forward(unit)
+    assert not dtensor.is_divided(layer.weight)
+    out = fsdp2.end_forward(unit, layer, args, layer.weight @ args[0].T)
+    assert not fsdp2.in_forward(unit)
+    (group,) = fsdp2.groups(unit)
+    whole = fsdp2.gathered(fsdp2.weights(group)[0])
+    whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(unit))
+    out.sum().backward()
+    assert fsdp2.at_rest(unit)
+    fsdp2.let_go(unit)
+    assert dtensor.is_divided(layer.weight)
+    assert layer.weight.grad is not None
+
+
+def test_where_a_forward_stands_and_one_that_is_none_of_torchs() -> None:
+    run_on_ranks(_forward)
+
+
+def _waiting(rank: int) -> None:
+    model, states = made()
+    weights = [weight for state in states for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    assert not any(fsdp2.reduces(group) for state in states for group in fsdp2.groups(state))
+    loss(model, rank).backward()
+    assert all(len(fsdp2.held_back(weight)) == 1 for weight in weights)
+    assert all(fsdp2.sharded(weight).grad is None for weight in weights)
+    fsdp2.drop_held_back(weights[0])
+    assert fsdp2.held_back(weights[0]) == []
+    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    fsdp2.calm_tree(model, states)
+    assert not any(fsdp2.held_back(weight) for weight in weights)
+    loss(model, rank).backward()
+    assert all(fsdp2.sharded(weight).grad is not None for weight in weights)
+    kept = [fsdp2.sharded(weight).grad for weight in weights]
+    fsdp2.calm_tree(model, states)
+    assert all(fsdp2.sharded(weight).grad is one for weight, one in zip(weights, kept, strict=True))
+
+
+def test_gradients_that_wait_are_found_and_forgotten() -> None:
+    run_on_ranks(_waiting)
+
+
+def _cut_off(rank: int) -> None:
+    """An error in the middle of a forward, and one in the middle of a backward."""
+    model, states = made()
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    for place in ("forward", "backward"):
+        hook = (
+            model[1].register_forward_pre_hook(fail)
+            if place == "forward"
+            else model[0].register_full_backward_pre_hook(fail)
+        )
+        try:
+            loss(model).backward()
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError(place)
+        hook.remove()
+        for state in states:
+            fsdp2.calm(state)
+        fsdp2.calm_tree(model, states)
+        assert all(dtensor.is_divided(p) for p in model.parameters())
+        model.zero_grad()
+        loss(model).backward()
+        one = alone()
+        loss(one).backward()
+        for p, q in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+
+def test_after_an_error_a_model_trains_as_before() -> None:
+    run_on_ranks(_cut_off)
+
+
+def _unused(rank: int) -> None:
+    model, (_, _, last) = made()
+    (group,) = fsdp2.groups(last)
+    weight, bias = fsdp2.weights(group)
+
+    def fill(old: Callable[..., Any]) -> Callable[..., Any]:
+        def send(*args: Any) -> Any:
+            if not fsdp2.held_back(bias):
+                fsdp2.give_zeros(bias)
+            return old(*args)
+
+        return send
+
+    fsdp2.around_reduction(group, fill)
+    layer = model[1]
+    layer.forward = lambda x: x @ layer.weight.T  # type: ignore[method-assign]
+    loss(model).backward()
+    assert fsdp2.sharded(bias).grad.full_tensor().tolist() == [0.0, 0.0]
+    assert fsdp2.sharded(weight).grad.full_tensor().abs().sum() > 0
+
+
+def test_a_weight_that_was_not_used_gets_zeros() -> None:
+    run_on_ranks(_unused)
+
+
+def _around(rank: int) -> list[str]:
+    model, states = made()
+    _, first, _ = states
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(old: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return old(*args, **kwargs)
+
+            return call
+
+        return around
+
+    (group,) = fsdp2.groups(first)
+    fsdp2.around_gathering(group, seen("send for"), seen("wait"))
+    fsdp2.around_outputs(first, seen("output"))
+    fsdp2.around_reduction(group, seen("reduce"))
+    for state in states:  # of a chain it is the last: its output is the model's
+        fsdp2.around_end(state, seen("end"))
+    loss(model).backward()
+    fsdp2.forget(model)
+    return calls
+
+
+def test_what_is_put_around_is_called() -> None:
+    for calls in run_on_ranks(_around):
+        assert calls.index("send for") < calls.index("wait") < calls.index("output") < calls.index("reduce")
+        assert calls.index("output") < calls.index("end")
+        assert calls.count("end") == calls.count("output") == 1
+
+
+def _mixed(rank: int) -> None:
+    model, _ = made()
+    try:
+        model[0].weight + torch.ones(4, 2)
+    except RuntimeError as error:
+        said = error
+    assert dtensor.met_undivided(said)
+    assert not dtensor.met_undivided(RuntimeError("another"))
+    posing = torch.zeros(1)
+    assert not dtensor.is_divided(posing)
+    part = torch.ones(3)
+    dtensor.pose_with_local(posing, part)
+    assert dtensor.is_divided(posing)
+    assert dtensor.local(posing) is part
+
+
+def test_tensors_in_pieces_are_told_from_others() -> None:
+    run_on_ranks(_mixed)

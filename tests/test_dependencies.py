@@ -1,0 +1,129 @@
+"""What nbtrain imports is what it declares: nothing works only because something else has brought a package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+
+from nbtrain.doctor import PACKAGES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+OF_AN_EXTRA = {
+    "deepspeed": (
+        *("strategies/_deepspeed/", "strategies/deepspeed.py", "compat/deepspeed.py"),
+        "training/checkpoints/foreign.py",
+    ),
+    "fairscale": ("strategies/_sharded/", "strategies/sharded.py", "compat/fairscale.py"),
+    "horovod": ("strategies/_horovod/", "strategies/horovod.py", "compat/horovod.py"),
+    "server": ("server/",),
+}
+"""The files that may count on what an extra installs: they are imported where it is asked for."""
+
+COMES_WITH = {
+    "traitlets": "ipywidgets",
+    "pyzmq": "ipykernel",
+    "matplotlib-inline": "ipykernel",
+    "tornado": "jupyter-server",
+}
+"""What nbtrain speaks to only through a package that it declares, and that cannot do without it."""
+
+OF_THE_PLACE = {"torch-xla": ("strategies/_xla/", "compat/xla.py")}
+"""Its version is the machine's: no extra could name it."""
+
+NAMED = {"zmq": "pyzmq", "IPython": "ipython", "jupyter_server": "jupyter-server", "torch_xla": "torch-xla"}
+
+
+@cache
+def distributions() -> Mapping[str, list[str]]:
+    return packages_distributions()  # it reads the records of all
+
+
+def distribution(module: str) -> str:
+    """Who brings this module, as pip calls it."""
+    found = distributions().get(module, [NAMED.get(module, module)])
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", one.strip())[0]).lower() for one in requirements}
+
+
+def needed(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Modules that are imported without an `except` for their being absent, with the line."""
+    if isinstance(node, ast.Try) and any("ImportError" in _caught(one) for one in node.handlers):
+        for part in (*node.handlers, *node.orelse, *node.finalbody):
+            yield from needed(part)
+        return
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from ((one.name.split(".")[0], node.lineno) for one in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module.split(".")[0], node.lineno
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        yield from ((str(one.value).split(".")[0], node.lineno) for one in node.args if isinstance(one, ast.Constant))
+    for child in ast.iter_child_nodes(node):
+        yield from needed(child)
+
+
+def _caught(handler: ast.ExceptHandler) -> str:
+    caught = ast.unparse(handler.type) if handler.type else "Exception"
+    return caught.replace("ModuleNotFoundError", "ImportError").replace("Exception", "ImportError")
+
+
+def test_whatever_is_imported_is_declared() -> None:
+    always = names(PROJECT["dependencies"])
+    extras = {extra: names(PROJECT["optional-dependencies"][extra]) for extra in OF_AN_EXTRA}
+    undeclared, used = [], set()
+    for path in sorted((ROOT / "nbtrain").rglob("*.py")):
+        place = path.relative_to(ROOT / "nbtrain").as_posix()
+        here = set(always)
+        for extra, files in OF_AN_EXTRA.items():
+            if place.startswith(files):
+                here |= extras[extra]
+        for name, files in OF_THE_PLACE.items():
+            if place.startswith(files):
+                here.add(name)
+        for module, line in needed(ast.parse(path.read_text())):
+            if module in sys.stdlib_module_names or module == "nbtrain":
+                continue
+            name = distribution(module)
+            used.add(name)
+            if name not in here and COMES_WITH.get(name) not in here:
+                undeclared.append(f"nbtrain/{place}:{line}: {module}")
+    assert not undeclared, "declare them in pyproject.toml, or catch that they are absent"
+    assert used >= COMES_WITH.keys(), "what comes with another package is no longer used"
+
+
+@pytest.mark.parametrize("name", COMES_WITH)
+def test_what_comes_with_a_package_does_come(name: str) -> None:
+    try:
+        wants = requires(COMES_WITH[name]) or []
+    except PackageNotFoundError:
+        pytest.skip(f"{COMES_WITH[name]} is not installed")
+    assert name in names([one for one in wants if "extra ==" not in one])
+
+
+def test_the_doctor_asks_for_what_is_declared() -> None:
+    declared = {next(iter(names([one]))): one for one in PROJECT["dependencies"]}
+    for name, least in PACKAGES.items():
+        assert f">={least}" in declared[name]
+
+
+def test_what_is_declared_is_pinned() -> None:
+    pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
+    assert names(PROJECT["dependencies"]) <= pinned
