@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 from nbtrain.compat import cuda, dtensor, groups, loaders, modules
@@ -478,9 +479,9 @@ class _Place:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """With the name and the signature of the old one: a listener may ask for them."""
-    plain = callable(old) and callable(new) and not isinstance(new, type)
-    return functools.wraps(old)(new) if plain else new
+    """With the name and the signature of the old one, if it was made for this: a listener may ask for them."""
+    made = isinstance(new, FunctionType) and "<locals>" in new.__qualname__
+    return functools.wraps(old)(new) if made and callable(old) else new
 
 
 def _all_stand(on: bool) -> None:
