@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,6 +51,20 @@ def test_gradients_are_averaged() -> None:
     run_on_ranks(_averages)
 
 
+def _first(rank: int) -> None:
+    model, _ = made()
+    model[0](torch.ones(1, 2))  # without a set-up it would be a root of its own from now on
+    loss(model).backward()
+    model[0].unshard()  # type: ignore[operator]
+    fsdp2.forget(model[0])
+    with pytest.raises(AssertionError, match="No FSDP state"):
+        model[0].unshard()  # type: ignore[operator]
+
+
+def test_a_unit_may_be_called_before_its_root_and_be_forgotten() -> None:
+    run_on_ranks(_first)
+
+
 def _weights(rank: int) -> None:
     model, (root, *units) = made()
     assert fsdp2.groups(root) == []
@@ -82,17 +97,22 @@ def _forward(rank: int) -> None:
     layer = model[0]
     args, _ = fsdp2.begin_forward(unit, layer, (torch.ones(1, 2),), {})
     assert fsdp2.in_forward(unit)
-    assert not dtensor.is_divided(layer.weight)
-    out = fsdp2.end_forward(unit, layer, args, layer.weight @ args[0].T)
-    assert not fsdp2.in_forward(unit)
+    fsdp2.let_go(unit)
+    assert not dtensor.is_divided(layer.weight), "it is needed"
     (group,) = fsdp2.groups(unit)
     whole = fsdp2.gathered(fsdp2.weights(group)[0])
-    whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(unit))
-    out.sum().backward()
+    hook = whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(unit))
+    (layer.weight @ args[0].T).sum().backward()  # before there is an output that torch has seen
+    hook.remove()
+    fsdp2.end_forward(unit, layer, args, torch.ones(1))
+    assert not fsdp2.in_forward(unit)
     assert fsdp2.at_rest(unit)
-    fsdp2.let_go(unit)
     assert dtensor.is_divided(layer.weight)
     assert layer.weight.grad is not None
+    layer.unshard()  # type: ignore[operator]
+    assert not dtensor.is_divided(layer.weight)
+    fsdp2.let_go(unit)
+    assert dtensor.is_divided(layer.weight)
 
 
 def test_where_a_forward_stands_and_one_that_is_none_of_torchs() -> None:
@@ -186,7 +206,7 @@ def test_a_weight_that_was_not_used_gets_zeros() -> None:
 
 def _around(rank: int) -> list[str]:
     model, states = made()
-    _, first, _ = states
+    first = states[1]
     calls: list[str] = []
 
     def seen(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -203,10 +223,9 @@ def _around(rank: int) -> list[str]:
     fsdp2.around_gathering(group, seen("send for"), seen("wait"))
     fsdp2.around_outputs(first, seen("output"))
     fsdp2.around_reduction(group, seen("reduce"))
-    for state in states:  # of a chain it is the last: its output is the model's
+    for state in states:  # which of them ends it is the one whose output came first in the backward
         fsdp2.around_end(state, seen("end"))
     loss(model).backward()
-    fsdp2.forget(model)
     return calls
 
 
@@ -220,7 +239,7 @@ def test_what_is_put_around_is_called() -> None:
 def _mixed(rank: int) -> None:
     model, _ = made()
     try:
-        model[0].weight + torch.ones(4, 2)
+        model[0].weight + torch.ones(4, 2)  # type: ignore[operator]
     except RuntimeError as error:
         said = error
     assert dtensor.met_undivided(said)
