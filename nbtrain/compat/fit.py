@@ -71,9 +71,11 @@ def _touched(trace: TracebackType | None) -> str:
 
 def _is_ours(trace: TracebackType | None) -> bool:
     """The line that raised is nbtrain's, and not the one that calls a replaced function for the user."""
-    while trace is not None and trace.tb_next is not None:
+    where = ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name != "__getattr__":  # of a module or class that has no such name
+            where = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next
-    where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return where.startswith("nbtrain.") and where != "nbtrain.intercept"
 
 
