@@ -18,6 +18,10 @@ EVERYWHERE = (
 """The files that every strategy needs but `none`, which touches nothing."""
 
 
+LIBRARIES = ("deepspeed", "fairscale", "horovod", "xla")
+"""The files that import nothing of what they are about, not even torch, before it is used."""
+
+
 def lacks(file: str) -> tuple[str, ...]:
     """What the installed version lacks of what one file here uses: some microseconds, once the package is imported."""
     return tuple(import_module(f"nbtrain.compat.{file}").check())
@@ -32,6 +36,8 @@ def refusal(strategy: str, files: Sequence[str], instead: str = "", look: bool =
     """Why this strategy cannot be run with what is installed here; empty if it can. `instead`: one that can. Without
     `look` nothing is imported to find out: of a package that is not, its version is asked."""
     for file in files:
+        if not look and file not in LIBRARIES and "torch" not in sys.modules:
+            continue
         package = package_of(file)
         if (look or package in sys.modules) and (found := lacks(file)):
             return _sentence(strategy, package, found[0], instead)

@@ -212,4 +212,3 @@ def test_an_error_of_a_newer_package_says_so(code: str, monkeypatch: pytest.Monk
     assert sign in explained(internals.Missing("torch has no `gone` here"))
     assert sign not in explained(exec, here, theirs)
     assert sign not in explained(exec, compile("1/0", "", "exec"), ours)
-
