@@ -13,6 +13,8 @@ from torch import nn
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fairscale, horovod, versions, xla
+from nbtrain.intercept import listening
+from tests.compat.test_on_ranks import replaced
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -45,7 +47,7 @@ def engine_of(stage: int) -> Any:
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero,
     }  # fmt: skip
     model = Wrapped()
-    with quiet(), as_local_rank(CPU):
+    with quiet(), as_local_rank(CPU), listening(ds.SEND_WEIGHT, "deepspeed", lambda old: ds.cut_up):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config
         )
@@ -64,6 +66,7 @@ def _a_backward(rank: int, stage: int) -> None:
             ds.expect_scaled(engine)
             first()
             assert ds.in_backward(zero)
+            zero.enter_backward()  # a hook of a parameter announces it again
             ds.has_begun_once(zero)
             seen.append("begun")
 
@@ -78,6 +81,7 @@ def _a_backward(rank: int, stage: int) -> None:
         seen.append("ended")
 
     zero.register_grad_acc_post_hook(end)
+    zero.override_loss_scale(1.0)  # from now on a loss has to be multiplied
     with as_local_rank(CPU):
         (out,) = engine(torch.full((1, 3), float(rank + 1)))
         assert ds.is_marked(out)
@@ -105,24 +109,21 @@ def _a_backward(rank: int, stage: int) -> None:
     else:
         p = engine.module.layers[0].weight
         assert any(ds.hangs(name) for name in vars(p))
-        with engine_parameters(engine):
-            assert p.shape == (4, 3)
+        p.all_gather()
+        assert p.ds_status.name == "AVAILABLE"
+        assert p.shape == (4, 3)
         ds.let_go_of_whole(zero)
         assert p.ds_status.name == "NOT_AVAILABLE"
         assert not ds.is_on_disk(zero, 0)
+        zero._offload_boundary_param_ids.add(1)
     ds.forget_arrivals(zero)
+    assert stage < 3 or not zero._offload_boundary_param_ids
     times = ds.forget_module(engine.module)
     ds.remember_module(engine.module, times)
     assert ds.forget_module(engine.module) == times
     parameters, modules = ds.counts()
     ds.set_counts(parameters + 1, modules + 2)
     assert ds.counts() == [parameters + 1, modules + 2]
-
-
-def engine_parameters(engine: Any) -> Any:
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(list(engine.module.parameters()))
 
 
 @deepspeed_here
@@ -184,7 +185,14 @@ def _to_their_owners(rank: int) -> None:
             assert p.grad.unique().tolist() == [1.5]
         else:
             assert p.grad is None
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    fairscale.begin(parallel)
+    for p in parameters:
+        sending[id(p)]()
     fairscale.forget(parallel)
+    fairscale.finish(parallel)
+    assert not any(p.grad is None for p in parameters), "nobody has waited, and taken away what was sent"
     with torch.no_grad():
         for p in parameters:
             p.fill_(float(rank))
@@ -206,8 +214,25 @@ def _sent_and_forgotten(rank: int) -> None:
 
     session = Session(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))
     hvd = session.start()
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[[Any], Any]:
+        def around(old: Any) -> Any:
+            def call(*args: Any) -> Any:
+                calls.append(name)
+                return old(*args)
+
+            return call
+
+        return around
+
+    undo = [replaced(path, seen(path)) for path in (horovod.START, horovod.WAIT)]
+    hvd.init()
     kept = torch.ones(2)
     assert hvd.synchronize(hvd.allreduce_async(kept, op=hvd.Sum)).tolist() == [2.0, 2.0]
+    assert calls == [horovod.START, horovod.WAIT]
+    for one in undo:
+        one()
     handle = hvd.allreduce_async(kept, name="forgotten", op=hvd.Sum)
     session.stop()
     horovod.forget_sent()

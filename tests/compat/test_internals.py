@@ -25,7 +25,6 @@ NO_TEST: dict[str, str] = {
     "deepspeed.read_from_disk": _ON_DISK,
     "deepspeed.write_to_disk": _ON_DISK,
     "deepspeed.leave_on_disk": _ON_DISK,
-    "deepspeed.cut_up": "DeepSpeed calls it while an engine of stage 3 is made: test_deepspeed.py",
 }
 """`file.function` → why there is no test of it under tests/compat."""
 
