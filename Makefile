@@ -14,7 +14,7 @@ help:
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
 	@echo 'make test   every check and every test that this machine allows'
 	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/test_environments.py'
-	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.18.9; gigabytes in build/'
+	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
 	@echo 'make gpu    the tests that need a CUDA device'

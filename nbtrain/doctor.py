@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import nbtrain.devices as devices
 import nbtrain.probes as probes
 import nbtrain.registry as registry
+from nbtrain.compat import fit
 from nbtrain.compat import versions as tried
 from nbtrain.cuda_watch import Origin, latest
 
@@ -269,6 +270,9 @@ def check_strategies(machine: devices.Machine) -> Iterator[Finding]:
             )
         elif not kinds & set(entry.needs.kinds):
             yield Finding("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
+        elif reason := fit.refusal(name, entry.internals, entry.instead, look=False):
+            why, _, instead = reason.rpartition(". ")
+            yield Finding("warn", "strategies", why, instead)
         else:
             ready.append(f"{name} ({entry.unrun})" if entry.unrun else name)
     yield Finding("ok", "strategies", "available: " + ", ".join(ready))

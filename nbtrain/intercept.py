@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 from nbtrain.compat import cuda, dtensor, groups, loaders, modules
@@ -258,8 +259,15 @@ class Listeners:
         self._ends.append(handle.remove)
 
     def close(self) -> None:
+        """All of it, also where one does not end as it should: the first error is raised afterwards."""
+        first: BaseException | None = None
         while self._ends:
-            self._ends.pop()()
+            try:
+                self._ends.pop()()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 @contextmanager
@@ -283,7 +291,11 @@ class While(Generic[Owner]):
 
     def on(self, owner: Owner) -> None:
         if not self.owners:
-            self._put(self._listeners)
+            try:
+                self._put(self._listeners)
+            except BaseException:
+                self._listeners.close()
+                raise
         self.owners.append(owner)
 
     def off(self, owner: Owner) -> None:
@@ -298,9 +310,14 @@ class While(Generic[Owner]):
 
 
 def original(path: str) -> Any:
-    """The function as its package has it, whoever listens now."""
+    """What stands there without ours: the package's function, or what somebody else has put in its place."""
     (place, *_) = _places_of(path)
     return place.found if place.stands else find(path)
+
+
+def path_of(function: Any) -> str:
+    """Of a wrapper: of what; empty for any other function."""
+    return str(vars(function)[PATH]) if function.__code__ is _CODE else ""
 
 
 @contextmanager
@@ -319,8 +336,8 @@ def without(*paths: str) -> Iterator[None]:
 @contextmanager
 def in_place() -> Iterator[None]:
     """On a rank, around all that it does for one message. In between, torch is as it was."""
-    _all_stand(True)
     try:
+        _all_stand(True)
         yield
     finally:
         _all_stand(False)
@@ -331,6 +348,8 @@ def lay_aside() -> None:
     _all_stand(False)
 
 
+PATH = "nbtrain_path"
+"""The attribute of a wrapper that says where it stands; `functools.wraps` copies it to others."""
 _ABSENT: Any = object()
 _places: dict[tuple[int, str], _Place] = {}
 _standing = True
@@ -339,12 +358,36 @@ _whole = False
 """so is what cells import by name"""
 
 
+class _Wrapper:
+    """What stands in the place of a function, and what it calls."""
+
+    def __init__(self, found: Any, path: str) -> None:
+        self.chain: Any = found
+        self.function: Any
+        if isinstance(found, property):
+            self.function = property(lambda obj: self.chain.fget(obj), doc=found.__doc__)
+            return
+
+        self.function = _like(found, _calls(self))  # shown by `help` as the function is
+        vars(self.function)[PATH] = path
+
+
+def _calls(wrapper: _Wrapper | None) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return wrapper.chain(*args, **kwargs)  # type: ignore[union-attr]
+
+    return function
+
+
+_CODE = _calls(None).__code__
+
+
 class _Place:
     """An attribute of a module or a class, and what stands there."""
 
-    def __init__(self, owner: Any, name: str, row: Row, passing: bool, twin: _Place | None) -> None:
+    def __init__(self, owner: Any, name: str, path: str, row: Row, passing: bool, twin: _Place | None) -> None:
         """`twin`: another place, which may have the same function."""
-        self.owner, self.name, self.row = owner, name, row
+        self.owner, self.name, self.path, self.row = owner, name, path, row
         self.passing = passing
         """the owner may be a class of the notebook's, which is not to be held when nobody listens any more"""
         self.order = list(row.listeners)
@@ -358,8 +401,11 @@ class _Place:
         """and what it had or inherited"""
         self.theirs: Any = _ABSENT
         """somebody else's, that was put in the place of ours"""
-        self.chain: Any = self.found
-        self.ours: Any = twin.ours if twin is not None and twin.found is self.found else self._wrapper()
+        self.first = self.found
+        shares = twin is not None and twin.first is self.first
+        self.lasting: _Wrapper = twin.lasting if twin is not None and shares else _Wrapper(self.first, path)
+        """of the package's own function: what cells have imported goes on working"""
+        self.wrapper = self.lasting
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
         """Returns what ends it."""
@@ -384,20 +430,20 @@ class _Place:
 
     def put(self) -> None:
         now = vars(self.owner).get(self.name, _ABSENT)
-        if now is self.ours or (now is self.theirs and now is not _ABSENT):
+        if now is self.wrapper.function or (now is self.theirs and now is not _ABSENT):
             self.stands = True
             return
         self.before = now
-        self.found = getattr(self.owner, self.name, None) if now is _ABSENT else now
-        self._compose()
-        setattr(self.owner, self.name, self.ours)
+        self._find(getattr(self.owner, self.name, None) if now is _ABSENT else now)
+        setattr(self.owner, self.name, self.wrapper.function)
         self.stands, self.theirs = True, _ABSENT
 
     def take(self) -> None:
         self.stands = False
         now = vars(self.owner).get(self.name, _ABSENT)
-        if now is not self.ours:
-            self.theirs = now
+        if now is not self.wrapper.function:
+            # The package's own: somebody has put back what he had kept from before us, and means nothing by it.
+            self.theirs = _ABSENT if now is self.before or now is self.first else now
         elif self.before is _ABSENT:
             delattr(self.owner, self.name)
         else:
@@ -405,6 +451,16 @@ class _Place:
 
     def wanted(self) -> bool:
         return _standing and bool(self.listeners or (_whole and self.row.imported))
+
+    def _find(self, found: Any) -> None:
+        """What stands there now, under ours. If it is not the package's own it may call our lasting wrapper, which
+        must not call it again: it gets one of its own, and the lasting one is the package's function."""
+        if found is not self.found:
+            self.lasting.chain = self.first
+            own = found is self.first or found is self.lasting.function
+            self.wrapper = self.lasting if own else _Wrapper(found, self.path)
+            self.found = self.first if own else found
+        self._compose()
 
     def _settle(self) -> None:
         """After a listener has come or gone."""
@@ -418,18 +474,14 @@ class _Place:
     def _compose(self) -> None:
         chain = self.found
         for _, make in reversed(() if self.muted else self.listeners):
-            chain = make(chain)
-        self.chain = chain
+            chain = _like(chain, make(chain))
+        self.wrapper.chain = chain
 
-    def _wrapper(self) -> Any:
-        if isinstance(self.found, property):
-            return property(lambda obj: self.chain.fget(obj), doc=self.found.__doc__)
 
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return self.chain(*args, **kwargs)
-
-        # Pickled by name and shown by `help` as the function is.
-        return ours if self.found is None else functools.wraps(self.found)(ours)
+def _like(old: Any, new: Any) -> Any:
+    """With the name and the signature of the old one, if it was made for this: a listener may ask for them."""
+    made = isinstance(new, FunctionType) and "<locals>" in new.__qualname__
+    return functools.wraps(old)(new) if made and callable(old) else new
 
 
 def _all_stand(on: bool) -> None:
@@ -458,15 +510,14 @@ def _rows() -> dict[str, tuple[Row, tuple[str, ...]]]:
 def _places_of(path: str, owner: Any = None) -> list[_Place]:
     row, also = _rows()[path]
     if owner is not None:
-        name = path.rpartition(".")[2]
-        row, _ = _rows().get(f"{owner.__module__}.{owner.__qualname__}.{name}", (row, ()))
-        return [_place(owner, name, row, passing=True)]
+        one = f"{owner.__module__}.{owner.__qualname__}.{path.rpartition('.')[2]}"
+        row, _ = _rows().get(one, (row, ()))
+        return [_place(owner, one, row, passing=True)]
     found: list[_Place] = []
     for one in (path, *also):
-        holder, _, name = one.rpartition(".")
         if row.maybe and not _is_there(one):
             continue
-        found.append(_place(find(holder), name, row, twin=found[0] if found else None))
+        found.append(_place(find(one.rpartition(".")[0]), one, row, twin=found[0] if found else None))
     return found
 
 
@@ -478,8 +529,9 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def _place(owner: Any, name: str, row: Row, passing: bool = False, twin: _Place | None = None) -> _Place:
+def _place(owner: Any, path: str, row: Row, passing: bool = False, twin: _Place | None = None) -> _Place:
+    name = path.rpartition(".")[2]
     key = id(owner), name
     if key not in _places:
-        _places[key] = _Place(owner, name, row, passing, twin)
+        _places[key] = _Place(owner, name, path, row, passing, twin)
     return _places[key]

@@ -101,7 +101,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches, optimizer, gradients",
         in_pieces=True,
         needs=Needs(min_ranks=2, packages=("fairscale",)),
-        internals=(*fit.EVERYWHERE, "fairscale"),
+        internals=(*fit.EVERYWHERE, "dtensor", "fairscale"),
         instead="zero1",
     ),
     Entry(
@@ -110,7 +110,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="every rank holds a part of all there is; a layer is gathered while it computes",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
-        internals=(*fit.EVERYWHERE, "fsdp2", "dtensor", "pytree"),
+        internals=(*fit.EVERYWHERE, "fsdp2", "dtensor"),
         instead="ddp",
     ),
     Entry(
@@ -130,7 +130,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="optimizer, gradients, parameters",
         in_pieces=True,
         needs=Needs(min_ranks=2),
-        internals=(*fit.EVERYWHERE, "fake", "pytree"),
+        internals=(*fit.EVERYWHERE, "dtensor"),
         instead="ddp",
     ),
     Entry(
@@ -149,7 +149,8 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches",
         in_pieces=True,
         needs=Needs(kinds=("tpu",), packages=("torch_xla",)),
-        internals=(*fit.EVERYWHERE, "xla"),
+        internals=(*fit.EVERYWHERE, "dtensor", "xla"),
+        instead="ddp",
         unrun="not run on hardware",
     ),
 )

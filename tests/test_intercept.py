@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nbtrain import intercept
+from nbtrain.compat import fit
 from nbtrain.compat.internals import find
 from nbtrain.intercept import TABLE, Listeners, While, listening, original, without
 
@@ -270,3 +273,104 @@ def test_every_row_has_a_place_in_the_installed_torch() -> None:
             if path.startswith("torch.") and not (row.maybe or row.added):
                 for one in (path, *also):
                     assert callable(find(one)) or isinstance(find(one), property), one
+
+
+def test_what_somebody_kept_from_before_us_and_puts_back_is_no_decision_against_us() -> None:
+    plain = torch.nn.Module.__call__
+    calls: list[str] = []
+    with listening("torch.nn.Module.__call__", "precision", noting("precision", calls)):
+        torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
+    with listening("torch.nn.Module.__call__", "precision", noting("precision", calls)):
+        torch.nn.Linear(1, 1)(torch.ones(1))
+    assert calls == ["precision"]
+    assert torch.nn.Module.__call__ is plain
+
+
+def test_ours_that_was_kept_and_is_called_by_what_is_put_there_later() -> None:
+    plain = torch.nn.Module.__call__
+    calls: list[str] = []
+    with listening("torch.nn.Module.__call__", "precision", noting("precision", calls)):
+        kept = torch.nn.Module.__call__
+
+    def theirs(module: torch.nn.Module, *args: Any) -> Any:
+        calls.append("theirs")
+        return kept(module, *args)
+
+    torch.nn.Module.__call__ = theirs  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            calls.clear()
+            with listening("torch.nn.Module.__call__", "precision", noting("precision", calls)):
+                torch.nn.Linear(1, 1)(torch.ones(1))
+            assert calls == ["precision", "theirs"]
+        assert torch.nn.Module.__call__ is theirs
+    finally:
+        torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
+    calls.clear()
+    with listening("torch.nn.Module.__call__", "precision", noting("precision", calls)):
+        torch.nn.Linear(1, 1)(torch.ones(1))
+        assert torch.nn.Module.__call__ is kept
+    assert calls == ["precision"]
+
+
+def test_a_listener_may_ask_for_the_signature_below_another() -> None:
+    path, seen = "torch.distributed.all_reduce", []
+
+    def make(old: Any) -> Any:
+        seen.append(list(inspect.signature(old).parameters))
+        return old
+
+    with listening(path, "meeting", noting("meeting", [])), listening(path, "subset", make):
+        pass
+    assert seen[-1][:3] == ["tensor", "op", "group"]
+
+
+def test_whatever_is_listened_to_the_checks_find_what_they_need() -> None:
+    listeners = Listeners()
+    try:
+        for row in TABLE:
+            if row.path.startswith("torch.") and not row.added:
+                for path, _ in row.paths():
+                    listeners.listen(path, next(iter(row.listeners)), lambda old: old)
+        for file in (*fit.EVERYWHERE, "fsdp2", "dtensor"):
+            assert fit.lacks(file) == (), file
+    finally:
+        listeners.close()
+
+
+def test_an_end_that_fails_leaves_no_other_behind() -> None:
+    class Handle:
+        def remove(self) -> None:
+            raise ValueError("not this one")
+
+    plain = torch.autograd.backward
+    listeners = Listeners()
+    listeners.listen(BACKWARD, "step", noting("", []))
+    listeners.hook(Handle())
+    with pytest.raises(ValueError, match="not this one"):
+        listeners.close()
+    assert torch.autograd.backward is plain
+
+
+def test_a_beginning_that_fails_leaves_nothing_behind() -> None:
+    def put(listeners: Listeners) -> None:
+        listeners.listen(BACKWARD, "pieces", noting("", []))
+        raise ValueError("halfway")
+
+    plain = torch.autograd.backward
+    held: While[str] = While(put)
+    with pytest.raises(ValueError, match="halfway"):
+        held.on("a")
+    assert torch.autograd.backward is plain
+    assert not held.owners
+
+
+def test_it_is_known_by_its_path_and_what_only_looks_like_it_is_not() -> None:
+    with listening(BACKWARD, "step", noting("", [])):
+        ours = torch.autograd.backward
+
+    @functools.wraps(ours)
+    def theirs() -> None: ...
+
+    assert intercept.path_of(ours) == BACKWARD
+    assert intercept.path_of(theirs) == intercept.path_of(torch.autograd.backward) == ""

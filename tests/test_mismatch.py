@@ -45,6 +45,9 @@ def test_the_table_of_strategies_says_it_too(kernel: Kernel) -> None:
     line, *presets = [one for one in notebook("%distributed strategies").text.splitlines() if "does not fit" in one]
     assert line.split()[0] == "fsdp"
     assert all(preset.startswith("fsdp_") for preset in presets)
+    doctor = notebook("%distributed doctor").text
+    assert "! strategies  fsdp does not fit torch" in doctor
+    assert "Write --strategy ddp, or install one that was: pip install" in " ".join(doctor.split())
     assert "no: fsdp does not fit torch" in line
 
 

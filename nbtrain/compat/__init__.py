@@ -1,7 +1,7 @@
-"""The only rooms that touch other people's internals: names with a leading underscore, private modules, behaviour that
-no documentation promises.
+"""The only place that touches other people's internals: names with a leading underscore, private modules, behaviour
+that no documentation promises.
 
-One file for each foreign thing. Outwards it speaks nbtrain's own terms (`drop_accumulated(param)`); inwards every use
+One file for each foreign thing. Outwards it speaks nbtrain's own terms (`drop_held_back(param)`); inwards every use
 says why, and in which versions the name is there, where that is not all of them. `check()` of a file says what the
 installed version lacks: `fit.py` asks before a strategy is set up, so that what does not fit is refused in a sentence.
 

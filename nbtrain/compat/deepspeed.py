@@ -3,10 +3,10 @@
 DeepSpeed calls its wrapper of the model the engine; the engine's optimizer, here `zero`, cuts parameters and gradients
 up, holds the pieces and steps them. Nothing here imports DeepSpeed before it is used.
 
-All of it is there in 0.19.5 to 0.19.8, but for what says so. Before 0.19.4 DeepSpeed cannot be told that the loop
-decides when a step is taken (`managed_gradient_accumulation`): each backward ends the gathering of gradients, and a
-loop that adds up several would step the last one alone. 0.19.4 can, but not where the optimizer is offloaded. `check`
-finds both, and they are refused.
+All of it is there in 0.19.8; older ones are refused, by names that they lack. Before 0.19.4 DeepSpeed cannot be told
+that the loop decides when a step is taken (`managed_gradient_accumulation`): each backward ends the gathering of
+gradients, and a loop that adds up several would step the last one alone. 0.19.4 can, but not where the optimizer is
+offloaded. Until 0.19.7 stages 1 and 2 send no gradients on the CPU without `contiguous_gradients`, and say nothing.
 """
 
 from __future__ import annotations
@@ -79,12 +79,18 @@ its.fields(
     "deepspeed.runtime.base_optimizer.BackwardHookStateManager", "remaining_grad_acc_hooks", "backward_active_depth"
 )
 its.members(_TWO, "process_gradients", "scaled_global_norm", "override_loss_scale", "get_param_id")
+its.members(_TWO, "_use_compact_grad_partition_buffer")
 its.fields(
     _TWO,
     "_offload_accumulated_param_ids",
     *("all_grad_tensors", "averaged_gradients", "bit16_groups", "cpu_offload", "ipg_buckets", "micro_step_id"),
     *("parallel_partitioned_bit16_groups", "params_already_reduced", "params_in_partition", "partition_size"),
-    *("real_dp_process_group", "round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+    *(
+        "real_dp_process_group",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "single_partition_of_fp32_groups",
+    ),
 )
 its.members(
     _THREE,
@@ -242,9 +248,8 @@ def gather_all(engine: Any) -> None:
 
 
 def is_in_one_piece(zero: Any, group: int) -> bool:
-    """Stage 2 keeps this group's gradients as one flat piece and not each by itself. Until 0.19.7 it never does."""
-    compact = getattr(zero, "_use_compact_grad_partition_buffer", None)
-    return compact is not None and bool(compact(group))
+    """Stage 2 keeps this group's gradients as one flat piece and not each by itself."""
+    return bool(zero._use_compact_grad_partition_buffer(group))
 
 
 def forget_arrivals(zero: Any) -> None:
@@ -258,17 +263,8 @@ def forget_arrivals(zero: Any) -> None:
 
 
 def in_order(zero: Any, group: int) -> Iterator[tuple[Any, int]]:
-    """Stages 1 and 2: the parameters of a group, and where each begins in the group's flat tensor. Until 0.19.6 there
-    is no list of it, and they lie one behind the other."""
-    members = zero.round_robin_bit16_groups[group]
-    offsets = getattr(zero, "round_robin_bit16_offsets", None)
-    if offsets is not None:
-        yield from zip(members, offsets[group], strict=True)
-        return
-    at = 0
-    for parameter in members:
-        yield parameter, at
-        at += parameter.numel()
+    """Stages 1 and 2: the parameters of a group, and where each begins in the group's flat tensor."""
+    yield from zip(zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group], strict=True)
 
 
 def let_go_of_whole(zero: Any) -> None:

@@ -30,11 +30,11 @@ class Internals:
 
     def members(self, path: str, *names: str) -> None:
         """The module or class there has all of these."""
-        self._needs.append(lambda: _missing(path) or _lacking(find(path), names, hasattr))
+        self._needs.append(lambda: _missing(path) or _lacking(path, names, hasattr))
 
     def fields(self, path: str, *names: str) -> None:
         """Objects of the class there have all of these: its `__init__` sets them, or it declares them."""
-        self._needs.append(lambda: _missing(path) or _lacking(find(path), names, _sets))
+        self._needs.append(lambda: _missing(path) or _lacking(path, names, _sets))
 
     def takes(self, path: str, *parameters: str) -> None:
         """The first parameters of the function there."""
@@ -81,16 +81,17 @@ def _missing(path: str) -> str:
     return ""
 
 
-def _lacking(owner: Any, names: tuple[str, ...], has: Callable[[Any, str], bool]) -> str:
+def _lacking(path: str, names: tuple[str, ...], has: Callable[[Any, str], bool]) -> str:
+    owner = find(path)
     lacking = [name for name in names if not has(owner, name)]
-    return f"{owner.__name__} has no {', '.join(lacking)}" if lacking else ""
+    return f"{path.rpartition('.')[2]} has no {', '.join(lacking)}" if lacking else ""
 
 
 def _sets(cls: type, name: str) -> bool:
     if hasattr(cls, name):
         return True
     for base in cls.__mro__:
-        made = vars(base).get("__init__")
+        made = inspect.unwrap(vars(base).get("__init__", _sets))  # nbtrain may listen to it
         if name in vars(base).get("__annotations__", ()) or name in getattr(
             getattr(made, "__code__", None), "co_names", ()
         ):

@@ -8,7 +8,7 @@ from importlib import metadata
 
 TRIED: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.8.0", "2.9.1", "2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
-    "deepspeed": ("0.18.9", "0.19.8"),
+    "deepspeed": ("0.19.8",),
     "fairscale": ("0.4.13",),
     "horovod": ("0.28.1",),
 }

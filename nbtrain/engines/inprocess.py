@@ -37,8 +37,10 @@ class InProcess:
                 runtime.checkpoints.finish()
             ok = True
         finally:
-            ended = runtime.end(ok)
-            runtime.uninstall()
+            try:
+                ended = runtime.end(ok)
+            finally:
+                runtime.uninstall()
         return [*notes, *ended]
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import nbtrain.registry as registry
+from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.events import Event
 from nbtrain.exchange.kinds import numeric
@@ -84,4 +85,4 @@ def _show_from_the_cell_on(shell: Any, error: BaseException) -> None:
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = list(shell.InteractiveTB.structured_traceback(type(error), error, below))
     with suppress(AttributeError):  # a class with slots is shown whole
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        kernel.show_as(error, lines)

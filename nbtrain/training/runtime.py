@@ -143,11 +143,13 @@ class Runtime:
     def uninstall(self, whole: bool = True) -> None:
         """Put torch back as it was. `whole`: what is in pieces is put together again, which is collective."""
         global _installed
-        self.operations.end()  # a cell that was given up has not come to its end
-        self.workshop.forget(whole)
-        self._listeners.close()
-        if _installed is self:
-            _installed = None
+        try:
+            self.operations.end()  # a cell that was given up has not come to its end
+            self.workshop.forget(whole)
+        finally:
+            if _installed is self:
+                _installed = None
+            self._listeners.close()
 
     # --- per cell --------------------------------------------------------------------------------
 

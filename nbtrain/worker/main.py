@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import nbtrain.intercept as intercept
 import nbtrain.registry as registry
 from nbtrain.compat import fit
+from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
@@ -106,6 +107,9 @@ class Rank:
                     raise
 
     def _answer(self, message: Any) -> None:
+        if self._broken:
+            self._broken, self._last = False, None
+            self._give_up_runtime()
         if type(message) is Run:
             self._run(message)
         elif type(message) is Adopt:
@@ -148,7 +152,7 @@ class Rank:
             self.runtime = self._runs_as = None
 
     def _give_up_runtime(self) -> None:
-        """Its end has failed: what can be taken back is."""
+        """Its end has failed: what can be taken back is. It listens to nothing any more, whatever fails."""
         with suppress(Exception):
             self._close_runtime(False)
         self.runtime = self._runs_as = self._found = None
@@ -170,9 +174,6 @@ class Rank:
             self.shell.let_go_of_errors()
 
     def _run_cell(self, run: Run) -> None:
-        if self._broken:
-            self._broken = False
-            self._give_up_runtime()
         self._last = None
         self._lead = run.ranks[0]
         try:
@@ -182,19 +183,18 @@ class Rank:
             return
         names, lead, running = ready
         if self.info.rank not in run.ranks:
-            self.runtime.end(True)
-            self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
+            failure, lines = self._end(None, [])
+            if failure is not None:
+                self._fail(failure, lines)
+            else:
+                self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
             return
         self._last = run, names
         steps = self.runtime.steps
         self.outputs.outlet.begin(running)
         self.meters.begin(self.runtime.readings, run.number)
         failure, lines = self._execute(run)
-        try:
-            self._notes = tuple(self.runtime.end(failure is None))
-        except Exception as error:  # of ours, as a rule: the cell fails, and the next one finds everything set up anew
-            failure, lines = (failure, lines) if failure is not None else (error, self.failing.lines_of(error))
-            self._broken = True
+        failure, lines = self._end(failure, lines)
         self.meters.end()
         if self._trying is not None and self._trying.well(failure):
             told = self._trying.told(self.info.rank)
@@ -215,6 +215,17 @@ class Rank:
             )
         else:
             self._go_home(run, names, lead)
+
+    def _end(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
+        """What the cell has failed of, if it has. An error here is one of ours, as a rule: the cell fails, and the next
+        one finds everything set up anew."""
+        try:
+            self._notes = tuple(self.runtime.end(failure is None))
+        except Exception as error:
+            self._broken = True
+            if failure is None:
+                return error, self.failing.lines_of(error)
+        return failure, lines
 
     def _shares_pieces(self, run: Run) -> bool:
         """No rank has a whole model to bring home."""
@@ -261,7 +272,9 @@ class Rank:
     def _conclude(self, lead: int) -> None:
         """All ranks have come to the end of the cell; or it was cut short, and the notebook wants what it did all the
         same."""
-        assert self._last is not None
+        if self._last is None:
+            error = UsageError("what the cell had done is gone with its end, which failed in nbtrain's own code")
+            return self._fail(error, self.failing.lines_of(error))
         run, names = self._last
         self._lead = lead
         if lead == self.info.rank != run.ranks[0]:

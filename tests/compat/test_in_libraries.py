@@ -166,7 +166,7 @@ def _to_their_owners(rank: int) -> None:
     with fairscale.quiet():
         oss_class, parallel_class = fairscale.classes()
     model = Wrapped()
-    parameters = list(model.parameters())
+    parameters: list[torch.Tensor] = list(model.parameters())
     oss = make_oss(oss_class, parameters)
     owners = fairscale.owners(oss)
     assert set(owners.values()) == {0, 1}

@@ -191,15 +191,23 @@ def test_what_is_installed_fits() -> None:
     assert fit.refusal("ddp", fit.EVERYWHERE) == ""
 
 
-def test_an_error_of_a_newer_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explained(error: BaseException) -> str:
-        fit.explain(error)
-        return str(error)
+@pytest.mark.parametrize("code", ["from torch import _gone", "import torch; torch._gone()"])
+def test_an_error_of_a_newer_package_says_so(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explained(run: Any, *args: Any) -> str:
+        try:
+            run(*args)
+        except Exception as error:
+            fit.explain(error)
+            return str(error)
+        raise AssertionError
 
+    here = compile(code, "<a file of nbtrain's>", "exec")
+    ours, theirs = {"__name__": "nbtrain.training.steps"}, {"__name__": "__main__"}
+    sign = f"nbtrain was run with torch up to {versions.newest('torch')}, and here is 2.99.0: pip install"
     fit.explain(None)
-    assert explained(VersionMismatch("gone")) == "gone"
+    assert sign not in explained(exec, here, ours)
     monkeypatch.setattr(versions, "installed", lambda package: "2.99.0" if package == "torch" else "")
-    newest = versions.newest("torch")
-    assert explained(VersionMismatch("gone")).startswith(f"gone. nbtrain was run with torch up to {newest}, and here")
-    assert explained(AttributeError("somebody else's")) == "somebody else's"
-    assert explained(ValueError("no matter")) == "no matter"
+    assert sign in explained(exec, here, ours)
+    assert sign in explained(internals.Missing("torch has no `gone` here"))
+    assert sign not in explained(exec, here, theirs)
+    assert sign not in explained(exec, compile("1/0", "", "exec"), ours)

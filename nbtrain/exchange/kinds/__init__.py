@@ -43,6 +43,7 @@ from nbtrain.exchange.kinds import (
     refused,
 )
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
+from nbtrain.intercept import path_of
 
 _BY_TYPE: dict[type, Kind] = {
     **containers.KINDS,
@@ -57,7 +58,7 @@ _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, frozen.FROZEN, classes.CLASS,
-        code.BUILTIN_METHOD,
+        code.BUILTIN_METHOD, code.REPLACED,
         code.ALIAS, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, apart.APART,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
@@ -84,6 +85,8 @@ def kind_of(obj: Any, namespace: dict[str, Any], parted: Container[int] = ()) ->
 def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     cls = type(obj)
     if cls is types.FunctionType:
+        if path_of(obj):
+            return code.REPLACED
         ours = obj.__globals__ is namespace
         return code.KINDS[cls] if ours or not code.importable(obj) else None
     kind = _BY_TYPE.get(cls)

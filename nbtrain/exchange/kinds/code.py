@@ -12,8 +12,10 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import pickling, python
+from nbtrain.compat.internals import find
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
+from nbtrain.intercept import path_of
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -29,6 +31,20 @@ def importable(obj: Any) -> bool:
         return getattr(obj, "__module__", None) != "__main__" and pickling.goes_by_name(obj)
     except TypeError:
         return False
+
+
+class Replaced(Kind):
+    """The wrapper of a function of torch's, which a cell has imported by name: on the other side it is what stands
+    there, with that side's listeners or without."""
+
+    name = "replaced"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return (path_of(obj),)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return find(parts[0])
 
 
 class Function(Kind):
@@ -311,5 +327,6 @@ KINDS: dict[type, Kind] = {
     ),
 }  # fmt: skip
 BUILTIN_METHOD = BuiltinMethod()
+REPLACED = Replaced()
 ALIAS = Alias()
 ALIASES: tuple[type, ...] = (types.GenericAlias, types.UnionType, type(typing.Generic[typing.TypeVar("_T")]))  # type: ignore[index]
