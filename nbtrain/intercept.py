@@ -320,6 +320,16 @@ def path_of(function: Any) -> str:
     return str(vars(function)[PATH]) if function.__code__ is _CODE else ""
 
 
+def at(path: str) -> Any:
+    """What a cell that has imported the function by name is to have of it: on a rank our wrapper, whatever somebody
+    has put in its place since; in a notebook the package's own."""
+    owner, name = find(path.rpartition(".")[0]), path.rpartition(".")[2]
+    place = _places.get((id(owner), name))
+    if place is None:
+        return getattr(owner, name)
+    return place.lasting.function if _whole else place.first
+
+
 @contextmanager
 def without(*paths: str) -> Iterator[None]:
     """Nobody listens to these meanwhile."""

@@ -14,7 +14,8 @@ from tests.kernels import Kernel
 from tests.notebook import LOOP, TRAIN, Notebook
 
 LOOK = textwrap.dedent('''
-    import sys, threading, time
+    import sys, threading, time, warnings
+    warnings.simplefilter("ignore")  # torch says of old names that they are old
     from nbtrain import intercept
 
     def attributes():
@@ -109,3 +110,12 @@ def test_the_notebook_has_torch_as_it_was_after_a_rank_inside_of_it(kernel: Kern
     told = notebook("note_after(); print('seen', len(sys._before), sys._differ)").text
     assert told.strip().endswith("[]"), told
     assert int(told.split("seen")[1].split()[0]) > 10_000
+
+
+@pytest.mark.kernel
+def test_what_a_cell_inside_of_the_notebook_has_imported_is_torchs_own_afterwards(kernel: Kernel) -> None:
+    notebook = Notebook(kernel)
+    notebook(
+        "%%distributed --engine inprocess\nfrom torch.nn.utils import clip_grad_norm_ as clip\nfrom torch import save"
+    )
+    notebook("import pickle; assert clip is torch.nn.utils.clip_grad_norm_ and save is torch.save; pickle.dumps(clip)")

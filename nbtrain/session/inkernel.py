@@ -6,9 +6,11 @@ import ast
 import inspect
 import time
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import nbtrain.registry as registry
+from nbtrain import intercept
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.events import Event
@@ -48,7 +50,15 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
             print(note)
         ok = True
     finally:
+        _own_again(shell.user_ns)
         audience.closed(ok)
+
+
+def _own_again(namespace: dict[str, Any]) -> None:
+    """Functions of torch's that the cell has imported by name are torch's own when it has ended."""
+    for name, value in list(namespace.items()):
+        if type(value) is FunctionType and (path := intercept.path_of(value)):
+            namespace[name] = intercept.at(path)
 
 
 def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import pickling, python
-from nbtrain.compat.internals import find
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
-from nbtrain.intercept import path_of
+from nbtrain.intercept import at, path_of
 
 if TYPE_CHECKING:
     from nbtrain.exchange.arrival import Arrival
@@ -44,7 +43,7 @@ class Replaced(Kind):
         return (path_of(obj),)
 
     def join(self, parts: tuple[Any, ...]) -> Any:
-        return find(parts[0])
+        return at(parts[0])
 
 
 class Function(Kind):
