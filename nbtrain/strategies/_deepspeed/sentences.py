@@ -51,7 +51,9 @@ SOME_CLIPPED = (
     "by their common norm; clip model.parameters(), or take the strategy ddp"
 )
 
-OTHER_NORM = "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm; or take ddp"
+OTHER_NORM = (
+    "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm alone: leave norm_type out, or use --strategy ddp"
+)
 
 
 def without_gradient(names: list[str]) -> str:
