@@ -52,7 +52,8 @@ SOME_CLIPPED = (
 )
 
 OTHER_NORM = (
-    "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm alone: leave norm_type out, or use --strategy ddp"
+    "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm alone: leave norm_type out, or use "
+    "--strategy ddp"
 )
 
 
