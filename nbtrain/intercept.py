@@ -470,7 +470,7 @@ class _Place:
             own = found is self.first or found is self.lasting.function
             self.wrapper = self.lasting if own else _Wrapper(found, self.path)
             self.found = self.first if own else found
-        self._compose()
+            self._compose()
 
     def _settle(self) -> None:
         """After a listener has come or gone."""
