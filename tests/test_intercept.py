@@ -6,7 +6,10 @@ import functools
 import inspect
 import itertools
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from nbtrain.compat import fit
 from nbtrain.compat.internals import find
 from nbtrain.intercept import TABLE, Listeners, While, listening, original, without
 
+ROOT = Path(__file__).resolve().parent.parent
 BACKWARD = "torch.autograd.backward"
 ORDER = ("pipeline", "pieces", "step", "precision")
 
@@ -374,3 +378,8 @@ def test_it_is_known_by_its_path_and_what_only_looks_like_it_is_not() -> None:
 
     assert intercept.path_of(ours) == BACKWARD
     assert intercept.path_of(theirs) == intercept.path_of(torch.autograd.backward) == ""
+
+
+def test_the_table_in_the_documentation_is_the_one_in_the_code() -> None:
+    told = subprocess.run([sys.executable, ROOT / ".ci" / "replaced", "--check"], capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout + told.stderr
