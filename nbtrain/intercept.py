@@ -412,9 +412,14 @@ class _Place:
         self.theirs: Any = _ABSENT
         """somebody else's, that was put in the place of ours"""
         self.first = self.found
-        shares = twin is not None and twin.first is self.first
-        self.lasting: _Wrapper = twin.lasting if twin is not None and shares else _Wrapper(self.first, path)
+        self.shared = False
+        """the lasting wrapper is that of another place, too"""
+        self.lasting: _Wrapper
         """of the package's own function: what cells have imported goes on working"""
+        if twin is not None and twin.first is self.first:
+            self.lasting, self.shared, twin.shared = twin.lasting, True, True
+        else:
+            self.lasting = _Wrapper(self.first, path)
         self.wrapper = self.lasting
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
@@ -464,9 +469,11 @@ class _Place:
 
     def _find(self, found: Any) -> None:
         """What stands there now, under ours. If it is not the package's own it may call our lasting wrapper, which
-        must not call it again: it gets one of its own, and the lasting one is the package's function."""
+        must not call it again: it gets one of its own, and the lasting one is the package's function, unless another
+        place stands by it, whose listeners are not to be lost."""
         if found is not self.found:
-            self.lasting.chain = self.first
+            if not self.shared:
+                self.lasting.chain = self.first
             own = found is self.first or found is self.lasting.function
             self.wrapper = self.lasting if own else _Wrapper(found, self.path)
             self.found = self.first if own else found

@@ -380,6 +380,27 @@ def test_it_is_known_by_its_path_and_what_only_looks_like_it_is_not() -> None:
     assert intercept.path_of(theirs) == intercept.path_of(torch.autograd.backward) == ""
 
 
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_who_replaces_one_of_two_names_between_cells_does_not_silence_the_other(replaced: int) -> None:
+    import torch.nn.utils.clip_grad as clip_grad
+
+    owners: list[Any] = [torch.nn.utils, clip_grad]
+    plain, calls, p = clip_grad.clip_grad_norm_, [], torch.nn.Parameter(torch.ones(2))
+    listeners = Listeners()
+    listeners.listen("torch.nn.utils.clip_grad_norm_", "step", noting("clip", calls))
+    try:
+        intercept.lay_aside()
+        owners[replaced].clip_grad_norm_ = lambda *args: plain(*args)
+        with intercept.in_place():
+            for owner in owners:
+                owner.clip_grad_norm_([p], 1.0)
+        assert calls == ["clip", "clip"]
+    finally:
+        intercept._standing = True
+        listeners.close()
+        owners[replaced].clip_grad_norm_ = plain
+
+
 def test_the_table_in_the_documentation_is_the_one_in_the_code() -> None:
     told = subprocess.run([sys.executable, ROOT / ".ci" / "replaced", "--check"], capture_output=True, text=True)
     assert told.returncode == 0, told.stdout + told.stderr
