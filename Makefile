@@ -20,7 +20,8 @@ help:
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks'
 	@echo 'make tables memory and pace of every strategy, the largest that fits; SIZE=10 RANKS="2 4" MEMORY= COPY=FILE'
-	@echo 'make fuzz   random notebooks against one process; EXAMPLES=2000 SEED=0'
+	@echo 'make fuzz   random notebooks against one process, and random training programs under every strategy;'
+	@echo '            EXAMPLES=2000 SEED=0; STRATEGY=fsdp EXAMPLES=1000: training programs under that one; NUMBER=17'
 	@echo 'make parity every line that people write under every strategy and option, against one process; all pairs'
 	@echo '            of checkpoints; what a rank holds, and what the plan says; SEED=0'
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
@@ -65,7 +66,9 @@ tables: $(INSTALLED)
 	    $(if $(MEMORY),--memory $(MEMORY)) $(if $(COPY),--copy $(COPY))
 
 fuzz: $(INSTALLED)
-	EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_fuzz.py
+	$(if $(STRATEGY),,EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_fuzz.py)
+	$(BIN)/python -u -m tests.fuzz $(if $(STRATEGY),--strategy $(STRATEGY)) --examples $(or $(EXAMPLES),1000) \
+	    --seed $(or $(SEED),0) $(if $(NUMBER),--number $(NUMBER))
 
 parity: $(INSTALLED)
 	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_parity.py tests/test_sharded_memory.py \

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     local_rank: int
     device: torch.device
 
-    def log(**values: Any) -> None: ...
+    def log(*, sync: bool = False, **values: Any) -> None: ...
     def reduce(value: Any, op: str = "mean") -> Any: ...
-    def gather(value: Any) -> Any: ...
+    def gather(value: Any, of: Any = None) -> Any: ...
     def barrier() -> None: ...
     def setup(*objects: Any) -> Any: ...
 
@@ -77,9 +77,11 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbtrain.cuda_watch import watch_cuda_init
     from nbtrain.engines._local.warm import foresee
     from nbtrain.magics.extension import load
+    from nbtrain.worker.local_files import note_executed
 
     load(shell, doctor=_doctor)
     _watches[id(shell)] = watch_cuda_init(shell)
+    note_executed()
     foresee()
 
 

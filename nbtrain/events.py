@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -111,7 +111,7 @@ class RankState(Event):
 
     state: str
     notes: tuple[str, ...] = ()
-    """with `running`: what belongs into the run's first line, `batch 32 × 4`"""
+    """with `running`: what belongs into the run's first line, `batch 32 × 4 = 128`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,12 +183,16 @@ class Finished(Event):
     """checksums of what should be equal on every rank"""
     values: Any = None
     """checksums of what the notebook can have only once"""
+    compared: Mapping[str, int] = field(default_factory=dict)
+    """numbers of what the cell has done, by name: where all ranks have the same, or not, there is something to say"""
     released: tuple[int, ...] = ()
     """shared memory that nothing on this rank shows any more"""
     grouped: bool = True
     """the process group is as it was; a cell may have destroyed it"""
     notes: tuple[str, ...] = ()
     """sentences for the user"""
+    advice: Mapping[str, str] = field(default_factory=dict)
+    """sentences that a notebook is told once, by name"""
     tried: Tried | None = None
     """of a trial, which brings nothing home"""
     began: RankState | None = None
@@ -223,7 +227,7 @@ class Sink(Protocol):
     """Who is told of a run. All calls come from the one thread that watches it."""
 
     def opened(self, summary: str) -> None:
-        """The run begins; `summary` is its first line (`ddp · 4 ranks · cpu · batch 32 × 4`)."""
+        """The run begins; `summary` is its first line (`ddp · 4 ranks · cpu · batch 32 × 4 = 128`)."""
 
     def receive(self, event: Event) -> None:
         """One event of one rank. Output and displays do not come here; they are relayed as they are."""

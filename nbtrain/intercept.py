@@ -15,13 +15,17 @@ Nothing else in nbtrain assigns to an attribute of another package. ARCHITECTURE
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import FunctionType, GetSetDescriptorType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from nbtrain.compat import cuda, dtensor, groups, loaders, modules
+from nbtrain.compat import brought, cuda, dtensor, extensions, groups, loaders, modules
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import horovod as hvd
 from nbtrain.compat.internals import find
@@ -37,9 +41,6 @@ COLLECTIVES = (
     "reduce_scatter_single",
 )  # fmt: skip
 """of torch.distributed: they need every rank. The last two are not in every torch."""
-UPDATES = ("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "__iadd__", "__isub__", "__imul__")
-DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_")
-"""methods of a tensor that write to it"""
 NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
 """methods by which a number is read out of a tensor"""
 
@@ -60,6 +61,8 @@ class Row:
     """not every version of the package has it; without it there is nothing to listen to"""
     added: bool = False
     """the package has none: what a listener makes is all there is"""
+    static: bool = False
+    """of a class, and called without an object"""
 
     def paths(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """(path, other places of it)"""
@@ -73,7 +76,7 @@ TABLE: tuple[Row, ...] = (
         {
             "pipeline": "a graph ends where a stage begins: which loss a backward starts from is noted, and what "
             "cannot be answered is refused",
-            "pieces": "a loss over parameters in pieces is refused",
+            "pieces": "a loss that is made of parameters in pieces alone is put together",
             "step": "the strategy, accumulation and loss scaling do their part; a backward cut short is forgotten",
             "precision": "layers that are computed again make tensors in the model's 16 bits",
         },
@@ -82,9 +85,22 @@ TABLE: tuple[Row, ...] = (
     Row(
         "torch.autograd.grad",
         {
+            "step": "what it gives is this rank's own: added to an averaged gradient, that is averaged again",
             "pipeline": "gradients by name are refused, and no parameter gets one meanwhile",
-            "pieces": "gradients of gathered weights are refused",
+            "pieces": "by weights in pieces: it is asked of what is gathered, and each rank gets its part of the mean",
+            "deepspeed": "what DeepSpeed cannot follow is said in words",
         },
+        imported=True,
+    ),
+    Row(
+        "torch.utils.checkpoint.checkpoint",
+        {"pipeline": "without re-entering autograd: a backward of its own would begin inside of a stage's"},
+        imported=True,
+    ),
+    Row(
+        "torch.{}.functional_call",
+        {"pieces": "a model in pieces is called with the weights given, without what gathers its own"},
+        names=("func", "nn.utils.stateless"),
         imported=True,
     ),
     Row(
@@ -142,15 +158,37 @@ TABLE: tuple[Row, ...] = (
             "precision": "what a model computes in, where that is not 32 bits",
         },
     ),
+    Row("torch.optim.Optimizer.load_state_dict", {"pipeline": "each rank keeps of it what is its own"}),
     Row(
-        "torch.nn.Module.{}",
-        {"pipeline": "whole, on every rank"},
-        names=("state_dict", "load_state_dict"),
+        "torch.Tensor.{}",
+        {"hooks": "where ranks average gradients, it would see this rank's own: refused, or said once"},
+        names=("register_hook", "register_post_accumulate_grad_hook"),
     ),
     Row(
-        "torch.optim.Optimizer.{}",
-        {"pipeline": "whole, on every rank"},
-        names=("state_dict", "load_state_dict"),
+        "torch.Tensor.{}",
+        {"drawn": "what is drawn for a weight is the same on every rank, and what one process draws"},
+        names=(
+            "normal_",
+            "uniform_",
+            "random_",
+            "bernoulli_",
+            "exponential_",
+            "log_normal_",
+            "cauchy_",
+            "geometric_",
+        ),
+    ),
+    Row(
+        "torch.nn.init.{}",
+        {"drawn": "the same: these draw for a tensor of their own, and write it into the weight"},
+        names=("orthogonal_", "sparse_"),
+        imported=True,
+    ),
+    Row(
+        "torch.{}",
+        {"drawn": "the same, for noise that has a weight's shape"},
+        names=("rand_like", "randn_like", "randint_like"),
+        imported=True,
     ),
     Row("torch.Tensor.retain_grad", {"scaling": "its gradient, too, is divided by the scale"}),
     Row(
@@ -158,16 +196,20 @@ TABLE: tuple[Row, ...] = (
         {"lowered": "a copy of weights in 16 bits is known for one"},
         also=("torch.nn.Parameter.__deepcopy__",),
     ),
-    Row(
-        "torch.Tensor.{}",
-        {"writes": "under pipeline: a tensor of another stage is not written to, and nothing is updated from one"},
-        names=(*UPDATES, *DRAWS),
-    ),
     Row("torch.Tensor.__reduce_ex__", {"xla": "who reads a file may have no XLA: tensors are saved as of the CPU"}),
     Row(
         "torch.distributed.tensor.DTensor.{}",
         {"values": "what is read out of tensors in pieces is the whole's value"},
         names=("__str__", "__format__", *NUMBERS),
+    ),
+    Row(
+        "torch.distributed.tensor.DTensor.data",
+        {"values": "each rank takes its part of what is put there; torch would drop it"},
+    ),
+    Row(
+        dtensor.FUNCTION,
+        {"values": "what meets an ordinary tensor, or is differentiated in the loop, is computed with the whole"},
+        static=True,
     ),
     Row(
         "torch.distributed.tensor.DTensor._repr_pretty_",
@@ -210,6 +252,13 @@ TABLE: tuple[Row, ...] = (
         maybe=True,
     ),
     Row("torch.distributed.distributed_c10d.Work.wait", {"meeting": "waiting counts as communication"}),
+    Row(
+        "torch.distributed.init_process_group",
+        {"group": "a script under none is given the ranks' own group, or the one it asks for in its place"},
+        also=("torch.distributed.distributed_c10d.init_process_group",),
+        imported=True,
+        maybe=True,
+    ),
     Row(groups.MAKE, {"group": "the sockets of every group are known, and its threads are patient"}),
     Row("torch.save", {"saving": "one file, written once"}, also=("torch.serialization.save",), imported=True),
     Row(
@@ -226,6 +275,8 @@ TABLE: tuple[Row, ...] = (
         "torch.nn.functional.linear",
         {"deepspeed": "stage 3 computes it by a function of its own, while its cells run"},
     ),
+    Row(ds.JIT_LOAD, {"deepspeed": "what is compiled is said, by one rank for all, and ends with it"}),
+    Row(extensions.RUN_NINJA, {"deepspeed": "compilers end with the rank, and their progress is told"}, maybe=True),
     Row(ds.BUILD_SHM, {"deepspeed": "it would compile an op for a collective that training does not use"}),
     Row(
         ds.EMPTY_PARAMETER,
@@ -235,8 +286,39 @@ TABLE: tuple[Row, ...] = (
     Row(ds.SEND_WEIGHTS, {"deepspeed": "weights that have been compared are not sent again while an engine is made"}),
     Row(ds.SEND_WEIGHT, {"deepspeed": "the same, under stage 3"}),
     Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
-    Row(hvd.START, {"horovod": "a cell's own hvd.init() goes on with the ranks there are"}),
+    Row(
+        hvd.START,
+        {
+            "brought": "refused under another strategy than horovod: no rank would find the others",
+            "horovod": "a cell's own hvd.init() goes on with the ranks there are",
+        },
+    ),
     Row(hvd.WAIT, {"horovod": "waiting can be interrupted, and does not take a processor"}),
+    *(
+        Row(
+            f"{one.path}.{{}}",
+            {"brought": "refused under another strategy than none; made in the notebook it knows one process"},
+            names=("__init__", *one.uses),
+            maybe=True,
+        )
+        for one in brought.CLASSES
+    ),
+    Row(brought.DEEPSPEED, {"brought": "refused under another strategy than none"}, maybe=True),
+    Row(brought.HOROVOD, {"brought": "refused: -s horovod does it"}, maybe=True),
+    Row(
+        f"{brought.LAUNCHERS}.{{}}",
+        {"brought": "processes of its own, beside the ranks: says what to write"},
+        also=("accelerate.{}",),
+        names=("notebook_launcher", "debug_launcher"),
+        maybe=True,
+    ),
+    Row(
+        "torch.multiprocessing.{}",
+        {"brought": "processes of its own, beside the ranks: says what to write"},
+        also=("torch.multiprocessing.spawn.{}",),
+        names=("start_processes",),
+        imported=True,
+    ),
 )
 
 
@@ -253,6 +335,19 @@ class Listeners:
         """`path`, `name`: as in `TABLE`. `owner`: a subclass that has a method of its own under the row's name."""
         for place in _places_of(path, owner):
             self._ends.append(place.add(name, make))
+
+    def when_imported(self, module: str, paths: Sequence[str], name: str, make: Callable[[str], Make]) -> None:
+        """As `listen` to each of the paths, with what `make` gives for it, as soon as `module` has been imported, by
+        whomever: nothing is imported for it."""
+
+        def begin() -> None:
+            for path in paths:
+                self.listen(path, name, make(path))
+
+        if module in sys.modules:
+            begin()
+        else:
+            self._ends.append(_arrivals.wait(module, begin))
 
     def hook(self, handle: Any) -> None:
         """A hook that a public function has hung up, by its handle."""
@@ -279,6 +374,65 @@ def listening(path: str, name: str, make: Make) -> Iterator[None]:
         yield
     finally:
         listeners.close()
+
+
+class _Arrivals(MetaPathFinder):
+    """Tells who waits for a module when it has been imported. It stands in Python's list of finders only meanwhile, and
+    finds nothing itself."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self.asked: set[str] = set()
+        """modules that others are asked for, through the same list"""
+
+    def wait(self, module: str, begin: Callable[[], None]) -> Callable[[], None]:
+        """Returns what ends it."""
+        if not self.waiting:
+            sys.meta_path.insert(0, self)
+        self.waiting.setdefault(module, []).append(begin)
+
+        def end() -> None:
+            if begin in self.waiting.get(module, ()):
+                self.waiting[module].remove(begin)
+                self._gone(module)
+
+        return end
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.waiting or name in self.asked:
+            return None
+        self.asked.add(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self.asked.discard(name)
+        if spec is not None and spec.loader is not None:
+            self._tells(name, spec.loader)
+        return spec
+
+    def _tells(self, name: str, loader: Any) -> None:
+        """This loader, which is the module's own, when it has run it."""
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)
+            run(module)
+            for begin in self.waiting.pop(name, ()):
+                begin()
+            self._gone(name)
+
+        loader.exec_module = exec_module
+
+    def _gone(self, name: str) -> None:
+        if not self.waiting.get(name, True):
+            del self.waiting[name]
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+_arrivals = _Arrivals()
 
 
 class While(Generic[Owner]):
@@ -371,15 +525,18 @@ _whole = False
 class _Wrapper:
     """What stands in the place of a function, and what it calls."""
 
-    def __init__(self, found: Any, path: str) -> None:
+    def __init__(self, found: Any, path: str, static: bool = False) -> None:
         self.chain: Any = found
         self.function: Any
         if isinstance(found, property):
-            self.function = property(lambda obj: self.chain.fget(obj), doc=found.__doc__)
+            setter = None if found.fset is None else lambda obj, value: self.chain.fset(obj, value)
+            self.function = property(lambda obj: self.chain.fget(obj), setter, doc=found.__doc__)
             return
 
         self.function = _like(found, _calls(self))  # shown by `help` as the function is
         vars(self.function)[PATH] = path
+        if static:
+            self.function = staticmethod(self.function)
 
 
 def _calls(wrapper: _Wrapper | None) -> Any:
@@ -407,7 +564,10 @@ class _Place:
         self.stands = False
         self.before: Any = _ABSENT
         """what the owner itself had"""
-        self.found: Any = getattr(owner, name, None)
+        found = getattr(owner, name, None)
+        self.attribute = found if isinstance(found, GetSetDescriptorType) else None
+        """one that is written in C: a property in Python stands for it"""
+        self.found: Any = found if self.attribute is None else _as_property(self.attribute)
         """and what it had or inherited"""
         self.theirs: Any = _ABSENT
         """somebody else's, that was put in the place of ours"""
@@ -419,7 +579,7 @@ class _Place:
         if twin is not None and twin.first is self.first:
             self.lasting, self.shared, twin.shared = twin.lasting, True, True
         else:
-            self.lasting = _Wrapper(self.first, path)
+            self.lasting = _Wrapper(self.first, path, row.static)
         self.wrapper = self.lasting
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
@@ -471,11 +631,13 @@ class _Place:
         """What stands there now, under ours. If it is not the package's own it may call our lasting wrapper, which
         must not call it again: it gets one of its own, and the lasting one is the package's function, unless another
         place stands by it, whose listeners are not to be lost."""
+        if self.attribute is not None and found is self.attribute:
+            return
         if found is not self.found:
             if not self.shared:
                 self.lasting.chain = self.first
             own = found is self.first or found is self.lasting.function
-            self.wrapper = self.lasting if own else _Wrapper(found, self.path)
+            self.wrapper = self.lasting if own else _Wrapper(found, self.path, self.row.static)
             self.found = self.first if own else found
             self._compose()
 
@@ -493,6 +655,10 @@ class _Place:
         for _, make in reversed(() if self.muted else self.listeners):
             chain = _like(chain, make(chain))
         self.wrapper.chain = chain
+
+
+def _as_property(attribute: Any) -> property:
+    return property(lambda obj: attribute.__get__(obj), lambda obj, value: attribute.__set__(obj, value))
 
 
 def _like(old: Any, new: Any) -> Any:

@@ -32,6 +32,10 @@ class Surroundings:
     colors: str | None = None
     """of tracebacks, as IPython names them"""
     torch_flags: Mapping[str, Any] | None = None
+    settings: Mapping[str, bytes] | None = None
+    """of Python and of libraries, each packed: those that are others than before"""
+    port: int | None = None
+    """where the cell's own code may have its ranks meet; nobody listens there yet"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

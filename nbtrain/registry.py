@@ -110,7 +110,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="every rank holds a part of all there is; a layer is gathered while it computes",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
-        internals=(*fit.EVERYWHERE, "fsdp2", "dtensor"),
+        internals=(*fit.EVERYWHERE, "fsdp2", "dtensor", "wrap_policies"),
         instead="ddp",
     ),
     Entry(

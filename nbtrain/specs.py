@@ -107,6 +107,23 @@ class Trial:
     """what these names of the notebook hold meanwhile"""
     threads: int = 0
     """that a rank computes in, on a CPU; 0: as many as otherwise"""
+    record: Record | None = None
+    """what the steps saw and made is written down, to be compared with another trial's"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What a trial writes down of its steps: samples, losses, weights."""
+
+    folder: str
+    numbers: tuple[str, ...] = ()
+    """names of the cell that may hold a number when it is over"""
+    stands_for: int = 0
+    """this is one process: its loaders give what those of so many ranks would, together"""
+    turned: bool = False
+    """the samples of each batch come in the opposite order"""
+    without: tuple[str, ...] = ()
+    """switched off meanwhile: `dropout`, `batch norm`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +142,10 @@ class RunSpec:
     split_batches: bool = False
     sampler: bool = True
     """False: every rank sees all batches (`--no-sampler`)"""
+    share_eval: bool = False
+    """loaders that are iterated to evaluate are shared out, too"""
+    scale_lr: str = ""
+    """`linear`, `sqrt`: optimizers step with a learning rate for the batch of all ranks"""
     checkpoint_activations: tuple[str, ...] = ()
     """names of classes whose activations are computed again in the backward"""
     ranks: tuple[int, ...] | None = None

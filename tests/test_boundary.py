@@ -23,10 +23,12 @@ SETTINGS = {
     "sys.breakpointhook": "Python documents it as a hook to set",
     "sys.{name}": "the last error, which Python sets and a rank takes away again",
     "deepspeed.runtime.zero.partition_parameters.Init.param_id": "a counter of DeepSpeed's, which ranks compare",
+    "torch.utils.hooks.RemovableHandle.next_id": "the counter that numbers hooks: those that came over keep theirs",
     "builtins.input": "nobody can type on a rank, whose process has no other use; a kernel sets it, too",
     "getpass.getpass": "the same",
     "importlib.machinery.SourceFileLoader.path_stats": "Python's: a rank knows from it which files it has read, also "
     "between cells, for as long as its process lives",
+    "importlib.machinery.SourceFileLoader.exec_module": "Python's: what a local file made is noted",
     "builtins.{name}": "nbtrain's own names, which a rank's cells know without importing them",
 }
 """What is made to be set. path → why"""

@@ -22,7 +22,7 @@ def test_option_names(nb: Notebook) -> None:
     assert completions(nb.shell, "%%distributed --st|") == ["--start", "--steps", "--strategy"]
     assert completions(nb.shell, "%%distributed -s ddp --dev|") == ["--devices"]
     every = completions(nb.shell, "%%distributed |")
-    assert {"--devices", "--monitor", "--no-sampler"} <= set(every)
+    assert {"--devices", "--monitor", "--no-sampler", "--share-eval"} <= set(every)
 
 
 def test_an_option_is_offered_once(nb: Notebook) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -112,8 +113,8 @@ def test_effective_batch_is_said() -> None:
     loader = DataLoader(numbers(8), batch_size=4)
     with running(0, 2) as runtime:
         pool = PoolSpec(devices=("cpu", "cpu"))
-        assert runtime.begin(RunSpec(pool=pool), {"loader": loader, "other": loader}) == ["batch 4 × 2"]
-        assert runtime.begin(RunSpec(pool=pool, accumulate=3), {"a": loader}) == ["batch 4 × 2 × 3 accumulated"]
+        assert runtime.begin(RunSpec(pool=pool), {"loader": loader, "other": loader}) == ["batch 4 × 2 = 8"]
+        assert runtime.begin(RunSpec(pool=pool, accumulate=3), {"a": loader}) == ["batch 4 × 2 × 3 accumulated = 24"]
         runtime.end(True)
         assert runtime.begin(RunSpec(pool=pool, split_batches=True), {"a": loader}) == ["batch 4 split over 2 ranks"]
 
@@ -147,6 +148,42 @@ def test_no_sampler_none_and_distributed_samplers_are_left_alone() -> None:
     sampler: Any = DistributedSampler(numbers(8), num_replicas=2, rank=1, shuffle=False)
     shares, _ = deal(lambda: DataLoader(numbers(8), batch_size=2, sampler=sampler), 2)
     assert shares[1] == [[1, 3], [5, 7]]
+
+
+class BatchSamplerShard:
+    """accelerate's: every rank takes its own batches of the loader's."""
+
+    def __init__(self, batches: Any, num_processes: int, process_index: int) -> None:
+        self.batches, self.num_processes, self.process_index = batches, num_processes, process_index
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batches), self.process_index, None, self.num_processes)
+
+    def __len__(self) -> int:
+        return len(self.batches) // self.num_processes
+
+
+class Strided:
+    """A sampler of one's own, in the manner of torch's."""
+
+    def __init__(self, count: int, num_replicas: int, rank: int) -> None:
+        self.count, self.num_replicas, self.rank = count, num_replicas, rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.count, self.num_replicas))
+
+    def __len__(self) -> int:
+        return self.count // self.num_replicas
+
+
+def test_what_a_sampler_shares_out_already_is_not_shared_out_again() -> None:
+    batches = BatchSampler(SequentialSampler(numbers(8)), 2, drop_last=False)
+    shares, lengths = deal(lambda: DataLoader(numbers(8), batch_sampler=BatchSamplerShard(batches, 2, 1)), 2)  # type: ignore[arg-type]
+    assert (shares, lengths) == ([[[2, 3], [6, 7]]] * 2, [2, 2])
+    shares, _ = deal(lambda: DataLoader(numbers(8), batch_size=2, sampler=Strided(8, 2, 1)), 2)  # type: ignore[arg-type]
+    assert shares == [[[1, 3], [5, 7]]] * 2
+    alone: Any = BatchSamplerShard(batches, 1, 0)
+    assert deal(lambda: DataLoader(numbers(8), batch_sampler=alone), 2)[0] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 class Stream(IterableDataset[int]):

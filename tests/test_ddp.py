@@ -143,6 +143,23 @@ def by_hand(bench: Bench) -> Weights:
     return model.state_dict()
 
 
+def other_memory(bench: Bench) -> Weights:
+    """Weights that are other tensors by now, and not where the strategy had put them."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.data = p.data * 0.99
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
 def own_method(bench: Bench) -> Weights:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -423,8 +440,8 @@ def accumulate_what_one_rank_used(bench: Bench) -> Weights:
 
 
 CASES = [
-    plain, by_hand, own_method, frozen_then_thawed, tied, used_on_one_rank, adversaries, penalty, broken_backward,
-    with_workers, closure, sparse, channels_last, made_in_the_cell, accumulate,
+    plain, by_hand, other_memory, own_method, frozen_then_thawed, tied, used_on_one_rank, adversaries, penalty,
+    broken_backward, with_workers, closure, sparse, channels_last, made_in_the_cell, accumulate,
     accumulate_what_one_rank_used,
 ]  # fmt: skip
 

@@ -243,7 +243,7 @@ def test_two_cells_are_one_process(stage: int, options: dict[str, Any], count: i
 def other_forms(rank: int, stage: int, options: dict[str, Any], count: int, one: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, form in FORMS.items():
-        if stage == 3 and name in ("retain_graph", "edited weights"):
+        if stage == 3 and name == "retain_graph":
             continue
         model, optimizer, _ = make()
         data = [(x[rank::count], y[rank::count]) for x, y in batches(3)]
@@ -628,7 +628,7 @@ def refused(rank: int) -> dict[str, str]:
     one = prepared(*make()[:2], stage=3, config=SHARDED)
     inner = one.component.modules["model"]
     assert sum(p.numel() for p in inner.parameters()) == sum(p.numel() for p in make()[0].parameters())
-    assert bool(inner.scale.isnan().all())
+    assert torch.equal(inner.scale.detach(), make()[0].scale.detach())
     out = inner(x)
     mse(out, y).backward(retain_graph=True)
     with noted("retain_graph 3"), one.backward():
@@ -649,8 +649,8 @@ def test_what_it_cannot_do_is_a_sentence() -> None:
         "lbfgs": "LBFGS takes steps along one direction",
         "fp16": "no half precision on the CPU",
         "cpu checkpointing": "moves activations from a GPU",
-        "retain_graph 3": "a forward can be used by one backward only",
         "a copy 3": "under stage 3 they are in pieces",
+        "retain_graph 3": "a forward can be used by one backward only",
     }
     for stage in (1, 3):
         words |= {
@@ -935,7 +935,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """DeepSpeed's CPU Adam: about a minute, once per machine."""
     from nbtrain.strategies._deepspeed import library, ops
 
-    ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder", True)
+    ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder")
 
 
 @pytest.mark.limit(400)
@@ -958,7 +958,7 @@ def without_libaio(rank: int) -> str:
     from nbtrain.strategies._deepspeed import library, ops
 
     try:
-        ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder", True)
+        ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder")
     except UsageError as error:
         return str(error)
     return ""

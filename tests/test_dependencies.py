@@ -41,8 +41,12 @@ COMES_WITH = {
 }
 """What nbtrain speaks to only through a package that it declares, and that cannot do without it."""
 
-OF_THE_PLACE = {"torch-xla": ("strategies/_xla/", "compat/xla.py")}
-"""Its version is the machine's: no extra could name it."""
+OF_THE_PLACE = {
+    "torch-xla": ("strategies/_xla/", "compat/xla.py"),  # its version is the machine's: no extra could name it
+    "pandas": ("worker/settings.py",),  # what the notebook has set of it follows to the ranks
+    "matplotlib": ("worker/settings.py",),
+}
+"""Used where it is installed."""
 
 NAMED = {"zmq": "pyzmq", "IPython": "ipython", "jupyter_server": "jupyter-server", "torch_xla": "torch-xla"}
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import Handle
+from nbtrain.exchange.kinds.base import Handle, Kind
 from nbtrain.exchange.residence import Walk
+from nbtrain.exchange.ways import Ways
 from tests.sides import Sides
 
 NOTEBOOK = """
@@ -409,6 +410,22 @@ def test_small_walks_hold_nothing(sides: Sides) -> None:
     gone = weakref.ref(walk)
     del walk
     assert gone() is None
+
+
+def test_many_new_objects_of_one_list_are_found_in_one_pass(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are told the way to each of them; to look for each among all takes minutes for ten thousand."""
+    count = 300
+    sides.run(f"import torch\nmade = [torch.ones(2) for _ in range({count})]")
+    walk = Walk(sides.traffic.table, sides.here)
+    walk.name("made", sides("made"))
+    asked: list[object] = []
+    identity = Kind.identity
+    monkeypatch.setattr(Kind, "identity", lambda self, obj: asked.append(obj) or identity(self, obj))
+    ways = Ways(sides.traffic.table, sides.here)
+    found = [ways.to(node) for node in walk.added if node.kind.name == "tensor"]
+    assert len({way for way in found if way is not None}) == count
+    assert len(asked) <= 10 * count
+    walk.undo()
 
 
 def test_long_strings_and_tuples_are_sent_once(sides: Sides) -> None:

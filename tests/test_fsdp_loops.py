@@ -377,5 +377,11 @@ def test_cells_of_a_notebook(notebook: Notebook) -> None:
     notebook(line + "for x, y in loader: F.cross_entropy(head(model(x)), y).backward(); more.step(); more.zero_grad()")
     notebook(line + CELL + "torch.save(model.state_dict(), 'w.pt')")
     notebook("kept = torch.load('w.pt'); import os; os.unlink('w.pt')")
+    # Different paths are different files, each whole; and each rank finds its own at once.
+    each = "torch.save(model.state_dict(), f'w{rank}.pt'); found = torch.load(f'w{rank}.pt')"
+    notebook(line + each + "\nassert len(found) == len(model.state_dict())")
+    notebook("each = [torch.load(f'w{i}.pt') for i in range(2)]; os.unlink('w0.pt'); os.unlink('w1.pt')")
+    same_ones = "print(all(torch.equal(v, one[k]) for one in each for k, v in model.state_dict().items()))"
+    assert notebook(same_ones).text.strip() == "True"
     same_ones = "print(all(torch.equal(v, kept[k]) for k, v in model.state_dict().items()))"
     assert notebook(same_ones).text.strip() == "True"

@@ -178,11 +178,15 @@ def test_cells(notebook: Notebook) -> None:
         assert "norm = float(norm)" in error.evalue
         assert "rank 1 has come to the end" in error.evalue
 
-    # A part that nobody gathers.
-    notebook("model = Outer(); opt = adamw(model)")
-    error = notebook.fails(LINE + TRAIN.format("model", "opt"))
-    assert "--wrap Inner" in error.evalue
-    assert "nbtrain.wrap(Inner(" in error.evalue
-    notebook(LINE.replace("\n", " --wrap Inner\n") + TRAIN.format("model", "opt"))
-    error = notebook.fails(LINE.replace("\n", " --wrap Inner\n") + "X[:4] @ model.head.weight")
-    assert "some rows of it only" in error.evalue
+    # A part that nobody gathers, and weights that meet a batch.
+    notebook("model = Outer(); first = copy.deepcopy(model); opt = adamw(model); opt1 = adamw(first)")
+    for line in (LINE, LINE.replace("\n", " --wrap Inner\n")):
+        notebook(line + TRAIN.format("model", "opt") + "met = X[:4] @ model.head.weight.T")
+        notebook(TRAIN.format("first", "opt1") + "alone = X[:4] @ first.head.weight.T")
+        assert notebook(ALIKE.format("model", "first")).text.strip() == "True"
+        assert notebook("print(torch.allclose(met, alone, atol=1e-5))").text.strip() == "True"
+
+    # A policy that reads a name of the notebook.
+    notebook("from torch.distributed.fsdp.wrap import CustomPolicy; least = 1")
+    notebook("policy = CustomPolicy(lambda module: sum(p.numel() for p in module.parameters()) > least)")
+    notebook(LINE.replace("\n", " --wrap policy\n") + TRAIN.format("model", "opt"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.cpp_extension  # now: it brings setuptools, which adds to sys.path
 from torch.utils.data import DataLoader
 
 from nbtrain import intercept
@@ -158,12 +159,12 @@ def test_what_others_have_put_there_meanwhile_is_what_we_call() -> None:
 
 
 def test_a_method_that_was_only_inherited_is_inherited_again() -> None:
-    assert "add_" not in vars(torch.Tensor)
+    assert "retain_grad" not in vars(torch.Tensor)
     calls: list[str] = []
-    with listening("torch.Tensor.add_", "writes", noting("add_", calls)):
-        torch.zeros(1).add_(1)
-    assert calls == ["add_"]
-    assert "add_" not in vars(torch.Tensor)
+    with listening("torch.Tensor.retain_grad", "scaling", noting("retain_grad", calls)):
+        torch.zeros(1, requires_grad=True).retain_grad()
+    assert calls == ["retain_grad"]
+    assert "retain_grad" not in vars(torch.Tensor)
 
 
 def test_a_property_stays_a_property() -> None:
@@ -175,6 +176,26 @@ def test_a_property_stays_a_property() -> None:
     with listening("torch.utils.data.DataLoader._index_sampler", "loaders", make):
         assert [batch.tolist() for batch in loader] == [[2, 3]]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_what_is_put_into_a_property_is_told() -> None:
+    from torch.distributed.tensor import DTensor
+
+    before, had = DTensor.data, "data" in vars(DTensor)
+    put: list[Any] = []
+
+    def make(old: property) -> property:
+        return property(old.fget, lambda tensor, value: put.append(value))
+
+    with listening("torch.distributed.tensor.DTensor.data", "values", make):
+        now: Any = vars(DTensor)["data"]
+        plain = torch.ones(2)
+        assert now.fget(plain).tolist() == [1.0, 1.0]
+        now.fset(plain, torch.zeros(2))
+        assert plain.tolist() == [1.0, 1.0]
+    assert [one.tolist() for one in put] == [[0.0, 0.0]]
+    assert DTensor.data is before
+    assert ("data" in vars(DTensor)) is had
 
 
 def test_a_function_with_two_names_has_its_listeners_under_both() -> None:
@@ -276,7 +297,7 @@ def test_every_row_has_a_place_in_the_installed_torch() -> None:
         for path, also in row.paths():
             if path.startswith("torch.") and not (row.maybe or row.added):
                 for one in (path, *also):
-                    assert callable(find(one)) or isinstance(find(one), property), one
+                    assert callable(find(one)) or inspect.isdatadescriptor(find(one)), one
 
 
 def test_what_somebody_kept_from_before_us_and_puts_back_is_no_decision_against_us() -> None:

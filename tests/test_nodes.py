@@ -89,7 +89,7 @@ for x, y in loader:
     seen.append((len(x), len(out)))
 """
     )
-    assert "batch 16 × 2" in run.text
+    assert "batch 16 × 2 = 32" in run.text
     assert "each batch is cut over the 2 ranks of a node" in run.text
     assert notebook("print(seen)").stdout == f"{[(16, 16)] * 3}\n"
     run = notebook(f"{line} --split-batches\nfor x, y in loader: pass")

@@ -141,6 +141,25 @@ def test_a_mode_that_is_begun_inside_a_step_and_ends_in_another(runtime: Runtime
     assert _get_current_dispatch_mode() is None
 
 
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_an_evaluation_in_inference_mode_between_epochs(runtime: Runtime, epochs: int) -> None:
+    """torch puts back at its end what it found at its beginning: a mode that was left inside of it would be called."""
+    model, loader = net(), DataLoader(TensorDataset(X), 1)
+
+    @torch.inference_mode()
+    def validate() -> None:
+        for (x,) in loader:
+            model(x)
+
+    for _ in range(epochs):
+        train(model, 3)
+        validate()
+        torch.zeros(1)  # needs no mode
+    train(model, 6)
+    assert _get_current_dispatch_mode() is None
+    assert runtime.operations.total % LINEAR == 0
+
+
 def test_a_cell_that_fails_while_it_is_counted(runtime: Runtime) -> None:
     model = net()
     train(model, 2)

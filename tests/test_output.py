@@ -286,6 +286,6 @@ def test_a_notebook_run_by_a_program(monkeypatch: pytest.MonkeyPatch, before_all
         client.execute(env=environment)
     texts = ["".join(out.get("text", "") for out in cell.outputs) for cell in book.cells]
     assert texts[0] == ""
-    assert "ddp · 2 ranks · cpu · batch 16 × 2\n" in texts[1]
+    assert "ddp · 2 ranks · cpu · batch 16 × 2 = 32\n" in texts[1]
     assert "done on 0\n" in texts[1]
     assert texts[2].startswith("3\n")

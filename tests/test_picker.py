@@ -21,6 +21,7 @@ from nbtrain.magics.loop import loop, resized
 from nbtrain.magics.parse import Request, parse
 from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.state import State
+from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.comparison import Comparison
 from nbtrain.planning.ground import ground
 from nbtrain.planning.plan import Plan
@@ -41,6 +42,7 @@ class Backed:
     def __init__(self, limit: int = 10**9) -> None:
         self.limit = limit
         self.measured: list[tuple[str, list[tuple[str, str]]]] = []
+        self.verified: list[tuple[str, str]] = []
         self.model: Any = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
 
     def plan(self, wish: Wish) -> Plan:
@@ -61,6 +63,12 @@ class Backed:
     ) -> Comparison:
         self.measured.append((goal, list(candidates)))
         found = Comparison.of(candidates, steps=5).with_row(0, state="done", samples_per_second=7.0, memory=(1, 2))
+        told(found)
+        return found
+
+    def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
+        self.verified.append((name, line))
+        found = Receipt(line=line, strategy=name, ranks=2, state="equal")
         told(found)
         return found
 
@@ -275,6 +283,18 @@ def test_what_is_measured(picking: Picking) -> None:
     assert choice.data()["said"][0].startswith("nothing is ticked")
 
 
+def test_what_is_chosen_is_verified(picking: Picking) -> None:
+    backing, told = Backed(), list[dict[str, Any]]()
+    choice = picking(backing=backing)
+    choice.do({"kind": "take", "line": "--strategy fsdp"})
+    choice.tell = told.append
+    choice.do({"kind": "verify", "seq": 3})
+    assert backing.verified == [("fsdp", "--strategy fsdp --devices 2")]
+    assert [one["busy"] for one in told] == ["verify", "verify", ""]
+    assert told[-1]["receipt"]["state"] == "equal"
+    assert "✓ equal" in told[-1]["receipt"]["text"]
+
+
 def test_what_is_known_by_another_name_has_figures_too(picking: Picking) -> None:
     """The plan has one row where a preset is what its strategy does anyway."""
     for one in picking().data()["cards"]:
@@ -414,4 +434,4 @@ def test_the_plain_form_chooses_measures_and_uses(trained: Notebook) -> None:
     assert "--strategy zero1" in trained("%distributed").stdout
     trained("%%distributed\n" + LOOP)
     assert trained("bool((before == model[0].weight).all())").value == "False"
-    assert trained("form._choice.data()['cell'].startswith('Measure runs the cell [')").value == "True"
+    assert trained("form._choice.data()['cell'].startswith('Measure and Verify run the cell [')").value == "True"

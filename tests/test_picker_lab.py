@@ -248,3 +248,23 @@ def test_it_is_gone_when_it_is_closed(picker: Open) -> None:
     page.evaluate("demo.close()")
     assert page.evaluate("document.getElementById('nbtrain').childElementCount") == 0
     page.evaluate("demo.model.say({ ranks: 3 })")
+
+
+@pytest.mark.limit(300)
+def test_verify_shows_a_receipt_and_leaves_the_notebook(notebook: Callable[..., Notebook]) -> None:
+    before = SETUP + "\nbefore = [p.clone() for p in model.parameters()]"
+    same = "print(all(map(torch.equal, before, model.parameters())), len(optimizer.state))"
+    book = notebook(SETUP, LOOP.replace("%%time", "%%distributed -d 2"), before, "%distributed pick -d 2", same)
+    page = book.page
+    for cell in range(4):
+        book.run(cell, timeout=120)
+    _picked(page)
+    page.get_by_role("button", name="Verify", exact=True).click()
+    page.wait_for_selector(".nbt-pick-receipt[data-state=equal]", timeout=120_000)
+    receipt = page.locator(".nbt-pick-receipt").text_content() or ""
+    assert "ddp on 2 ranks against one process" in receipt
+    assert "samples  320, each as often as in one process" in receipt
+    assert "✓ equal: under this strategy the cell gives what one process gives" in receipt
+    assert "True 0" in book.run(4)[0]["text"]
+    assert book.external == []
+    assert not [said for said in book.console if said[0] == "pageerror"]

@@ -181,6 +181,7 @@ def _left(rank: int, known: bool) -> tuple[bool, list[Any]]:
     prepared.place.stream.begin()
     with prepared.backward():
         model(x).square().mean().backward()
+    prepared.leave()
     mine = model[rank]
     found: list[Any] = [
         *(b.tolist() for b in mine.buffers()),
@@ -194,7 +195,6 @@ def _left(rank: int, known: bool) -> tuple[bool, list[Any]]:
         random.getstate(),
         prepared.place.inside,
     ]
-    prepared.leave()
     prepared.close()
     return compared and bool(calls.known), found
 

@@ -124,6 +124,17 @@ def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Works
     assert len(workshop.prepared) == 1, "forgotten means to be set up again"
 
 
+def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(workshop: Workshop) -> None:
+    """Each rank finds names anew when it has to; set up alone, it would wait for the others."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    objects = {"model": model, "optimizer": sgd(model.parameters())}
+    workshop.prepare(objects)
+    first = workshop.prepared
+    first[0].component.modules["a copy that the cell made"] = nn.Linear(2, 2)
+    workshop.prepare(dict(objects))
+    assert workshop.prepared == first
+
+
 @pytest.mark.gpu
 def test_place_moves_in_place() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -126,3 +126,15 @@ def test_a_cell_that_makes_splits_and_shuffles_does_so_like_one_process(notebook
         assert "parts" not in said, said
         assert notebook("[one == alone[:2] for one in everywhere]").value == str([True] * (2 if "ddp" in line else 1))
         assert notebook(f"seen == alone[2]{'[::2]' if 'ddp' in line else ''}, stand() == after").value == "(True, True)"
+
+
+def test_a_notebook_that_loads_numpy_or_torch_later_gives_all_ranks_the_same(kernel: Kernel) -> None:
+    """What it has not loaded yet it cannot send; the first cell's ranks had drawn apart since."""
+    notebook = Notebook(kernel, first="import sys\nassert 'torch' not in sys.modules")
+    notebook("%%distributed -d 2\nimport pandas as pd")  # which loads numpy into the notebook, too
+    notebook("assert 'numpy' in sys.modules and 'torch' not in sys.modules")
+    for cell in ("x = 1", "import torch\ny = float(torch.rand(()))", "z = float(torch.rand(()))"):
+        shown = notebook(f"%%distributed -d 2\n{cell}").text
+        assert "differs" not in shown, shown
+        assert "otherwise" not in shown, shown
+    assert notebook("y != z").value == "True"

@@ -481,9 +481,9 @@ STORIES = {
         --- ranks
         5 * 70
         --- ranks
-        last = _; Out['made there'] = 1; In.append('made there')
+        _ = [_ for _ in range(3)]
         --- here
-        assert _ == 342 and last != 342 and 'made there' not in Out and 'made there' not in In, (_, last)""",
+        assert 342 in Out.values() and 350 not in Out.values(), Out""",
 }
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kernels import Kernel
+from nbtrain.engines._local import directory
+from nbtrain.patience import Patience
+from tests.kernels import Kernel, running_kernel
 from tests.notebook import Notebook
 
 pytestmark = pytest.mark.kernel
@@ -252,3 +258,46 @@ def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
         nb("slow.n = 0")
     nb("%%distributed -d 2\nlog.append(3)")
     assert nb("print(log)").stdout == "[0, 1, 2, 3]\n"
+
+
+def test_a_kernel_that_is_killed_while_its_ranks_start_leaves_no_directory(tmp_path: Path) -> None:
+    place = Path(tempfile.mkdtemp(prefix="k-"))  # a short path: sockets lie below it
+    try:
+        with running_kernel(TMPDIR=str(place), XDG_RUNTIME_DIR=str(place)) as kernel:
+            kernel.run("%load_ext nbtrain")
+            kernel.start("%%distributed -d 2\nprint(rank)")
+            kernel.wait_for(lambda: any(place.glob("nbtrain-*/channel")), 30)
+            kernel.kill()
+            patience = Patience(10)
+            while any(place.glob("nbtrain-*")) and not patience.over:
+                time.sleep(0.05)
+            assert not list(place.glob("nbtrain-*"))
+    finally:
+        shutil.rmtree(place)
+
+
+def test_only_what_nobody_has_any_more_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(tempfile.mkdtemp(prefix="k-"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    made = (
+        "import os, socket, sys\nfrom nbtrain.engines._local import directory\n"
+        "from nbtrain.worker.link import address\npath = directory.make()\n"
+        "socket.socket(socket.AF_UNIX).bind(address(path))\nprint(path, flush=True)\nsys.stdin.read()\nos._exit(1)"
+    )
+    other = place / "nbtrain-of-somebody"
+    other.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        directory.sweep()
+        assert path.exists(), "its owner lives"
+        owner.communicate()
+        assert path.exists()
+        directory.sweep()
+        assert not path.exists()
+        assert other.exists(), "it is no pool's"
+    finally:
+        owner.kill()
+        owner.wait()
+        shutil.rmtree(place)

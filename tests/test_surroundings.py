@@ -381,3 +381,17 @@ def test_package_loaded_after_it_was_replaced_is_fresh(notebook: Notebook, tmp_p
     finally:
         notebook("import sys; sys.path.pop()")
         notebook("%distributed stop")
+
+
+# -- Python's own names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["print", "open", "len"])
+def test_pythons_own_names_are_put_back_and_it_is_said(notebook: Notebook, name: str) -> None:
+    said = notebook(f"%%distributed -d 2\nimport builtins\nbuiltins.{name} = lambda *a, **k: 42").text
+    assert f"the cell replaced {name} in the module builtins" in said
+    assert f"`{name} = …`" in said
+    shown = notebook(f"%%distributed -d 2\nimport builtins\nsame = type(builtins.{name}).__name__ + str(len([1]))")
+    assert "replaced" not in shown.text
+    assert notebook("same").text.strip() == "'builtin_function_or_method1'"
+    notebook("%distributed stop")

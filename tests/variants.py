@@ -37,9 +37,6 @@ NODES: Mapping[str, tuple[int, ...]] = {"ddp2": (2,)}
 ROUNDS = {("comm_dtype", "bf16"), ("comm_dtype", "fp16"), ("compression", "fp16")}
 """Asked for, they compute in fewer digits: no weights can be the one process's to 1e-5."""
 
-APART = {("scale_lr", True)}
-"""Asked for, they train otherwise than one process does."""
-
 NOT_HERE = {
     ("offload_optimizer", "nvme"): "what is smaller than 1 MiB is never swapped",
     ("offload_parameters", "nvme"): "it needs a precision of two bytes",
@@ -96,7 +93,7 @@ def _flag(name: str, value: Any) -> str:
 
 def exact(devices: int) -> list[Variant]:
     """Those that ought to have the numbers of one process, on so many devices."""
-    return [one for one in _all() if one.fits(devices) and not (ROUNDS | APART) & set(one.given)]
+    return [one for one in _all() if one.fits(devices) and not ROUNDS & set(one.given)]
 
 
 def sample(variants: Iterable[Variant], draw: random.Random, count: int = 1) -> list[Variant]:

@@ -15,7 +15,7 @@ import "./picker.css";
 
 const PATIENCE = 1500; // milliseconds that a kernel may take before it is said that it is busy
 const BUSY = "The kernel is busy: this is done as soon as the cell that runs has ended.";
-const DOING = { plan: "estimating …", measure: "measuring …" };
+const DOING = { plan: "estimating …", measure: "measuring …", verify: "verifying …" };
 
 export class Picking {
   constructor(place, send) {
@@ -40,6 +40,16 @@ export class Picking {
     this._assumed = element("details", { class: "nbt-soft", hidden: true }, summary, this._notes);
     this._measure = element("button", { type: "button", onclick: () => this._run("speed") }, "Measure");
     this._find = element("button", { type: "button", onclick: () => this._run("batch") }, "Find the largest batch");
+    this._verify = element(
+      "button",
+      {
+        type: "button",
+        title: "the first steps with this line and as one process: do they give the same?",
+        onclick: () => this._check(),
+      },
+      "Verify",
+    );
+    this._receipt = element("pre", { class: "nbt-pick-receipt", "aria-label": "verified", hidden: true });
     this._stop = element("button", { type: "button", hidden: true, onclick: () => this._interrupt() }, "Stop");
     this._use = element("button", { type: "button", class: "nbt-primary", onclick: () => this._take() }, "Use");
     this._cell = element("span", { class: "nbt-soft" });
@@ -57,8 +67,9 @@ export class Picking {
       element("div", { class: "nbt-pick-result" }, this._line, this._copyButton),
       this._wrong,
       this._note,
-      element("div", { class: "nbt-pick-do" }, this._use, this._measure, this._find, this._stop, this._cell),
+      element("div", { class: "nbt-pick-do" }, this._use, this._measure, this._find, this._verify, this._stop, this._cell),
       this._said,
+      this._receipt,
       this._compared.node,
     );
     place.append(this.node);
@@ -76,6 +87,9 @@ export class Picking {
     this._cards.update(data);
     this._options.update(data, waits);
     this._compared.update(data.compared);
+    text(this._receipt, data.receipt?.text ?? "");
+    this._receipt.hidden = !data.receipt;
+    attribute(this._receipt, "data-state", data.receipt?.state || null);
     text(this._model, describe(data));
     text(this._why, data.lacks || (data.plan?.why ? `★ ${data.plan.why}` : ""));
     text(this._line, data.line);
@@ -111,13 +125,14 @@ export class Picking {
   }
 
   _buttons(data) {
-    const measuring = data.busy === "measure";
+    const measuring = data.busy === "measure" || data.busy === "verify";
     const ticked = this._cards.ticked.length;
     text(this._measure, ticked ? `Measure ${ticked}` : "Measure");
     this._measure.disabled = measuring || !ticked;
     this._find.hidden = data.goal !== "batch";
     this._find.disabled = this._measure.disabled;
     this._use.disabled = !data.line;
+    this._verify.disabled = measuring || !data.line;
     this._stop.hidden = !measuring;
     text(this._cell, measuring ? "" : data.cell);
   }
@@ -135,6 +150,12 @@ export class Picking {
     this._ask({ kind: "measure", goal, names: this._cards.ticked });
     clearTimeout(this._late);
     this._say("measuring …", "busy");
+  }
+
+  _check() {
+    this._ask({ kind: "verify" });
+    clearTimeout(this._late);
+    this._say("verifying …", "busy");
   }
 
   async _interrupt() {

@@ -33,6 +33,8 @@ _GROUPS = "deepspeed.utils.groups"
 
 BUILD_SHM = "deepspeed.comm.torch.build_shm_op"
 """Compiles an op for collectives of inference, half a minute, as soon as a process group is made."""
+JIT_LOAD = "deepspeed.ops.op_builder.builder.OpBuilder.jit_load"
+"""Compiles an op, inside of whatever asks for it, and says nothing."""
 EMPTY_PARAMETER = "deepspeed.runtime.zero.partition_parameters.free_param"
 """Takes the memory of a parameter that is cut up: an empty tensor stands in its place."""
 CUT_TO_BLOCKS = "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper._adjust_for_misaligned_lengths"
@@ -51,6 +53,7 @@ LINEAR = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
 
 its.members("deepspeed.comm.torch", "build_shm_op")
 its.members("deepspeed.runtime.zero.partition_parameters", "free_param")
+its.takes(JIT_LOAD, "self", "verbose")
 its.takes(CUT_TO_BLOCKS, "self", "tensors", "offsets")
 its.takes(SEND_WEIGHTS, "self")
 its.takes(SEND_WEIGHT, "self", "param")
@@ -83,7 +86,15 @@ its.members(_TWO, "_use_compact_grad_partition_buffer")
 its.fields(
     _TWO,
     "_offload_accumulated_param_ids",
-    *("all_grad_tensors", "averaged_gradients", "bit16_groups", "cpu_offload", "ipg_buckets", "micro_step_id"),
+    *(
+        "all_grad_tensors",
+        "averaged_gradients",
+        "bit16_groups",
+        "bit16_groups_flat",
+        "cpu_offload",
+        "ipg_buckets",
+        "micro_step_id",
+    ),
     *("parallel_partitioned_bit16_groups", "params_already_reduced", "params_in_partition", "partition_size"),
     *(
         "real_dp_process_group",
@@ -189,6 +200,11 @@ def hangs(attribute: str) -> bool:
     return attribute.startswith("ds_") or attribute in _HUNG_LATER
 
 
+def gathers(node: Any) -> bool:
+    """A node of a graph at which stage 3 gathers weights, or lets go of them."""
+    return type(node).__name__.startswith(("PreBackwardFunctionForModule", "PostBackwardFunctionModule"))
+
+
 def is_marked(output: Any) -> bool:
     """A model's output, by which the engine finds that a backward begins."""
     return hasattr(output, _MANAGERS)
@@ -265,6 +281,12 @@ def forget_arrivals(zero: Any) -> None:
 def in_order(zero: Any, group: int) -> Iterator[tuple[Any, int]]:
     """Stages 1 and 2: the parameters of a group, and where each begins in the group's flat tensor."""
     yield from zip(zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group], strict=True)
+
+
+def whole_groups(zero: Any) -> list[Any]:
+    """Stages 1 and 2: each group's parameters in one flat tensor, which they are views of."""
+    found: list[Any] = zero.bit16_groups_flat
+    return found
 
 
 def let_go_of_whole(zero: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.compat.internals import Internals
+from nbtrain.compat.internals import Internals, find
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,19 @@ MOVERS = tuple(
     f"torch.distributed.tensor.{name}.redistribute_local_tensor" for name in ("_redistribute", "_dispatch", "_api")
 )
 """One function, by which torch moves rows between ranks, under the names of all modules that know it."""
+
+FUNCTION = "torch.distributed.tensor.DTensor.__torch_function__"
+"""By which every function of torch that is given one is called: one in C that calls it plainly, and is not bound."""
+its.members("torch.distributed.tensor.DTensor", "__torch_function__")
+
+_PLAINLY = "torch._C._disabled_torch_function_impl"
+its.members("torch._C", "_disabled_torch_function_impl")
+
+
+def untouched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """With nobody asked who is asked for functions of such tensors. A function of torch's that asks would name itself
+    by its module's attribute, which may be a wrapper of ours."""
+    return find(_PLAINLY)(function, (), args, kwargs)
 
 
 def is_divided(tensor: Any) -> bool:
@@ -64,3 +77,74 @@ def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Any:
 def pose_with_local(tensor: Any, part: torch.Tensor) -> None:
     """A tensor that is none in pieces: who asks for the part that a rank has of it is given this."""
     tensor._local_tensor = part
+
+
+# --- operations that are computed in another way ----------------------------------------------------
+
+RANDOM = (
+    "normal_", "uniform_", "bernoulli_", "bernoulli", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_",
+    "native_dropout", "rand_like", "randn_like", "randint_like", "normal", "poisson", "multinomial", "rrelu_with_noise",
+)  # fmt: skip
+"""operations of aten that draw random numbers"""
+NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
+ROWS = ("select", "slice", "unbind", "view", "_unsafe_view")
+"""operations whose result shows a part of a tensor, or has its memory in another shape"""
+WITHOUT_RULE = (
+    "index_put_", "index_fill_", "index_add_", "index_copy_", "scatter_", "masked_scatter_", "renorm_", "triu_",
+    "fill_diagonal_", "nonzero", "masked_select", "_unique2", "unfold", "_cdist_forward", "index_put",
+    "tril_", "eye", "fill_.Tensor",
+)  # fmt: skip
+"""operations that torch does not compute by pieces, in some cases or in all"""
+
+
+def compute_by(names: tuple[str, ...], compute: Callable[[Any, Any, Any], Any]) -> Any:
+    """`compute(op, args, kwargs)` in the place of torch's own for all operations of aten under these names, on tensors
+    in pieces; returns a handle, as of a hook. `fill_.Tensor`: for this overload only."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    ops = []
+    for packet, _, overload in (name.partition(".") for name in names):
+        if hasattr(torch.ops.aten, packet):
+            found = getattr(torch.ops.aten, packet)
+            ops += [getattr(found, one) for one in ([overload] if overload else found.overloads())]
+    ours = [op for op in ops if op not in handlers]
+    for op in ours:
+        handlers[op] = compute
+
+    def remove() -> None:
+        for op in ours:
+            handlers.pop(op, None)
+
+    return _Handle(remove)
+
+
+def plainly(op: Any, args: Any, kwargs: Any) -> Any:
+    """As torch itself computes it, whatever is computed in its place."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+    ours = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours
+
+
+def written(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that the operation writes to."""
+    found = []
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(kwargs[argument.name] if argument.kwarg_only else args[place] if place < len(args) else None)
+    return found
+
+
+def writing_operations() -> tuple[str, ...]:
+    """Names of the operations of aten that write to the tensor they are called on."""
+    import torch
+
+    return tuple(name for name in dir(torch.ops.aten) if name.endswith("_") and not name.startswith("_"))

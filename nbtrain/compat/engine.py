@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from nbtrain.compat.fake import without_modes
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
@@ -44,6 +45,71 @@ def in_functional_transform() -> bool:
     return _functorch_level() is not None
 
 
+def nodes_below(root: torch.Tensor) -> Iterator[Any]:
+    """The graph by which it was computed."""
+    todo = [root.grad_fn]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [following for following, _ in node.next_functions]
+
+
 def is_unit_gatherer(node: Any) -> bool:
     """A node of a graph that FSDP2 put there: behind it are weights that are let go of after the first backward."""
     return "RegisterPostBackwardFunction" in node.name()
+
+
+# --- how a loss was reduced -----------------------------------------------------------------------
+
+MEAN, SUM = 1, 2
+"""what torch's loss functions save of `reduction="mean"` and `"sum"`"""
+LINEAR = frozenset(f"{name}Backward0" for name in ("Add", "Sub", "Mul", "Neg", "Squeeze", "View")) | {"MulBackward1"}
+"""nodes of a graph behind which what was added up is still a sum"""
+DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
+"""by a tensor, which a Python number may be, too, and by a number"""
+
+
+def node_name(node: Any) -> str:
+    return str(node.name())
+
+
+def was_summed(node: Any) -> bool:
+    """A loss function of torch's that was told `reduction="sum"`."""
+    return getattr(node, "_saved_reduction", None) == SUM
+
+
+def summed_shape(node: Any) -> tuple[int, ...]:
+    """Of `tensor.sum()`: what was summed; empty for any other node."""
+    if node_name(node) != "SumBackward0":
+        return ()
+    return tuple(map(int, getattr(node, "_saved_self_sym_sizes", ())))
+
+
+def factors(node: Any) -> list[float]:
+    """Numbers that a product has saved, if it is one of a tensor and a number."""
+    if node_name(node) != "MulBackward0":
+        return []
+    saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+    with without_modes():  # the same
+        return [float(one) for one in saved if isinstance(one, torch.Tensor) and _is_number(one)]
+
+
+def divisor(node: Any) -> float | None:
+    """What a mean was divided by: of a loss function's over targets, what they count together, without those that are
+    ignored; of `a / b`, b where that is one number."""
+    name = node_name(node)
+    if name.startswith("NllLoss"):
+        found = getattr(node, "_saved_total_weight", None) if node._saved_reduction == MEAN else None
+    else:
+        found = getattr(node, "_saved_other", None) if name == "DivBackward0" else None
+    if not isinstance(found, torch.Tensor) or found.dim() or found.is_complex():
+        return None
+    with without_modes():  # it may stand for a Python number, which they would be given
+        return float(found.detach())
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return not tensor.dim() and not tensor.requires_grad and not tensor.is_complex() and tensor.device.type == "cpu"

@@ -27,6 +27,7 @@ its = Internals("fairscale")
 
 _OSS = "fairscale.optim.oss.OSS"
 _PARALLEL = "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel"
+its.fields(_OSS, "buckets")
 its.members(_OSS, "_param_to_rank", "_per_device_params", "_broadcast_params", "refresh_trainable")
 its.members(_PARALLEL, "refresh_trainable", "_clear_counters", "_consume_work_handles", "_setup_backward_hooks")
 its.fields(
@@ -74,6 +75,14 @@ def owners(oss: Any) -> Mapping[Any, int]:
 def send(oss: Any) -> None:
     """Parameters, each from its owner to all. Collective."""
     oss._broadcast_params()
+
+
+def memory(oss: Any) -> Iterator[tuple[int, int]]:
+    """From which address to which the parameters lie that are sent together."""
+    for by_rank in oss.buckets.values():
+        for bucket in by_rank.values():
+            start = bucket.buffer.data_ptr()
+            yield start, start + bucket.buffer.numel() * bucket.buffer.element_size()
 
 
 # --- ShardedDataParallel -----------------------------------------------------------------------------

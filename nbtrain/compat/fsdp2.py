@@ -34,7 +34,8 @@ its.members(
 )
 its.fields(_STATE, "_fsdp_param_group", "_training_state", "_state_ctx", "_comm_ctx")
 its.fields(f"{_FOLDER}._fsdp_state.FSDPStateContext", "iter_forward_root", "post_backward_final_callback_queued")
-its.members(_GROUP, "unshard", "wait_for_unshard", "post_backward", "_to_sharded")
+its.members(f"{_FOLDER}._fsdp_param.FSDPParam", "_setattr_on_modules")
+its.members(_GROUP, "is_unsharded", "unshard", "wait_for_unshard", "post_backward", "_to_sharded")
 its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_reduce_output", "_post_forward_indices")
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
 
@@ -122,6 +123,26 @@ def let_go(state: Any) -> None:
         for group in groups(state):
             if at_rest(group):
                 group._to_sharded()
+
+
+def is_gathered(state: Any) -> bool:
+    """All of it is whole, and stays so until somebody lets go of it."""
+    return all(group.is_unsharded for group in groups(state))
+
+
+def show_pieces(state: Any) -> None:
+    """Modules have their parameters in pieces; what is gathered stays, and graphs have it."""
+    for weight in _all_weights(state):
+        weight._setattr_on_modules(weight.sharded_param)
+
+
+def show_gathered(state: Any) -> None:
+    """For a forward, as when they are gathered."""
+    for weight in _all_weights(state):
+        part, whole = weight.sharded_param, gathered(weight)
+        if whole.requires_grad != part.requires_grad:
+            whole.requires_grad_(part.requires_grad)
+        weight._setattr_on_modules(whole)
 
 
 # --- gradients that wait -------------------------------------------------------------------------

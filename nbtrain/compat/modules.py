@@ -6,6 +6,7 @@ Nothing here imports torch. All of it is there in torch 2.8 to 2.15.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -50,6 +51,7 @@ its.fields("torch.nn.RNNBase", "_flat_weights_names")
 its.members("torch.nn.MultiheadAttention", "_reset_parameters")
 its.members("torch.nn.Transformer", "_reset_parameters")
 its.fields("torch.utils.hooks.RemovableHandle", "id")
+its.members("torch.utils.hooks.RemovableHandle", "next_id")
 
 
 def parameters(module: Any) -> dict[str, Any]:
@@ -89,6 +91,14 @@ def new_hook_key() -> int:
 
     key: int = RemovableHandle(OrderedDict()).id  # it wants a table that can be referred to weakly
     return key
+
+
+def reserve_hook_keys(keys: Iterable[Any]) -> None:
+    """No hook of this process gets one of these: they came with hooks of another."""
+    from torch.utils.hooks import RemovableHandle
+
+    largest = max((key for key in keys if isinstance(key, int)), default=-1)
+    RemovableHandle.next_id = max(RemovableHandle.next_id, largest + 1)
 
 
 def compiled(module: Any) -> Any:

@@ -8,7 +8,10 @@ import functools
 import multiprocessing
 import os
 import sys
-from types import FrameType
+import warnings
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import FrameType, ModuleType
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -61,3 +64,41 @@ def put_sockets_into(directory: str) -> None:
     """Those of multiprocessing in this process: it would make a directory of its own, and leave it when it is
     killed."""
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+
+
+_AFTER = """
+def executing(before, then):
+    def exec_module(self, module):
+        before(self, module)
+        then(module)
+    return exec_module
+"""
+_IMPORTS = "<frozen importlib._bootstrap_external>"
+"""The file name by which Python leaves frames of its own out of tracebacks of what a file raises."""
+_listeners: list[Callable[[ModuleType], None]] = []
+
+
+def after_execution(then: Callable[[ModuleType], None]) -> bool:
+    """Whenever Python has executed the file of a module, also again, `then` is called with the module. False: it is
+    already."""
+    if not _listeners:
+        names: dict[str, Any] = {}
+        exec(compile(_AFTER, _IMPORTS, "exec"), names)
+        loader: Any = SourceFileLoader
+        loader.exec_module = names["executing"](
+            loader.exec_module, lambda module: [hear(module) for hear in _listeners]
+        )
+    if then in _listeners:
+        return False
+    _listeners.append(then)
+    return True
+
+
+own_filters: list[Any] = []
+"""for warnings: those of nbtrain's own, which no cell has set"""
+
+
+def ignore_always(message: str, category: type[Warning]) -> None:
+    """Warnings of this process that nobody can do anything about."""
+    warnings.filterwarnings("ignore", message, category)
+    own_filters.append(warnings.filters[0])

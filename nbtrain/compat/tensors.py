@@ -6,6 +6,7 @@ All of it is there in torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,15 @@ GRADIENT_HOOKS = "_backward_hooks"
 """the table behind `register_hook`"""
 ACCUMULATED_HOOKS = "_post_accumulate_grad_hooks"
 """the table behind `register_post_accumulate_grad_hook`"""
-ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view"})
+ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view", "_has_compatible_shallow_copy_type"})
 """Functions of a tensor, as `__torch_function__` is told their names, that say nothing of its numbers."""
 ZERO_MANY = "_foreach_zero_"
 """The name, too, of what zeroes many tensors in one call, as `zero_grad` does."""
 COMPILER_NOTES = ("_dynamo", "_specialize_on", "_has_dynamo_dim_marking")
 """How attributes begin that torch's compiler sets on a tensor, as `mark_dynamic` does."""
 
+_PRINTED = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
+its.members("torch._tensor_str", "PRINT_OPTS")
 its.members(
     "torch.Tensor",
     *("_version", "_is_view", "_indices", "_values", "_use_count", "_make_subclass", "_backward_hooks", "_base"),
@@ -37,6 +40,7 @@ its.members("torch.UntypedStorage", "_cdata")
 its.members(
     "torch",
     *("_conj", "_neg_view", "_foreach_mul_", "_foreach_copy_", "_foreach_norm", ZERO_MANY),
+    "_has_compatible_shallow_copy_type",
     "_amp_foreach_non_finite_check_and_unscale_",
 )
 its.members("torch._C", "_swap_tensor_impl", "DisableTorchFunctionSubclass")
@@ -98,6 +102,25 @@ def hook_table(tensor: Any, name: str) -> dict[int, Any] | None:
     """One of the two, `GRADIENT_HOOKS` or `ACCUMULATED_HOOKS`; what is written into it hangs there."""
     table: dict[int, Any] | None = getattr(tensor, name, None)
     return table
+
+
+BY_STRATEGIES = ("nbtrain.", "deepspeed.")
+"""modules of the hooks by which a strategy averages gradients"""
+
+
+def is_users_hook(hook: Any) -> bool:
+    return not (getattr(hook, "__module__", "") or "").startswith(BY_STRATEGIES)
+
+
+def users_hooks(tensor: Any, name: str) -> list[tuple[int, Any]]:
+    """(key, hook) of what the program has hung there; a strategy hangs its averaging beside it."""
+    table = hook_table(tensor, name)
+    return [pair for pair in table.items() if is_users_hook(pair[1])] if table else []
+
+
+def put_gradient_hooks(tensor: Any, table: dict[int, Any]) -> None:
+    """From now on its hooks are those in this very table: the one that the handles of these hooks know."""
+    tensor._backward_hooks = table
 
 
 def can_have_hooks(kind: type) -> bool:
@@ -176,3 +199,9 @@ def unscale(gradients: list[torch.Tensor], flag: torch.Tensor, share: torch.Tens
     import torch
 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, share)
+
+
+def print_options() -> dict[str, Any] | None:
+    """What `torch.set_printoptions` has set. None: torch is not loaded, or keeps it elsewhere."""
+    found: Any = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)
+    return None if found is None else {name: getattr(found, name) for name in _PRINTED if hasattr(found, name)}

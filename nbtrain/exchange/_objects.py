@@ -175,7 +175,7 @@ def _of_instance(value: object) -> Iterable[Any]:
         ]
         parameters = attributes[modules.PARAMETERS]
         if isinstance(parameters, dict):  # a scripted module has a table of its own
-            held += [p for p in dict.values(parameters) if p is not None and tensors.hook_tables(p)[0]]
+            held += [p for p in dict.values(parameters) if p is not None and any(tensors.hook_tables(p))]
         layers = attributes[modules.CHILDREN]
         # never cut: a container of two thousand layers counts whole
         return [*held, *dict.values(layers)] if isinstance(layers, dict) else held

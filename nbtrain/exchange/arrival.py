@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import kinds
+from nbtrain.exchange import kinds, meet
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.trace import path_to
@@ -60,6 +61,8 @@ class Arrival:
         self.left: list[str] = []
         self._cargo = cargo
         self._made: dict[int, Node] = {}
+        self._met: dict[int, Any] = {}
+        """keys of what is the receiver's own all the same (see `meet`) → what was made of the record"""
         self._puts: list[Put] = [record for record in cargo.records if type(record) is Put]
         self._filled = False
         self._make_all([r for r in cargo.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
@@ -67,7 +70,8 @@ class Arrival:
         new: list[Put] = []
         for put in self._puts:
             # A new tensor may show memory that is the receiver's own.
-            (self._own if self.node(put.key).kind.leaf or put.key not in self._made else new).append(put)
+            own = put.key not in self._made or put.key in self._met or self.node(put.key).kind.leaf
+            (self._own if own else new).append(put)
         self.names = {name: self.decode(value) for name, value in cargo.names.items()}
         self._fill(new)
 
@@ -113,6 +117,8 @@ class Arrival:
                 table.replace(node, made.obj, made.kind)
                 node.seen, node.fixed = made.seen, made.fixed
             touched[key] = node
+        for key, made in self._met.items():
+            meet.fill(touched[key], made)
         for put in sorted(self._own, key=self._turn):
             node = table.nodes[put.key]
             try:
@@ -161,19 +167,29 @@ class Arrival:
             obj = self._attempt(record.key, kind.make, record.args, self)
         except _NotYet:
             return False
+        if record.anew:
+            own = meet.renewed(self.table.nodes.get(record.key), obj, kind)
+        else:
+            own = meet.own(record.place, obj, kind, self.table) if record.place is not None else module_state.MISSING
+        if own is not module_state.MISSING:
+            self._met[record.key], obj = obj, own
         node = self._made[record.key] = Node(record.key, obj, kind)
         kind.made(node, record.args, self)
         return True
 
     def _fill_early(self, key: int, state: Any) -> None:
         node = self._made.get(key)
-        if node is not None and not node.kind.leaf and node.kind.turn(node.obj) < 2:
+        if node is not None and key not in self._met and not node.kind.leaf and node.kind.turn(node.obj) < 2:
             # It is filled again when everything exists; that something is missing now is no error.
             with contextlib.suppress(Exception):
                 node.kind.put(node, state, self)
 
     def _fill(self, new: list[Put]) -> None:
-        added = {name: value for name, value in self.names.items() if name not in self.namespace}
+        added = {
+            name: value
+            for name, value in self.names.items()
+            if name not in self.namespace and not name.startswith(module_state.MODULE)
+        }
         self.namespace.update(added)  # functions that run now may need them
         try:
             for put in sorted(new, key=self._turn):

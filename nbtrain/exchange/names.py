@@ -26,6 +26,7 @@ from nbtrain.exchange.places import Places
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")
+_SHOWN = re.compile(namespaces.KEPT_OF_CELLS)
 _OF_THE_SHELL = {"In", "Out", "get_ipython"}
 _SHELL_GIVES = {"exit", "quit", "open"}
 
@@ -41,6 +42,8 @@ class CellNames:
     deleted: frozenset[str] = frozenset()
     certain: Mapping[str, int] = field(default_factory=lambda: _NONE)
     """read whenever the cell runs from the top, and bound nowhere before → line of the first use"""
+    shown: Mapping[str, int] = field(default_factory=lambda: _NONE)
+    """the same of what IPython keeps of this notebook's cells: `_`, `Out`, `_12`"""
     opaque: bool = False
     """it can bind names that are not in its text (star import, `exec`, `%run`): do not judge what is missing"""
 
@@ -76,6 +79,7 @@ def analyse(source: str) -> CellNames:
         writes=_public(flow.writes),
         deleted=_public(flow.deleted),
         certain=MappingProxyType({name: line for name, line in flow.certain.items() if not private(name)}),
+        shown=MappingProxyType({name: line for name, line in flow.certain.items() if _SHOWN.fullmatch(name)}),
         opaque=flow.opaque,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, Handle
+from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.kinds.objects import MISSING, own, slots_of
 
 FAR = 20_000
@@ -171,6 +172,9 @@ def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     elif numeric.kind_of(obj) is numeric.OBJECTS:
         for index, value in enumerate(obj.flat):
             yield "flat", index, value
+    elif isinstance(obj, ModuleState):
+        for path, value in obj.entries.items():
+            yield "attr", path, value
     held = own(obj, "__dict__", None)
     if isinstance(held, dict):
         yield from _of_tables(held)

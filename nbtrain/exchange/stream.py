@@ -31,7 +31,8 @@ def dump(cargo: Cargo) -> bytes:
     records: list[tuple[Any, ...]] = []
     for record in cargo.records:
         if type(record) is Make:
-            records.append((record.key, record.kind, record.args, record.anew))
+            place = () if record.place is None else (record.place,)
+            records.append((record.key, record.kind, record.args, record.anew, *place))
         elif type(record) is Put:
             records.append((record.key, record.state))
     file = io.BytesIO()
@@ -46,4 +47,4 @@ def dump(cargo: Cargo) -> bytes:
 @calm()
 def load(stream: bytes) -> Cargo:
     records, names = pickle.loads(stream)
-    return Cargo([Make(*record) if len(record) == 4 else Put(*record) for record in records], [], names)
+    return Cargo([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from argparse import SUPPRESS
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,10 +11,13 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.cargo import Cargo, Culprit
-from nbtrain.exchange.kinds import frozen
+from nbtrain.exchange.kinds import frozen, module_state
 from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Later, Make, Packed, Put, Ref
 from nbtrain.exchange.table import Node, Table
 from nbtrain.exchange.visit import Visit
+
+NOT_GIVEN = Packed("sentinel", (argparse, "SUPPRESS"))
+"""Python asks whether a default is this very string."""
 
 
 class Walk(Visit):
@@ -49,7 +54,7 @@ class Walk(Visit):
         """An atom as it is, a node as its reference, a tuple piece by piece."""
         cls = type(value)
         if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= frozen.TEXT):
-            return value
+            return value if cls is not str or value is not SUPPRESS else NOT_GIVEN
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
             kind = kinds.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else frozen.FROZEN
@@ -188,7 +193,8 @@ class Walk(Visit):
             self._looked.append((node, *before))
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
-        self.cargo.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew))
+        place = module_state.place_of(node.kind.identity(node.obj)) if module_state.has_places() else None
+        self.cargo.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
         if node.kind.whole and node.seen is not None:
             node.walk = self._stamp
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Union
 
-from nbtrain.exchange.kinds import frozen
+from nbtrain.exchange.kinds import frozen, module_state
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.reach import step
 from nbtrain.exchange.table import Node, Table
@@ -26,6 +26,8 @@ class Ways:
         self.table = table
         self.namespace = namespace
         self._members: dict[tuple[int | str, bool], list[Any]] = {}
+        self._places: dict[tuple[int | str, bool, type, str], dict[Any, int]] = {}
+        """where each member of a type is, by its identity: a list may hold thousands of new tensors"""
 
     def to(self, node: Node) -> Way | None:
         holder = node.via
@@ -33,11 +35,21 @@ class Ways:
             return None
         where = holder.key if isinstance(holder, Node) else holder
         for fixed in (False, True):
-            members = self.members(where, fixed)
-            for index, obj in enumerate(members):
-                if type(obj) is type(node.obj) and node.kind.identity(obj) == node.kind.identity(node.obj):
-                    return where, fixed, index, len(members)
+            places = self._places_of(where, fixed, node)
+            if (index := places.get(node.kind.identity(node.obj))) is not None:
+                return where, fixed, index, len(self.members(where, fixed))
         return None
+
+    def _places_of(self, where: int | str, fixed: bool, like: Node) -> dict[Any, int]:
+        """Of the members of its type."""
+        kind = like.kind
+        which = where, fixed, type(like.obj), kind.name
+        if (known := self._places.get(which)) is None:
+            known = self._places[which] = {}
+            for index, obj in enumerate(self.members(where, fixed)):
+                if type(obj) is type(like.obj):
+                    known.setdefault(kind.identity(obj), index)
+        return known
 
     def follow(self, way: Way) -> Any:
         """The object at the end of it, or None."""
@@ -50,8 +62,8 @@ class Ways:
         if known is None:
             walk = Members(self.table, self.namespace)
             if isinstance(where, str):
-                if where in self.namespace and not fixed:
-                    value = self.namespace[where]
+                value = module_state.named(where) or self.namespace.get(where, module_state.MISSING)
+                if value is not module_state.MISSING and not fixed:
                     walk.encode(value)
                     if not by_value(value) and all(one is not value for one in walk.found):
                         walk.found.append(value)  # a tuple, say: it travels as what it holds, but may have to stay

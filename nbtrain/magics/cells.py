@@ -25,8 +25,11 @@ class Seen:
     """in the history, so it has a number"""
 
 
-def locate(shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen | None) -> Cell:
-    """The cell as the ranks need it. Raises if there is nothing in it, or what is in it is not Python."""
+def locate(
+    shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen | None, number: int | None = None
+) -> Cell:
+    """The cell as the ranks need it. Raises if there is nothing in it, or what is in it is not Python. `number`: of one
+    that was run before; otherwise it is the one that runs."""
     from nbtrain.session import Cell
 
     text = body.lstrip("\n") if not body.strip() else body
@@ -36,17 +39,17 @@ def locate(shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen
         raise UsageError(f"there is no code below %%{magic}; write the training loop there")
     found = _body_starts(seen.raw, magic, lines) if seen is not None else None
     stored = seen is not None and seen.stored
-    count = len(_inputs(shell)) - 1 if stored else shell.execution_count
+    count = number or (len(_inputs(shell)) - 1 if stored else shell.execution_count)
     if seen is None or found is None:  # run by a program, not typed into a cell
-        raw, first, number = f"%%{magic} {line}\n{body}", 2, None
+        raw, first, found_number = f"%%{magic} {line}\n{body}", 2, None
     else:
-        raw, first, number = seen.raw, found, count if stored else None
+        raw, first, found_number = seen.raw, found, count if stored else None
     # The name is IPython's own for this cell; what it has in its cache is one line, `run_cell_magic(...)`.
     filename = shell.compile.cache(raw, count, raw_code=raw)
     # Input transformers drop leading blank lines and would shift what follows.
     source = "".join(text.splitlines(keepends=True)[blank:])
     code = _checked(shell, source, filename, first + blank - 1, magic)
-    return Cell(source=source, code=code, filename=filename, first_line=first + blank, number=number)
+    return Cell(source=source, code=code, filename=filename, first_line=first + blank, number=found_number)
 
 
 def _checked(shell: InteractiveShell, source: str, filename: str, above: int, magic: str) -> str:

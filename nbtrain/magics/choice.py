@@ -17,6 +17,7 @@ from nbtrain.magics.choice_wish import Backing, Wish, devices_of, ranks_of, whol
 from nbtrain.magics.parse import Request
 from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
+from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.comparison import Comparison
 from nbtrain.planning.guide import GOALS, LOSSES, place
 from nbtrain.planning.plan import Plan
@@ -51,6 +52,7 @@ class Choice:
         self._samples = 0
         """of the notebook's own batches"""
         self._compared: Comparison | None = None
+        self._receipt: Receipt | None = None
         self._busy = ""
         self._said: tuple[str, str] = ("", "")
         self._answered = 0
@@ -124,6 +126,7 @@ class Choice:
             "cell": self._backing.cell(),
             "worth": self._worth(),
             "compared": None if self._compared is None else self._compared.data(),
+            "receipt": None if self._receipt is None else self._receipt.data(),
             "busy": self._busy,
             "said": list(self._said),
             "answered": self._answered,
@@ -145,6 +148,8 @@ class Choice:
                 self._take(str(message["line"]))
             elif what == "measure":
                 self.measure([str(name) for name in message["names"]], str(message.get("goal", GOALS[0])))
+            elif what == "verify":
+                self.verify()
             elif what == "use":
                 self.use(str(message.get("written", "")))
         except NbtrainError as error:
@@ -165,6 +170,13 @@ class Choice:
         self._busy = "measure"
         self.tell(self.data())
         self._hear(self._backing.measure(candidates, goal, self._hear))
+
+    def verify(self) -> None:
+        """Play the first steps with what is chosen, and as one process. Returns when that is over."""
+        line = self.line()
+        self._busy = "verify"
+        self.tell(self.data())
+        self._backing.verify(self.strategy, line, self._hear_receipt)
 
     def use(self, written: str = "") -> str:
         """Sets the defaults; returns the line. `written`: in which cell the page has put it, in words."""
@@ -237,6 +249,10 @@ class Choice:
 
     def _hear(self, comparison: Comparison) -> None:
         self._compared = comparison
+        self.tell(self.data())
+
+    def _hear_receipt(self, receipt: Receipt) -> None:
+        self._receipt = receipt
         self.tell(self.data())
 
     @property

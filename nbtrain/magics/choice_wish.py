@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from nbtrain.errors import UsageError
 from nbtrain.magics.parse import Request
+from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.comparison import Comparison
 from nbtrain.planning.guide import GOALS
 from nbtrain.planning.plan import Plan
@@ -40,6 +41,9 @@ class Backing(Protocol):
         self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
     ) -> Comparison:
         """Name and line of each. `goal`: `speed`, or `batch` to look for the largest."""
+
+    def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
+        """Against one process."""
 
 
 def devices_of(defaults: Request, running: int | None, count: int) -> str:

@@ -11,7 +11,7 @@ from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, growing, manual, trials, verbs
+from nbtrain.magics import cells, completion, growing, manual, trials, verbs, verify
 from nbtrain.magics.options import BY_NAME
 from nbtrain.magics.parse import Request, parse_ranks
 from nbtrain.magics.resolve import check_flags
@@ -152,14 +152,15 @@ class Extension:
                 f"{request.given['batch'].typed}: --batch is for %{self.names['distributed']} plan and pick"
             )
         if ranks is None:
-            self.state.last_cell = cell
+            self.state.last_cell, self.state.last_line = cell, (request, base)
         if tried := trials.asked(request):
             if ranks is not None:
                 raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
             trials.check(request, base)
             with shielded():
                 self.state.opened()
-            (growing.grow if "grow" in tried else trials.run)(self.state, request, base, cell)
+            how = {"grow": growing.grow, "verify": verify.run}.get(tried[-1], trials.run)
+            how(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:

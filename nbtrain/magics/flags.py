@@ -100,7 +100,10 @@ def _fit(value: Any, kind: Any) -> Any:
     if kind is Any or isinstance(kind, str | typing.TypeVar):
         return value
     if origin in (typing.Union, types.UnionType):
-        for one in typing.get_args(kind):
+        kinds = typing.get_args(kind)
+        if type(value) in kinds:  # a float stays one where a field takes both
+            return value
+        for one in kinds:
             try:
                 return _fit(value, one)
             except Unreadable:
@@ -117,6 +120,8 @@ def _fit(value: Any, kind: Any) -> Any:
         return wanted(value if isinstance(value, tuple | list | set | frozenset) else (value,))
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if wanted is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 2e8
     if not isinstance(wanted, type):
         return value
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is int):

@@ -111,6 +111,19 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
     Option(name="no_sampler", help="every rank sees all batches"),
     Option(
+        name="share_eval",
+        help="loaders that are iterated to evaluate are shared out as well, which is faster; else every rank sees all "
+        "of their batches, so that correct / len(dataset) is what one process says",
+    ),
+    Option(
+        name="scale_lr",
+        read=values.one_of("linear", "sqrt"),
+        choices=("linear", "sqrt"),
+        default="",
+        help="optimizers step with their learning rate times the batches of one process that a step takes (ranks × K "
+        "of --accumulate), or times its square root; groups and schedules keep your own number",
+    ),
+    Option(
         name="checkpoint_activations",
         metavar="NAMES",
         read=values.classes,
@@ -175,12 +188,19 @@ OPTIONS: tuple[Option, ...] = (
         "available); the notebook stays as it is, and a table says memory, speed and which is best",
     ),
     Option(
+        name="verify",
+        lasts=False,
+        trial=True,
+        help="the cell's first steps under its strategy and as one process on the same samples: what differs, and the "
+        "likely cause; the notebook stays as it is. %distributed verify does it with the cell that was run last",
+    ),
+    Option(
         name="steps",
         metavar="K",
         read=values.count,
         default=10,
         help="so many steps of the loop are timed, after two that are not; for --compare, --find-batch, --find-model "
-        "and --grow",
+        "and --grow; --verify plays so many",
     ),
     Option(
         name="find_batch",

@@ -21,6 +21,7 @@ from nbtrain.views import no_widget
 from nbtrain.watch import shelf
 
 if TYPE_CHECKING:
+    from nbtrain.planning.compare.receipt import Receipt
     from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
 
@@ -107,7 +108,7 @@ class Notebook:
         last = self._state.last_cell
         if last is not None:
             number = f" [{last.number}]" if last.number is not None else ""
-            return f"Measure runs the cell{number} that was run last, for {STEPS} steps under each"
+            return f"Measure and Verify run the cell{number} that was run last: {STEPS} steps each time"
         if self._loop:
             return (
                 f"Measure runs forward, backward and step, {STEPS} times under each; the loop of a %%distributed cell, "
@@ -127,6 +128,14 @@ class Notebook:
         with shielded():
             session = state.opened()
         return session.compare(ways, cell, question, told)
+
+    def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
+        from nbtrain.magics import trials
+
+        cell, state = self._cell(), self._state
+        with shielded():
+            session = state.opened()
+        return session.verify(trials.way(state, name, state.read(line), state.defaults), cell, STEPS, told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:

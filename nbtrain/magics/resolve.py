@@ -177,11 +177,18 @@ class Resolver:
                 "torch.utils.checkpoint in the model, or take -s single or -s ddp"
             )
         save_steps, save_seconds = request.value("save_every") or (None, None)
+        if request.value("scale_lr") and chosen.name == "none":
+            raise UsageError(
+                f"{request.given['scale_lr'].typed}: under --strategy none nothing is touched; multiply the learning "
+                "rate in the cell, or take another strategy"
+            )
         if request.value("save_every") and ranks is not None:
             raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
         if request.value("background") and pool.engine == "inprocess":
             raise UsageError("--background needs ranks: --engine inprocess runs the cell in the kernel. Leave one out")
         options = self._options(chosen, name, line, base, notebook)
+        if pool.nodes > 1:
+            options = chosen.load().for_nodes(options, pool.nodes)
         chosen.check(options)
         return RunSpec(
             pool=pool,
@@ -192,6 +199,8 @@ class Resolver:
             accumulate=request.value("accumulate"),
             split_batches=request.value("split_batches"),
             sampler=not request.value("no_sampler"),
+            share_eval=request.value("share_eval"),
+            scale_lr=request.value("scale_lr"),
             checkpoint_activations=request.value("checkpoint_activations"),
             ranks=ranks,
             background=request.value("background"),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.magics.cells import Seen
+    from nbtrain.planning.compare.receipt import Receipt
     from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
     from nbtrain.session.compare import Question
@@ -28,6 +29,7 @@ class Session(Protocol):
     def compare(
         self, ways: Sequence[Way], cell: Cell, question: Question, told: Callable[[Comparison], None]
     ) -> Comparison: ...
+    def verify(self, way: Way, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt: ...
     def start(self, pool: PoolSpec) -> None: ...
     def stop(self) -> None: ...
     def restart(self) -> None: ...
@@ -52,6 +54,8 @@ class State:
         """options of the last `%%distributed` cell, over the defaults of then: what `%%rank` refers to"""
         self.last_cell: Cell | None = None
         """what the last `%%distributed` cell said"""
+        self.last_line: tuple[Request, Request] | None = None
+        """its options, and the defaults of then"""
         self.devices = Resolver()
         self.seen: Seen | None = None
         self.session: Session | None = None

@@ -37,7 +37,7 @@ def check(line: Request, base: Request) -> None:
     request = line.over(base)
     wanted = asked(request)
     kinds = [name for name in wanted if name != "compare"]
-    if len(kinds) > 1 or ("grow" in kinds and "compare" in wanted):
+    if len(kinds) > 1 or ("compare" in wanted and {"grow", "verify"} & set(kinds)):
         flags = " and ".join(BY_NAME[name].flag for name in wanted)
         raise UsageError(f"{flags} ask for different things: write one of them in a cell, the other in the next")
     if "compare" in wanted and "strategy" in line.given:

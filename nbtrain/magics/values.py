@@ -116,11 +116,13 @@ def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
 
 
 def count(flag: str, word: Word, notebook: Namespace) -> int:
-    """1, 2, 3, ..."""
+    """1, 2, 3, ...; 1e3."""
     try:
         value = evaluate(word.text, notebook)
     except Unreadable:
         value = None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{flag} {word.text}: {flag} takes a whole number, 1 or more")
     return value

@@ -122,6 +122,12 @@ def _pick(state: State, request: Request) -> None:
     picked.pick(state, request)
 
 
+def _verify(state: State, request: Request) -> None:
+    from nbtrain.magics import verify
+
+    verify.verify(state, request)
+
+
 def _history(state: State, request: Request) -> None:
     # Loaded on use: reading the past needs more than running a cell does.
     from nbtrain.runs.history import history
@@ -187,6 +193,14 @@ VERBS: Mapping[str, Verb] = {
         names=True,
         help="choose on a form: strategy, its options and devices, with the memory that each needs; measure some of "
         "them, and write the line into the next cell",
+    ),
+    "verify": Verb(
+        usage="verify [CELL] [--steps K]",
+        do=_verify,
+        takes=("steps",),
+        names=True,
+        help="whether a %%distributed cell (the last one, or In[CELL]) gives what one process gives: its first steps "
+        "are played both ways on the same samples; what differs, and the likely cause. The notebook stays as it is",
     ),
     "history": Verb(
         usage="history [RUN|all]",

@@ -14,6 +14,7 @@ traffic.py       the notebook's side of the exchange
 handles.py       what stayed on the ranks, fetched (kept.py: who in the notebook holds a handle)
 relay.py         what ranks write, into the notebook (screen.py: into which cell)
 surroundings.py  directory, path and environment of the kernel, for the ranks
+patched.py       what cells have set in installed packages
 aging.py         what the kernel itself runs in an older version than is on the disk
 failure.py       what the ranks raised, as one exception (hints.py: what else is to be said)
 memory.py        what is said when memory ran out (instead.py: and what to write in place of the line)

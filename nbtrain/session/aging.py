@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from nbtrain.compat import kernel
-from nbtrain.worker.modules import Stamp, local_modules, stamp
+from nbtrain.worker.local_files import Stamp, local_modules, stamp
 from nbtrain.worker.packages import Change, Packages
 
 

@@ -23,6 +23,10 @@ from nbtrain.session.traffic import Traffic
 HEAVY = 16 << 20
 """Bytes from which on it is worth a line that nobody asked for them."""
 SHOWN = 6
+OWN = (
+    "each process's own, and not sent: what IPython keeps of cells (Out, In, _), exit, __annotations__, numbers of "
+    "threads, handlers of loggers, what was set in installed packages by hand"
+)
 
 
 @dataclass(slots=True)
@@ -91,6 +95,8 @@ def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[s
         for name in [name for name in report.sizes if any(_below(path, name) for path in refused)]:
             del report.sizes[name]
         report.warnings = [*_views(looked.walk), *_dragged(report, asked, namespace)]
+        if not asked:
+            report.warnings.append(OWN)
         return report
     finally:
         looked.walk.undo()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.errors import UsageError
 from nbtrain.exchange.places import Places
+from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.comparison import Comparison
 from nbtrain.session import inkernel
 from nbtrain.session.advice import advise
@@ -18,13 +19,15 @@ from nbtrain.session.background import BackgroundRun, refuse
 from nbtrain.session.cell import Cell
 from nbtrain.session.check import Report, check
 from nbtrain.session.compare import Comparing, Question, Told
-from nbtrain.session.names import captured, check_kept
+from nbtrain.session.names import captured, check_kept, check_shown
 from nbtrain.session.outside import Outside
+from nbtrain.session.patched import Patched
 from nbtrain.session.ranks import Ranks
 from nbtrain.session.refusal import Refusal
 from nbtrain.session.report import drop_ahead, listed, mourn
 from nbtrain.session.run import CellRun
 from nbtrain.session.status import report
+from nbtrain.session.trials.verify import Verifying
 from nbtrain.session.trying import Tries, Way
 from nbtrain.specs import PoolSpec, RunSpec
 
@@ -38,6 +41,7 @@ class Session:
         self.ranks = Ranks(shell)
         self.ranks.on_idle = on_idle
         self.aging = Aging(shell)
+        self._patched = Patched(shell)
         self._places = Places(shell.user_ns)
         self.outside = Outside(shell.user_ns, self.ranks)
         self.background: BackgroundRun | None = None
@@ -61,7 +65,9 @@ class Session:
         if run.pool.engine == "inprocess":
             inkernel.run(self.shell, run, cell, names)
             return None
-        for line in self.aging.lines(forks=run.pool.start == "fork"):
+        check_shown(cell.code)
+        forks = run.pool.start == "fork"  # then the ranks are copies of this process
+        for line in (*self.aging.lines(forks), *([] if forks else self._patched.lines())):
             print(line)
         self._have(run.pool)
         going = CellRun(self.shell, self.ranks, run, cell, names, self.outside.kernel)
@@ -79,6 +85,17 @@ class Session:
 
     def compare(self, ways: Sequence[Way], cell: Cell, question: Question, told: Told) -> Comparison:
         """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
+        with self._trying():
+            return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
+
+    def verify(self, way: Way, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
+        """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
+        with self._trying():
+            return Verifying(Tries(self.shell, self.ranks, cell, 0), way, steps, told).run()
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Around a cell that is tried: the ranks have to forget what they hold."""
         self._check_free()
         if self.ranks.left is not None:
             raise UsageError(
@@ -95,7 +112,7 @@ class Session:
             print(line)
         self.outside.open()
         try:
-            return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
+            yield
         finally:
             self.outside.changed()
 

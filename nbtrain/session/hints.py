@@ -18,13 +18,25 @@ _MISSING = (
     re.compile(r"module '__main__' has no attribute '(\w+)'"),
 )
 _TABLE = re.compile(r"\b(?:globals|locals|vars)\(\)|\buser_ns\b")
+_DEVICES = re.compile(
+    r"[Ee]xpected all tensors to be on the same device|Input type .* and weight type .* should be the same"
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+DEVICES = (
+    "Batches of a DataLoader and what a model holds are on the rank's device. A tensor that forward makes is where you "
+    "make it: torch.zeros(…, device=x.device), x.new_zeros(…) or .type_as(x); one that stays belongs to the model, "
+    'self.register_buffer("mask", …) in __init__; in the cell itself, .to(device).'
+)
 
 
 def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
     """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
     if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
         return room
+    if failed.name == "RuntimeError" and _DEVICES.search(failed.text):
+        return DEVICES
     name = _missing(failed)
     if name is None or name not in namespace or private(name) or name in ("exit", "quit"):
         return ""

@@ -18,7 +18,7 @@ from nbtrain.session.ending import SAID
 from nbtrain.session.hints import hint
 from nbtrain.session.memory import ran_out, readings
 from nbtrain.session.relay import figures_can_be_shown
-from nbtrain.session.report import drop_ahead, report
+from nbtrain.session.report import Said, drop_ahead, report
 from nbtrain.session.traffic import MISSING, Traffic
 from nbtrain.shield import presses, shielded
 from nbtrain.worker.homeward import Home
@@ -98,7 +98,8 @@ class Homecoming:
         elif pieces:
             self.held.parted_as = self.run.runs_as
         figures_can_be_shown()
-        report(self._traffic, self.outcome.finished, self.outcome.lead, self.run.relay.say)
+        said = Said(self.run.relay.say, self.held.advised, self.run.cell)
+        report(self._traffic, self.outcome.finished, self.outcome.lead, said)
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
 
@@ -127,7 +128,7 @@ class Homecoming:
             self._traffic.rename(self._told)
             self._come_home()
         lead = self.outcome.lead
-        report(self._traffic, {lead: self.outcome.finished[lead]}, lead, print)
+        report(self._traffic, {lead: self.outcome.finished[lead]}, lead, Said(print, self.held.advised))
         return self.outcome.finished[self.outcome.lead].steps
 
     def _replace_the_dead(self) -> None:

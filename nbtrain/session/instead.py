@@ -18,7 +18,19 @@ from nbtrain.specs import Needs, RunSpec
 MODULES = 600
 """A model of more takes too long to look at, when somebody waits to hear what went wrong."""
 FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go."
-FLAGS = ("split_batches", "background", "keep", "hang_after", "save_to", "keep_last", "output", "monitor", "log_to")
+FLAGS = (
+    "split_batches",
+    "share_eval",
+    "scale_lr",
+    "background",
+    "keep",
+    "hang_after",
+    "save_to",
+    "keep_last",
+    "output",
+    "monitor",
+    "log_to",
+)
 """Options of a run that say the same under every strategy."""
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import difflib
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nbtrain.compat import namespaces
 from nbtrain.errors import MissingName, UsageError
 from nbtrain.exchange.names import Captured, CellNames, analyse, reach
 from nbtrain.exchange.places import Places
@@ -48,7 +49,7 @@ def captured(
     found = reach(names, namespace, places=places)
     _check(names, found, namespace, cell)
     wanted = [name for name in extra if name in namespace and name not in (*found.hard, *found.soft)]
-    used = [*(namespace[name] for name in wanted), *(value for value in options if callable(value))]
+    used = [*(namespace[name] for name in wanted), *_functions(options)]
     if used:
         more = reach(CellNames(), namespace, values=used, places=places)
         hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
@@ -59,6 +60,28 @@ def captured(
             opaque=found.opaque,
         )
     return found
+
+
+def check_shown(code: str) -> None:
+    """What IPython keeps of a notebook's cells is the notebook's; ranks would find an empty text there."""
+    shown = analyse(code).shown
+    if not shown:
+        return
+    name, line = min(shown.items(), key=lambda item: item[1])
+    item = f"{name}[3]" if name in namespaces.LISTS_OF_CELLS else name
+    raise UsageError(
+        f"{name!r} in line {line} of the cell is kept by IPython for this notebook's own cells, and the ranks do not "
+        f"have it: give what you mean a name in an ordinary cell (x = {item}) and read that"
+    )
+
+
+def _functions(options: Iterable[object]) -> Iterator[object]:
+    """Also those that an option's object was given: `CustomPolicy(lambda module: ...)`."""
+    for value in options:
+        if callable(value):
+            yield value
+        if not isinstance(value, type):
+            yield from filter(callable, getattr(value, "__dict__", {}).values())
 
 
 def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: Cell) -> None:

@@ -62,6 +62,8 @@ class Ranks:
         """called, from another thread, when idle ranks gave their GPUs back"""
         self.left: Any = None
         """the failed run whose last step is still on the ranks"""
+        self.advised: set[tuple[str, str]] = set()
+        """what the notebook was told once (report.py)"""
         self._runs = 0
         self._killed = 0
         """how many processes the system had ended for want of memory when the ranks were started"""

@@ -8,18 +8,44 @@ from typing import Any
 import nbtrain.words as words
 from nbtrain.errors import UsageError
 from nbtrain.events import Finished
+from nbtrain.session.cell import Cell
+from nbtrain.session.compared import compared
 from nbtrain.session.kept import kept
+from nbtrain.session.loop_variables import loop_variables
 from nbtrain.session.traffic import Traffic
 
 SHOWN = 8
 """Names in one line."""
 
 
-def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, say: Callable[[str], object]) -> None:
+class Said:
+    """Who says it, of which cell, and what the notebook was told already."""
+
+    def __init__(self, say: Callable[[str], object], known: set[tuple[str, str]], cell: Cell | None = None) -> None:
+        """`known`: (text of a cell, or nothing, and the name of what was said)."""
+        self.say, self._known, self._cell = say, known, cell
+
+    def once(self, name: str, sentence: str, of_this_cell: bool) -> None:
+        key = self._cell.source if self._cell is not None and of_this_cell else "", name
+        if key not in self._known:
+            self._known.add(key)
+            self.say(sentence)
+
+    def worth_saying(self, names: Iterable[str]) -> list[str]:
+        """Without variables of the cell's loops, which hold what each rank came to last."""
+        passing = loop_variables(self._cell.code) if self._cell is not None else frozenset()
+        return [name for name in names if name not in passing]
+
+
+def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, said: Said) -> None:
     """After a cell that came home. What differs between ranks is also sent anew, from the notebook."""
-    done = finished[lead]
+    done, say = finished[lead], said.say
     for note in done.notes:
         say(note)
+    for name, sentence in compared(finished.values()).items():
+        said.once(name, sentence, of_this_cell=True)
+    for name, sentence in done.advice.items():
+        said.once(name, sentence, of_this_cell=False)
     for path, reason, known in done.home.stayed:
         if known:
             say(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
@@ -29,7 +55,8 @@ def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, say: C
         say(f"{reason}; the notebook's is not changed")
     if differing := _differing(finished):
         traffic.differs(differing)
-        say(f"differ between ranks: {listed(differing)}; the notebook has rank {lead}'s")
+        if names := said.worth_saying(differing):
+            say(f"differ between ranks: {listed(names)}; the notebook has rank {lead}'s")
     if disagreements := _disagreements(finished, lead):
         say("\n".join(disagreements))
         traffic.distrust()

@@ -154,7 +154,9 @@ class CellRun:
             out = traffic.outgoing(
                 self.names.hard, self.names.soft, spec.options, everything_goes=forks, running=self.cell.filename
             )
-            for name in traffic.slow.keys() - said:
+            for line in traffic.unsendable:
+                self.relay.say(line)
+            for name in (traffic.slow.keys() - said) & self.shell.user_ns.keys():
                 self.relay.say(slow(name, self.shell.user_ns[name], traffic.slow[name]))
             self.presses.only_count()  # from here on the ranks have the cell
             self._post(out, sources, traffic if forks else None)
@@ -187,8 +189,10 @@ class CellRun:
             released=out.released,
             streams=out.streams,
             sources=(*sources, *out.sources),
-            surroundings=held.mirror.changes(),
+            surroundings=held.mirror.changes(spec.strategy in ("none", "single")),
         )
+        for line in held.mirror.notes:
+            self.relay.say(line)
         self.over = False
         held.send(run, range(spec.pool.world_size))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 import sys
 from typing import Any
 
 from nbtrain.compat import python
 from nbtrain.messages import Surroundings
+from nbtrain.worker.settings import Settings, read
 from nbtrain.worker.surroundings import torch_flags
 
 
@@ -18,17 +21,44 @@ class Mirror:
         self._shell = shell
         self._told = Surroundings()
         self._raw: Any = None
+        self._port: int | None = None
+        self._settings: Settings = {}
+        self.notes: list[str] = []
+        """what of the settings cannot go, in sentences"""
 
-    def changes(self) -> Surroundings:
+    def changes(self, meets: bool) -> Surroundings:
+        """`meets`: the cell may bring code that forms a process group of its own, at a port."""
         now, told = self._now(), self._told
         self._told = now
+        port = self._port
+        if meets and not (port and _is_free(port)):
+            self._port = _free_port()
         return Surroundings(
             directory=None if now.directory == told.directory else now.directory,
             path=None if now.path == told.path else now.path,
             environ=None if now.environ == told.environ else now.environ,
             colors=None if now.colors == told.colors else now.colors,
             torch_flags=None if now.torch_flags == told.torch_flags else now.torch_flags,
+            port=None if self._port == port else self._port,
+            settings=self._changed_settings() or None,
         )
+
+    def _changed_settings(self) -> dict[str, bytes]:
+        now, self.notes = read(), []
+        changed = {
+            name: value for name, value in now.items() if name not in self._settings or self._settings[name] != value
+        }
+        self._settings = now
+        packed = {}
+        for name, value in changed.items():
+            able, left = _able(value)
+            packed[name] = pickle.dumps(able, 5)
+            if left:
+                self.notes.append(
+                    f"{name}: {', '.join(left)} of its settings cannot go to the ranks: set it in the %%distributed "
+                    "cell"
+                )
+        return packed
 
     def _now(self) -> Surroundings:
         try:
@@ -43,3 +73,40 @@ class Mirror:
             environ, self._raw = dict(os.environ), dict(raw or ())
         colors = self._shell.colors
         return Surroundings(directory=directory, path=path, environ=environ, colors=colors, torch_flags=torch_flags())
+
+
+def _able(value: Any) -> tuple[Any, list[str]]:
+    """What of it a rank can unpack, and the names of the rest: functions and classes of the notebook."""
+    if _packs(value):
+        return value, []
+    if isinstance(value, dict):
+        left = [str(name) for name, one in value.items() if not _packs(one)]
+        return {name: one for name, one in value.items() if name not in left}, left
+    if isinstance(value, list):
+        return [one for one in value if _packs(one)], []  # a filter for warnings of a class of the notebook's
+    return [], ["some"]
+
+
+def _packs(value: Any) -> bool:
+    try:
+        return b"__main__" not in pickle.dumps(value, 5)
+    except Exception:
+        return False
+
+
+def _free_port() -> int:
+    """Of all addresses of this machine, as torch's stores listen."""
+    with socket.socket() as bound:
+        bound.bind(("", 0))
+        return int(bound.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as bound:
+        # Connections of an earlier cell's that are just ending are no hindrance.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(("", port))
+        except OSError:
+            return False
+        return True

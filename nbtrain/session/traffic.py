@@ -13,8 +13,10 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nbtrain.errors import CannotTravel
+from nbtrain.exchange import baseline
 from nbtrain.exchange.kinds import ATOMS, Make, numeric
 from nbtrain.exchange.kinds.base import keys_in
+from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.pickle_check import refusal
@@ -75,6 +77,8 @@ class Traffic:
         """names of the notebook's own objects that ranks were to keep: theirs may have changed since"""
         self.unchanged: list[str] = []
         """the notebook's own objects that the last cell changed, and whose class did not let it happen here"""
+        self.unsendable: list[str] = []
+        """what somebody set in modules and cannot travel"""
         self.slow: dict[str, float] = {}
         """names whose comparison took long → seconds, the first time"""
         self._orphans: list[Node] = []
@@ -107,6 +111,11 @@ class Traffic:
         try:
             for name in self._places.ordered(wanted):
                 self._timed(walk, name)
+            used = baseline.used_by(self.namespace[name] for name in wanted)
+            modules, self.unsendable = baseline.look(self.table, self.namespace, used)
+            self.unsendable += self._slow_modules()
+            for state in modules:
+                walk.name(MODULE + state.name, state)
             for name, value in options.items():
                 walk.name(OPTION + name, value)
             cargo = walk.finish()
@@ -123,7 +132,7 @@ class Traffic:
             self._sweep()  # told with this cell: what comes home must not name what is forgotten here
         drop, self._dropped = tuple(self._dropped), []
         unbind, self._unbound = tuple(self._unbound), []
-        self._names.update({name: self.namespace[name] for name in cargo.names if not name.startswith(OPTION)})
+        self._names.update({n: self.namespace[n] for n in cargo.names if not n.startswith((OPTION, MODULE))})
         return Outgoing(
             parcel=parcel,
             drop=drop,
@@ -132,6 +141,15 @@ class Traffic:
             streams=self._streams_to_send(),
             sources=tuple(self._sources(walk.added)),
         )
+
+    def _slow_modules(self) -> list[str]:
+        slow = [state for state in states() if state.seconds > BUDGET and MODULE + state.name not in self.slow]
+        self.slow.update((MODULE + state.name, state.seconds) for state in slow)
+        return [
+            f"looking for changes in what the module {state.name} holds took {state.seconds:.1f} s, and does so before "
+            "each cell; an array, a tensor or a tuple in place of its lists and dicts costs next to nothing"
+            for state in slow
+        ]
 
     def _timed(self, walk: Walk, name: str) -> None:
         """What changed is looked for in all of it, whatever that takes. But the user may know a better form for it."""
@@ -194,13 +212,14 @@ class Traffic:
         arrival = Arrival(self.table, self.namespace, cargo, buffer, _place, lenient=True)
         touched = arrival.commit()
         self.unchanged = arrival.left
-        self.namespace.update(arrival.names)
+        names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
+        self.namespace.update(names)
         loosened = any(type(record) is Make and record.anew for record in cargo.records)
         for name in home.deleted:
             self.namespace.pop(name, None)
             self._names.pop(name, None)
             loosened |= bool(self._roots.pop(name, None))
-        self._names.update(arrival.names)
+        self._names.update(names)
         loosened |= self._bind(cargo.names)
         loosened |= remember(self.table, self.namespace, touched)
         if loosened:

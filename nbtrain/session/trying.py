@@ -53,12 +53,9 @@ class Tries:
     def try_out(self, way: Way, trial: Trial) -> dict[str, Any]:
         """What there is to say of it, as changes of a `Measured`. Raises what every other way would raise, too."""
         try:
-            spec = way.spec()
-            if spec.pool.engine == "inprocess":
-                raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
-            names = self._reads(_own(spec), spec.options.values())
-            spec, _ = advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)
-            told = self._run(_bare(spec), trial, names)
+            spec = self.spec_of(way)
+            home, spec = self.play(spec, trial)
+            told = _told(home, spec, self._memory)
             return {**told, "name": spec.strategy} if spec.chosen and not way.keeps_name else told
         except (CannotTravel, MissingName, CellSyntaxError):
             raise
@@ -66,9 +63,27 @@ class Tries:
             self._fresh = self._ranks.pool is None
             return {"state": "failed", "why": str(error).split("\n")[0]}
 
+    def spec_of(self, way: Way) -> RunSpec:
+        """What would be run; raises where it cannot be."""
+        spec = way.spec()
+        if spec.pool.engine == "inprocess":
+            raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
+        names = self.reads(_own(spec), spec.options.values())
+        return _bare(advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)[0])
+
+    def play(self, spec: RunSpec, trial: Trial) -> tuple[Unkept, RunSpec]:
+        """Run it; what has become of it, and what was run."""
+        self._have(spec)
+        spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
+        names = self.reads(_own(spec), spec.options.values())
+        run = CellRun(self._shell, self._ranks, spec, self._cell, names)
+        run.run()
+        assert isinstance(run.home, Unkept)
+        return run.home, spec
+
     def check(self, name: str) -> None:
         """Raises what every way would raise. `name`: what the cell has to read; empty: nothing in particular."""
-        names = self._reads()
+        names = self.reads()
         if name and name not in (*names.hard, *names.soft):
             raise UsageError(
                 f"the cell does not read {name}, so it is the same with every value of it: let the cell make its "
@@ -79,22 +94,14 @@ class Tries:
         """How many samples the cell's loader puts into a batch; 0: it has none, or does not say."""
         from torch.utils.data import DataLoader
 
-        names = self._reads()
+        names = self.reads()
         held = (self._shell.user_ns[name] for name in (*names.hard, *names.soft))
         sizes = (getattr(one.batch_sampler, "batch_size", None) for one in held if isinstance(one, DataLoader))
         return next((size for size in sizes if isinstance(size, int) and size), 0)
 
-    def _reads(self, extra: Iterable[str] = (), options: Iterable[object] = ()) -> Captured:
+    def reads(self, extra: Iterable[str] = (), options: Iterable[object] = ()) -> Captured:
         namespace = self._shell.user_ns
         return captured(self._cell.code, namespace, extra, self._cell, Places(namespace), options)
-
-    def _run(self, spec: RunSpec, trial: Trial, names: Captured) -> dict[str, Any]:
-        self._have(spec)
-        spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
-        run = CellRun(self._shell, self._ranks, spec, self._cell, names)
-        run.run()
-        assert isinstance(run.home, Unkept)
-        return _told(run.home, spec, self._memory)
 
     def _have(self, spec: RunSpec) -> None:
         """The right ranks, with nothing on them."""

@@ -74,6 +74,16 @@ class Piece(ABC):
 class Prepared:
     """One component under one strategy. Each member runs on a rank."""
 
+    divides_gradients: ClassVar[bool] = False
+    """True: parameters are whole, and a rank has some of their gradients only: an optimizer that the cell makes for
+    them is taken in, or it would step what its rank has"""
+
+    averages_before_step: ClassVar[bool] = False
+    """True: gradients are averaged before a step, also before one in the middle of a backward"""
+
+    hooks_see_own_gradients: ClassVar[bool] = False
+    """True: a hook on a parameter's gradient runs before ranks average it"""
+
     def __init__(self, component: Component) -> None:
         self.component = component
         self.notes: list[str] = []
@@ -98,6 +108,9 @@ class Prepared:
 
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
         """Called before `clip_grad_value_`; raises where that would not be right."""
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Called after `torch.autograd.grad`: what it gave for these is the gradient of this rank's share only."""
 
     def backward(self) -> AbstractContextManager[float]:
         """Around each backward: yields what the loss is to be multiplied by."""
@@ -174,6 +187,11 @@ class Strategy:
     def __init__(self, options: Any = None, **given: Any) -> None:
         """`DDP(bucket_mb=5)`, which is `DDP(DDP.Options(bucket_mb=5))`."""
         self.options: Any = self.Options(**given) if options is None else options
+
+    @classmethod
+    def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
+        """In the notebook: what was typed, with what the number of nodes says where nothing was."""
+        return options
 
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         """(index, count) of the batches this rank sees, for every loader. Ranks of one index draw the same random

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nbtrain.compat import dtensor
 from nbtrain.compat.modules import parameters
 from nbtrain.strategies.fully_sharded import Tree
 from nbtrain.strategies.shards import as_parameter, places
@@ -24,13 +23,14 @@ from nbtrain.strategies.shards import as_parameter, places
 COPY = " (copy "
 """in the names of modules that a cell has copied"""
 
-Shard = Callable[[nn.Module, list[torch.Tensor]], dict[int, torch.Tensor]]
+Shard = Callable[[nn.Module, list[torch.Tensor], dict[int, Any]], dict[int, torch.Tensor]]
 Modules = dict[str, nn.Module]
 
 
 def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[Tree], shard: Shard) -> nn.Module:
-    """`trees`: those in which `module` may be; dressed. `shard(root, whole)`: sets up another root, all of whose
-    parameters but the `whole` ones are without memory, and returns those without → those in pieces."""
+    """`trees`: those in which `module` may be; dressed. `shard(root, whole, pieces)`: sets up another root, all of
+    whose parameters but the `whole` ones are without memory; `pieces` are to stand in their places, by their ids. They
+    are the very copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
     for tree in trees:
         tree.reshard()
         tree.undress()
@@ -44,9 +44,10 @@ def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[Tree], shard:
     for part, name, p in held:
         shell = shells.setdefault(id(p), as_parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p))
         parameters(part)[name] = shell
-    new = shard(twin, [p for _, _, p in places([twin]) if not p.is_meta])
-    for p in {id(p): p for _, _, p in held}.values():
-        dtensor.local(new[id(shells[id(p)])]).copy_(dtensor.local(p))
+    for _, _, p in held:
+        p.grad = None  # a copied parameter has none
+    whole = [p for _, _, p in places([twin]) if not p.is_meta]
+    shard(twin, whole, {id(shells[id(p)]): p for _, _, p in held})
     return twin
 
 

@@ -40,7 +40,7 @@ from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies import fsdp_estimate, values
+from nbtrain.strategies import fsdp_estimate, functional, values
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.divided import clip_norm, cut_loaded, cut_state, state_tensors
@@ -108,15 +108,18 @@ class Sharded(Prepared):
         }
         self.sync = GradSync(kept, norms=norms.values())
         self.whole = kept
-        self.refusals = Refusals("fsdp", self._holds)
+        self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.handles: list[Any] = []
         for tree in self.trees:
             tree.undress()
 
     # --- setting up ------------------------------------------------------------------------------
 
-    def _shard(self, root: nn.Module, kept: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """One tree; returns old parameter → new one. It is dressed afterwards."""
+    def _shard(
+        self, root: nn.Module, kept: list[torch.Tensor], cut_already: dict[int, Any] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """One tree; returns old parameter → new one. It is dressed afterwards. `cut_already`: what the new ones are to
+        be, by the ids of the old ones."""
         known = set(map(id, kept))
         before = [place for place in places([root]) if id(place[2]) not in known]
         for _, _, p in before:
@@ -129,7 +132,9 @@ class Sharded(Prepared):
             if id(old) not in new:
                 sharded = torch_modules.parameters(part)[name]
                 assert isinstance(sharded, DTensor)
-                if sharded.is_meta:
+                if cut_already:
+                    sharded = cut_already[id(old)]
+                elif sharded.is_meta:
                     device = "cpu" if self.options.cpu_offload else self.mesh.device_type
                     sharded = nn.Parameter(fresh_storage(sharded, torch.device(device)), old.requires_grad)  # type: ignore[arg-type]
                 vars(sharded).update(vars(old))
@@ -208,8 +213,9 @@ class Sharded(Prepared):
             return
         for tree in self.trees:
             tree.dress.on()
-        self.refusals = Refusals("fsdp", self._holds)
+        self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.refusals.on()
+        functional.on(self)
         values.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -240,6 +246,7 @@ class Sharded(Prepared):
             handle.remove()
         self.handles = []
         self.refusals.off()
+        functional.off(self)
         self._let_copies_go()
 
     def reset(self) -> None:
@@ -255,6 +262,11 @@ class Sharded(Prepared):
         """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
         weights = (weight for tree in self.trees for weight in tree.weights())
         return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in weights)
+
+    def _in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
+        weights = (weight for tree in self.trees for weight in tree.weights())
+        return next((fsdp2.gathered(weight) for weight in weights if fsdp2.sharded(weight) is tensor), None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.sync.norms and self._mine(optimizer):
@@ -277,6 +289,7 @@ class Sharded(Prepared):
             weights = list(tree.weights())
             refuse_hooks(map(fsdp2.sharded, weights), "fsdp")
             refuse_hooks(map(fsdp2.gathered, weights), "fsdp")
+        self.sync.begin()
         yield 1.0
 
     @contextmanager
@@ -307,6 +320,12 @@ class Sharded(Prepared):
         for tree in self.trees:
             for weight in tree.weights():
                 yield from fsdp2.held_back(weight)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        self.sync.catch_up(parameters)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         held = list(parameters)
@@ -395,7 +414,7 @@ class FSDP(Strategy):
         replicas: int = 0
         """HYBRID_SHARD: how many replicas of the whole there are; ranks are divided among them"""
         wrap: Any = ()
-        """classes, names of classes, a number of parameters, or a function of a module: what is gathered as one"""
+        """what is gathered as one: classes or names, a number of parameters, a function of a module, torch's policy"""
         cpu_offload: bool = False
         """what is not gathered waits in main memory, where the optimizer steps, too"""
         comm_dtype: Dtype = "none"
@@ -406,13 +425,21 @@ class FSDP(Strategy):
         def __post_init__(self) -> None:
             check_rule(self.wrap)
             if self.sharding == "HYBRID_SHARD" and self.replicas < 1:
-                raise UsageError("--sharding HYBRID_SHARD needs --replicas N: how many replicas the ranks form")
+                raise UsageError(
+                    "--sharding HYBRID_SHARD needs --replicas N: how many replicas the ranks form; with --nodes N it "
+                    "is one a node"
+                )
             if self.replicas and self.sharding != "HYBRID_SHARD":
                 raise UsageError(f"--replicas is for --sharding HYBRID_SHARD; {self.sharding} has none")
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         super().__init__(options, **given)
         self._meshes: dict[str, tuple[Any, DeviceMesh]] = {}
+
+    @classmethod
+    def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
+        hybrid = options.get("sharding") == "HYBRID_SHARD" and "replicas" not in options
+        return {**options, "replicas": nodes} if hybrid else options
 
     def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
         return "meta"

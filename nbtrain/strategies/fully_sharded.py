@@ -4,6 +4,7 @@ By itself `fully_shard` gathers a unit's weights when the unit's forward is call
 
 - a part of a unit may be called by itself (`model.emb(x)`, or from a method of the model's own), and so may a method
   that uses the unit's own parameters: it gathers them, and lets go of them when it returns;
+- what such a method writes to the weights it was given (`reset_parameters()`) is kept;
 - a forward or backward that raised leaves nothing behind;
 - weights that were gathered for a forward without a backward are let go of before they can go stale;
 - lists of weights that recurrent layers keep are what the notebook has (`recurrent.py`);
@@ -17,10 +18,12 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,12 +31,15 @@ from torch.distributed.tensor import DTensor
 from nbtrain.compat import fsdp2, tensors
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.compiler import outside_graphs
+from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
+from nbtrain.strategies import mixing
 from nbtrain.strategies.alongside import together
+from nbtrain.strategies.drawing import one_stream
 from nbtrain.strategies.dress import Dress
 from nbtrain.strategies.recurrent import FlatWeights
-from nbtrain.strategies.shards import cut
+from nbtrain.strategies.shards import cut, rows
 from nbtrain.strategies.units import callable_by_itself
 from nbtrain.strategies.usage import Usage
 
@@ -76,6 +82,7 @@ class Tree:
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
+            unit.register_forward_pre_hook(_before(state), prepend=True)
             unit.register_forward_hook(_after(state, self.usage), always_call=True)
             for part in _parts(unit, nested):
                 enter, leave = _door(state, self.usage)
@@ -154,6 +161,34 @@ def _raised(output: Any) -> bool:
     return output is None and sys.exc_info()[0] is not None
 
 
+def _between_forwards(state: Any) -> None:
+    """A forward has ended, and what it gathered stays for the backward: the loop reads and writes the parameters in
+    pieces, as at any other time. What is written to what is gathered would be lost."""
+    if fsdp2.is_gathered(state):
+        fsdp2.show_pieces(state)
+        state.nbtrain_writes = mixing.writes()
+
+
+def _into_forward(state: Any) -> None:
+    """What is gathered still is used, unless something has been written since."""
+    written = getattr(state, "nbtrain_writes", None)
+    if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
+        if written != mixing.writes():
+            fsdp2.let_go(state)
+        if fsdp2.is_gathered(state):
+            fsdp2.show_gathered(state)
+
+
+def _before(state: Any) -> Callable[..., Any]:
+    """First of a unit's own hooks."""
+
+    @outside_graphs
+    def before(module: nn.Module, args: Any) -> None:
+        _into_forward(state)
+
+    return before
+
+
 def _after(state: Any, usage: Usage) -> Callable[..., Any]:
     """Last of a unit's own hooks."""
 
@@ -166,6 +201,7 @@ def _after(state: Any, usage: Usage) -> Callable[..., Any]:
         usage.unit_ran(state)
         if not torch.is_grad_enabled():  # no backward will do it
             fsdp2.let_go(state)
+        _between_forwards(state)
 
     return after
 
@@ -178,6 +214,8 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         outermost = not fsdp2.in_forward(state)
         opened.append(outermost)
+        if outermost:
+            _into_forward(state)
         return fsdp2.begin_forward(state, module, args, kwargs) if outermost else None
 
     @outside_graphs
@@ -192,6 +230,7 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
         usage.unit_ran(state)
         if not torch.is_grad_enabled():
             fsdp2.let_go(state)
+        _between_forwards(state)
         return output
 
     return enter, leave
@@ -200,11 +239,13 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
 def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usage) -> Callable[..., Any]:
     """A method that uses its unit's own parameters: called while the unit is not, it is the unit's forward."""
     watched: set[int] = set()
+    writes = any(name == "data" or name[-1:] == "_" != name[-2:-1] for name in _names_in(method.__code__))  # type: ignore[attr-defined]
 
     @functools.wraps(method)
     def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if fsdp2.in_forward(state):
             return method(self, *args, **kwargs)
+        _into_forward(state)
         args, kwargs = fsdp2.begin_forward(state, self, args, kwargs)
         for group in fsdp2.groups(state):
             for weight in fsdp2.weights(group):
@@ -213,18 +254,53 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usa
                     # The method may run a backward itself, which has to end as one does that begins at an output.
                     watched.add(id(whole))
                     whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(state))
+        stood_on = next(self.parameters()).device
+        stood = [_versions(weight) for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+        drawn = writes and not args and not kwargs  # `reset_parameters()`, not a forward with dropout
         try:
-            output = method(self, *args, **kwargs)
+            with one_stream(stood_on) if drawn else nullcontext():
+                output = method(self, *args, **kwargs)
         except BaseException:
             fsdp2.calm(state)
             raise
+        _keep_written(state, stood, writes)
         output = fsdp2.end_forward(state, self, args, output)
         usage.unit_ran(state)
         if not torch.is_grad_enabled():
             fsdp2.let_go(state)
+        _between_forwards(state)
         return output
 
     return types.MethodType(through, unit)
+
+
+def _versions(weight: Any) -> tuple[int, int]:
+    """Of the part, and of what is gathered: they grow with what is written."""
+    return tensors.version(local_part(fsdp2.sharded(weight))), tensors.version(fsdp2.gathered(weight))
+
+
+@torch.no_grad()
+def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> None:
+    """What a method has written to gathered weights goes to the parts, as rank 0 has written it: what it drew is what
+    one process draws. Parts that were written to themselves, by an optimizer, are newer.
+
+    `writes`: the method may write to `.data`, of which no version tells. Collective then, and where versions tell."""
+    weights = [weight for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+    for weight, (part_stood, whole_stood) in zip(weights, stood, strict=True):
+        part, whole = fsdp2.sharded(weight), fsdp2.gathered(weight)
+        mine, version = local_part(part), _versions(weight)
+        if version[0] != part_stood or not (writes or version[1] != whole_stood):
+            continue
+        if whole.untyped_storage().nbytes() == 0:  # let go of meanwhile
+            continue
+        start, stop = rows(part)
+        told = torch.tensor(float(not torch.equal(whole[start:stop], mine.to(whole))), device=whole.device)
+        dist.all_reduce(told)
+        if told:
+            new = whole.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(new, src=0)
+            whole.data.copy_(new)
+            mine.copy_(new[start:stop])
 
 
 def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:

@@ -1,6 +1,6 @@
 """Full tensors in place of sharded ones, in what a cell is about to save: `model.state_dict()`, an optimizer's.
 
-One tensor at a time is gathered to rank 0, into its main memory; no other rank ever has a whole one.
+One tensor at a time is gathered to the rank that writes, into its main memory; no other rank ever has a whole one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def holds_shards(value: Any) -> bool:
     return next(_shards(value, set()), None) is not None
 
 
-def gathered(value: Any) -> Any:
-    """Collective: all ranks call it with the same structure. The structure with full tensors on rank 0, and with None
-    in their place on the others. What holds no sharded tensor is returned as it is."""
+def gathered(value: Any, to: int = 0) -> Any:
+    """Collective: all ranks call it with the same structure. The structure with full tensors on rank `to`, and with
+    None in their place on the others. What holds no sharded tensor is returned as it is."""
     shards = list(_shards(value, set()))
     if not shards:
         return value
@@ -34,8 +34,13 @@ def gathered(value: Any) -> Any:
     dist.broadcast_object_list(told, src=0)
     full: dict[int, torch.Tensor | None] = {}
     for i, other in enumerate(told[0]):
-        full[id(shards[i])] = _to_first(shards[i]) if other == i else full[id(shards[other])]
+        full[id(shards[i])] = _to_one(shards[i], to) if other == i else full[id(shards[other])]
     return _rebuilt(value, full, {})
+
+
+def everywhere(value: Any) -> Any:
+    """Collective, as `gathered`, with full tensors on every rank."""
+    return [gathered(value, to) for to in range(dist.get_world_size())][dist.get_rank()]
 
 
 def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
@@ -76,11 +81,11 @@ def _rebuilt(value: Any, full: dict[int, torch.Tensor | None], done: dict[int, A
 
 
 @torch.no_grad()
-def _to_first(tensor: DTensor) -> torch.Tensor | None:
+def _to_one(tensor: DTensor, to: int) -> torch.Tensor | None:
     mesh = tensor.device_mesh
     last = mesh.ndim - 1
     group = mesh.get_group(last)
-    if 0 not in dist.get_process_group_ranks(group):  # of several that keep the same, the first speaks
+    if to not in dist.get_process_group_ranks(group):  # of several that keep the same, its own speaks
         return None
     start, stop = rows(tensor)
     size = -(-tensor.shape[0] // mesh.size(last))
@@ -89,6 +94,6 @@ def _to_first(tensor: DTensor) -> torch.Tensor | None:
         padded = mine.new_zeros((size, *tensor.shape[1:]))
         padded[: stop - start] = mine
         mine = padded
-    parts = [torch.empty_like(mine) for _ in range(mesh.size(last))] if dist.get_rank() == 0 else None
-    dist.gather(mine.contiguous(), parts, dst=0, group=group)
+    parts = [torch.empty_like(mine) for _ in range(mesh.size(last))] if dist.get_rank() == to else None
+    dist.gather(mine.contiguous(), parts, dst=to, group=group)
     return None if parts is None else torch.cat(parts)[: tensor.shape[0]].cpu()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, eq
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,16 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.wire import Dtype, Wire
 
+TRAINABLE = attrgetter("requires_grad")
+
 
 class Bucket:
     """Parameters whose gradients travel together: one dtype, one device."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.ids = frozenset(map(id, parameters))
+        self.keys = list(map(id, parameters))
+        self.ids = frozenset(self.keys)
         # A flat buffer gives contiguous views; where the parameter is laid out otherwise its gradient should be too.
         self.contiguous = all(p.is_contiguous() for p in parameters)
         # Per parameter: used, and then: sparse. Made once for the usual case: on a GPU this is a transfer.
@@ -57,18 +62,27 @@ class GradSync:
         self.on = True
         self.handles: dict[int, Any] = {}
         self.pending: set[int] = set()  # arrived while `no_sync` was on
-        self.averaged: set[int] = set()  # since their optimizer's last step
+        self.held_back = False  # a backward inside of `no_sync` has been since the last that was communicated
+        self.averaged: dict[int, ref[torch.Tensor]] = {}
+        """id of a parameter → its gradient, averaged since the last step: any other one is the rank's own"""
+        self.asked: dict[int, int] = {}
+        """id of a parameter → how often its gradient was written to when `torch.autograd.grad` was asked for another"""
+        self.where: dict[int, int] = {}
         self.spent: set[int]  # stepped while the backward goes on, by a hook
         self.under_way: list[tuple[Bucket, Callable[[], torch.Tensor], bool]] = []
         self.build()
         self.step_handle = register_optimizer_step_pre_hook(self.before_step)
 
     def build(self) -> None:
-        """Deal the trainable parameters out to buckets; again when some were frozen or thawed."""
+        """Deal the trainable parameters out to buckets; again when some were frozen or thawed. What was frozen while
+        its gradient was held back takes part once more."""
         self.trainable = [p.requires_grad for p in self.parameters]
+        late = self.where if self.held_back else {}
+        dealt = [p for p in self.parameters if p.requires_grad or id(p) in late]
+        self.stale = not all(map(TRAINABLE, dealt))
         groups: list[list[torch.Tensor]] = []
         room = 0
-        for p in reversed([p for p in self.parameters if p.requires_grad]):  # about the order of arrival
+        for p in reversed(dealt):  # about the order of arrival
             size = p.numel() * p.element_size()
             last = groups[-1][0] if groups else None
             if last is None or room < size or (last.dtype, last.device) != (p.dtype, p.device):
@@ -87,6 +101,12 @@ class GradSync:
         self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         self.reset()
 
+    def begin(self) -> None:
+        """A backward begins: which parameters it is for is decided now, so that what was thawed is averaged by its
+        end, as all else."""
+        if not self.armed and (self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable))):
+            self.build()
+
     def reset(self) -> None:
         """Forget a backward under way: at its end, or because it raised."""
         self.wire.forget()
@@ -99,7 +119,7 @@ class GradSync:
     def arrived(self, p: torch.Tensor) -> None:
         """Autograd has put a gradient into `p.grad`."""
         key = id(p)
-        self.averaged.discard(key)
+        self.averaged.pop(key, None)
         if not self.armed:
             if not self.on:
                 self.pending.add(key)
@@ -152,6 +172,7 @@ class GradSync:
                         buffer.copy_(mean.view_as(buffer))
         finally:
             self.pending.clear()
+            self.held_back = False
             self.reset()
 
     def launch_statistics(self) -> list[tuple[list[tuple[NormLayer, torch.Tensor]], torch.Tensor, Any]]:
@@ -172,7 +193,7 @@ class GradSync:
         if whole and bucket.contiguous and not self.spent:  # no need to look at the flags, and no wait for the device
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g
-            self.averaged |= bucket.ids
+            self.averaged.update(zip(bucket.keys, map(ref, views), strict=False))
             return
         count = len(bucket.parameters)
         used, sparse = [True] * count, [False] * count
@@ -192,7 +213,7 @@ class GradSync:
                 p.grad = torch.empty_like(p).copy_(g)
             else:
                 p.grad.copy_(g)
-            self.averaged.add(id(p))
+            self.averaged[id(p)] = ref(p.grad)
 
     @torch.no_grad()
     def average(self, p: torch.Tensor) -> None:
@@ -209,31 +230,43 @@ class GradSync:
             dense = grad.to_dense()
             dist.all_reduce(dense)
             p.grad = dense.div_(dist.get_world_size()).to_sparse(grad.sparse_dim())
-        self.averaged.add(id(p))
+        assert p.grad is not None
+        self.averaged[id(p)] = ref(p.grad)
 
     def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average what came another way: `torch.autograd.grad`, by hand, into a layer that was just thawed."""
+        """Average what came another way: from `torch.autograd.grad`, or by hand. What is averaged already and has been
+        edited stays what it is."""
         for p in parameters:
-            if p.grad is not None and id(p) not in self.averaged and id(p) in self.ids:
+            if (grad := p.grad) is None or (key := id(p)) not in self.ids:
+                continue
+            before = self.averaged.get(key)
+            added_to = self.asked and self.asked.get(key, tensors.version(grad)) != tensors.version(grad)
+            if before is None or before() is not grad or added_to:
                 self.average(p)
+            self.asked.pop(key, None)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """`torch.autograd.grad` gave this rank's own gradients of these: who adds them to `p.grad` in place makes that
+        the rank's own, too."""
+        for p in parameters:
+            if id(p) in self.averaged and p.grad is not None:
+                self.asked[id(p)] = tensors.version(p.grad)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         keys = set(map(id, held))
         if self.ids.isdisjoint(keys):
             return
-        if not keys <= self.averaged:
-            self.catch_up(held)
-        self.averaged -= keys
+        self.catch_up(held)
+        for key in keys:
+            self.averaged.pop(key, None)
         if self.armed:
             self.spent |= keys
-            return
-        if [p.requires_grad for p in self.parameters] != self.trainable:
-            self.build()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         before, self.on = self.on, False
+        self.held_back = True
         try:
             yield
         finally:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from nbtrain.strategies._horovod.learning_rate import ScaledRate
 from nbtrain.strategies._horovod.session import Session
 from nbtrain.strategies._horovod.wire import HorovodWire
 from nbtrain.strategies.base import Component, Prepared, Strategy
@@ -28,18 +27,6 @@ class ByHorovod(Replicated):
     def __init__(self, component: Component, options: Horovod.Options, session: Session, number: int) -> None:
         wire = HorovodWire(session, str(number), options.compression == "fp16")
         super().__init__(component, options.bucket_mb, wire)
-        self.rate: ScaledRate | None = None
-        if options.scale_lr:
-            self.rate = ScaledRate(session.place.world_size, lambda: self.component.optimizers.values())
-            self.notes += self.rate.notes()
-
-    def enter(self) -> None:
-        if self.rate is not None:
-            self.rate.on()
-
-    def leave(self) -> None:
-        if self.rate is not None:
-            self.rate.off()
 
 
 class Horovod(Strategy):
@@ -49,8 +36,6 @@ class Horovod(Strategy):
     class Options(InBuckets):
         compression: Literal["none", "fp16"] = "none"
         """fp16: gradients are sent in 16 bits"""
-        scale_lr: bool = False
-        """optimizers step with their learning rate times the number of ranks"""
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         super().__init__(options, **given)

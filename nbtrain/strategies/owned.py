@@ -7,7 +7,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nbtrain.compat import tensors
 from nbtrain.strategies.base import Piece
+
+ANSWERED = frozenset(
+    {
+        "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_leaf",
+        "requires_grad", "grad_fn", "grad", "size", "dim", "numel", "nelement", "stride",
+        "is_floating_point", "is_complex", "element_size", "is_contiguous", "__hash__", "__len__", "get_device",
+        "output_nr", "retains_grad", "is_quantized", "is_mkldnn", "is_nested",
+        "is_inference", "names", "is_mps", "is_xpu",
+        # what a search for memory asks everything it finds
+        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared",
+    } | tensors.ASKS_OF_FORM
+)  # fmt: skip
+"""Functions of a tensor, as `__torch_function__` is told their names, that a stand-in answers as the whole does."""
 
 
 def stand_in(like: torch.Tensor) -> torch.Tensor:

@@ -18,23 +18,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbtrain.compat import layers
+from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies._pipeline.asked import Asked
 from nbtrain.strategies._pipeline.calls import Calls
 from nbtrain.strategies._pipeline.criterion import Loss
 from nbtrain.strategies._pipeline.dicts import Dicts
-from nbtrain.strategies._pipeline.elsewhere import Elsewhere
 from nbtrain.strategies._pipeline.estimate import estimate
 from nbtrain.strategies._pipeline.holding import Holding
 from nbtrain.strategies._pipeline.norms import clip_norm
 from nbtrain.strategies._pipeline.one_by_one import OneByOne
-from nbtrain.strategies._pipeline.plan import Line, callable_by_itself, describe, find_owners, make_lines
+from nbtrain.strategies._pipeline.plan import Line, callable_by_itself, cut, describe, find_owners, make_lines, size
 from nbtrain.strategies._pipeline.shared import SharedGradients
 from nbtrain.strategies._pipeline.stages import Place
-from nbtrain.strategies._pipeline.writes import Writes
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.placed import Placing
 
 KEPT = "_nbtrain_staged"
 MIDST = (
@@ -75,6 +74,7 @@ class Staged(Prepared):
                 lambda t: id(t) in self.owners.of,
                 self._share,
                 self._move,
+                self._reorder,
             )
             for line in self.lines
         ]
@@ -90,6 +90,10 @@ class Staged(Prepared):
         self.stepping = False
         """a closure's backward runs inside of a step"""
         self.asked = Asked(component.parameters(), self._inside)
+        self.placing = Placing(self.place.rank, self._inside, device)
+        self.place.lifted, self.place.plain = self.placing.lifted, self.placing.plain
+        self.steps: list[Any] = []
+        """what ends with a step that is under way"""
         self._hold()
         self._describe()
 
@@ -97,44 +101,64 @@ class Staged(Prepared):
         """As the lines are cut now."""
         component, place = self.component, self.place
         self.owners = find_owners(self.lines, component.parameters(), component.buffers(), self.promoted)
-        self.holding = Holding(self.owners, component.optimizers.values(), place.rank)
+        self.holding = Holding(self.owners, component.optimizers.values(), place.rank, self.placing)
         self.holding.hide()
-        self.dicts, self.writes = Dicts(self.holding), Writes(self.holding)
+        self.dicts = Dicts(self.holding)
         foreign = [p for p in component.parameters() if self.holding.foreign(p)]
         place.accumulates = lambda: self.asked.accumulates
         units = [pair for line in self.lines for pair in line.owners()]
         self.one_by_one = OneByOne(
             units, place.rank, lambda: place.inside, place.stream, lambda: self.asked.accumulates
         )
+        self.one_by_one.lifted = self.placing.lifted
         own = [p for p in component.parameters() if not self.holding.foreign(p)]
         self.shared = SharedGradients(
             self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
         )
 
-    def _share(self, tensors: list[torch.Tensor]) -> None:
+    def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
-        self.holding.gather(tensors)
-        self.promoted |= {id(t) for t in tensors}
+        self.placing.off()
+        self.holding.gather(needed)
+        self.promoted |= {id(t) for t in needed}
         self._hold_anew()
 
     def _move(self, line: Line, counts: list[int]) -> None:
         """The stages are these from now on. Collective; in the middle of a cell."""
+        self.placing.off()
         self.holding.gather()
         line.counts = counts
         self._hold_anew()
         if self.place.rank == 0:
             print(f"balanced by {self.options.balance}: {_described(line)}")
 
+    def _reorder(self, line: Line, order: list[int]) -> None:
+        """The parts are called in this order; those that are not come last. Collective; in the middle of a cell."""
+        self.placing.off()
+        self.holding.gather()
+        left = [number for number in range(len(line.parts)) if number not in set(order)]
+        line.parts = [line.parts[number] for number in (*order, *left)]
+        if not self.options.balance[:1].isdigit():
+            line.counts = cut([size(part) for part in line.parts], self.place.ranks)
+        self._hold_anew()
+        if self.place.rank == 0:
+            name = type(line.root).__name__
+            print(f"{name} calls its parts in another order than it registers them: {_described(line)}")
+
     def _hold_anew(self) -> None:
         self.shared.leave()
         self.one_by_one.leave()
         self.dicts.off()
-        self.writes.off()
         self._hold()
         self.shared.enter()
         self.one_by_one.enter()
         self.dicts.on()
-        self.writes.on()
+        self._place()
+
+    def _place(self) -> None:
+        """From now on tensors of one rank are read and written on all."""
+        self.placing.on(self.holding.places())
+        self.placing.learn(self.holding.states())
 
     def _inside(self) -> bool:
         return self.place.inside or self.one_by_one.inside
@@ -176,7 +200,6 @@ class Staged(Prepared):
         self.holding.tell_gradients(self.place.device)
         self.place.stream.begin()
         self.dicts.on()
-        self.writes.on()
         self.asked.on()
         self.one_by_one.enter()
         self.shared.enter()
@@ -188,6 +211,7 @@ class Staged(Prepared):
         ]
         if self.loss is not None:
             self.loss.enter()
+        self._place()
 
     def leave(self) -> None:
         self._stop()
@@ -202,6 +226,8 @@ class Staged(Prepared):
     def _stop(self) -> None:
         while self.handles:
             self.handles.pop().remove()
+        self.steps.clear()
+        self.placing.off()
         if self.loss is not None:
             self.loss.leave()
         for calls in self.calls:
@@ -210,7 +236,6 @@ class Staged(Prepared):
         self.one_by_one.leave()
         self.asked.off()
         self.dicts.off()
-        self.writes.off()
 
     def reset(self) -> None:
         self.place.inside = self.stepping = False
@@ -235,23 +260,32 @@ class Staged(Prepared):
         held = list(parameters)
         if not any(id(p) in self.owners.of for p in held):
             return None
-        return clip_norm(held, set(self.owners.of), max_norm, norm_type, self.place.device)
-
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
-        """Each rank clips its own: the others' are taken out of torch's list."""
-        if isinstance(parameters, list):
-            parameters[:] = [p for p in parameters if not isinstance(p.grad, Elsewhere)]
+        foreign = {id(p) for p in self.owners.owned if self.holding.foreign(p)}
+        with tensors.as_plain_tensors():
+            return clip_norm(held, set(self.owners.of), foreign, max_norm, norm_type, self.place.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.holding.learns(optimizer):
+        if self.holding.learns(optimizer) and self._per_parameter(optimizer):
             self.stepping = True
             self.holding.set_aside()
+            lifted = self.placing.lifted(lambda: self.holding.stepped(optimizer))
+            lifted.__enter__()
+            self.steps.append((optimizer, lifted))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.holding.knows(optimizer):
+            if self.steps and self.steps[-1][0] is optimizer:
+                self.steps.pop()[1].__exit__(None, None, None)
             self.stepping = False
             self.holding.put_back()
             self.holding.tell_states(optimizer, self.place.device)
+
+    def _per_parameter(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
+        anybody else's nobody knows, so that they read and write on all ranks."""
+        if self.steps and self.steps[-1][0] is optimizer:
+            return False
+        return type(optimizer).__module__.startswith("torch.optim.")
 
     # --- between cells ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,17 +10,24 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbtrain.compat import engine, tensors
+from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.by_name import gradients
+from nbtrain.strategies.mixing import whole_of
 
 
 class Refusals:
     """Of one strategy's component, in `torch.autograd.backward` and `torch.autograd.grad` while a cell runs."""
 
-    def __init__(self, strategy: str, mine: Callable[[torch.Tensor], bool]) -> None:
-        """`mine`: whether this is one of the sharded parameters."""
+    def __init__(
+        self, strategy: str, mine: Callable[[torch.Tensor], bool], in_graphs: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """`mine`: whether this is one of the sharded parameters. `in_graphs`: what autograd knows in its place, or
+        None."""
         self.strategy = strategy
         self.mine = mine
+        self.in_graphs = in_graphs
 
     def on(self) -> None:
         _while.on(self)
@@ -49,14 +57,7 @@ _open = _while.owners
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        for root in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if isinstance(root, DTensor) and _open:
-                raise NotSupported(
-                    f"a loss with a term over the parameters themselves (their squares, say) cannot be "
-                    f"differentiated under {_open[0].strategy}, where every rank holds a part of them. Use the "
-                    "optimizer's weight_decay, or --strategy ddp, under which it works"
-                )
-        return old(tensors, *args, **kwargs)
+        return old(tree_map_only(DTensor, whole_of, tensors), *args, **kwargs)
 
     return backward
 
@@ -64,33 +65,28 @@ def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
 def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        whose = next((held for held in _open if any(held.mine(one) for one in tensors)), None)
-        if whose is not None:
-            raise NotSupported(
-                f"torch.autograd.grad with respect to parameters cannot work under {whose.strategy}: what the graph "
-                "holds are the gathered weights. Call loss.backward() and read p.grad, or use --strategy ddp"
-            )
         again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
         if again and _open and _through_units([outputs] if isinstance(outputs, torch.Tensor) else outputs):
             raise NotSupported(
                 f"a gradient of a gradient (create_graph=True) cannot be taken through a model under "
                 f"{_open[0].strategy}: its gathered weights are let go of after the first. --strategy ddp can"
             )
-        return old(outputs, given if not isinstance(inputs, torch.Tensor) else inputs, *args, **kwargs)
+        outputs = tree_map_only(DTensor, whole_of, outputs)
+        if not any(_mine(one) for one in given):
+            return old(outputs, given if not isinstance(inputs, torch.Tensor) else inputs, *args, **kwargs)
+        return gradients(functools.partial(old, outputs), given, _twin, _mine, args, kwargs)
 
     return grad
 
 
+def _mine(tensor: torch.Tensor) -> bool:
+    return any(held.mine(tensor) for held in _open)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor | None:
+    return next((twin for held in _open if (twin := held.in_graphs(tensor)) is not None), None)
+
+
 def _through_units(outputs: Any) -> bool:
-    todo = [one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None]
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if engine.is_unit_gatherer(node):
-            return True
-        todo += [following for following, _ in node.next_functions if following is not None]
-    return False
+    roots = [one for one in outputs if isinstance(one, torch.Tensor)]
+    return any(engine.is_unit_gatherer(node) for root in roots for node in engine.nodes_below(root))

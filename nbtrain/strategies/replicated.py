@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -16,13 +16,25 @@ from nbtrain.strategies.wire import Wire
 class Replicated(Prepared):
     """`wire`: by what gradients travel."""
 
+    hooks_see_own_gradients = averages_before_step = True
+
     def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
         super().__init__(component)
         norms = norms_of(component.modules.values())
         self.sync = GradSync(component.parameters(), bucket_mb, norms, wire=wire)
 
+    def backward(self) -> AbstractContextManager[float]:
+        self.sync.begin()
+        return nullcontext(1.0)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
         """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""
+        self.sync.catch_up(parameters)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
         self.sync.catch_up(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -32,12 +32,16 @@ from nbtrain.strategies.owned import Owned
 from nbtrain.strategies.replicated import Replicated
 from nbtrain.strategies.shards import sum_of_powers
 from nbtrain.strategies.share_steps import ShareSteps
-from nbtrain.strategies.shared_out import SharedOut, held_by
+from nbtrain.strategies.shared_out import SharedOut, as_bytes, held_by
 from nbtrain.strategies.wire import Wire
 
 
 class Fair(Prepared):
     """One component. Parameters that FairScale cannot divide are whole on every rank, as under ddp."""
+
+    hooks_see_own_gradients = True
+
+    divides_gradients = True
 
     def __init__(self, component: Component, kinds: list[list[torch.Tensor]]) -> None:
         super().__init__(component)
@@ -87,6 +91,7 @@ class Fair(Prepared):
     @contextmanager
     def backward(self) -> Iterator[float]:
         self.steps.restore()
+        self.sync.begin()
         with self.reducing.backward():
             yield 1.0
 
@@ -95,6 +100,7 @@ class Fair(Prepared):
         with ExitStack() as stack:
             stack.enter_context(self.sync.no_sync())
             before, self.reducing.on = self.reducing.on, False
+            self.reducing.held_back = True
             try:
                 yield
             finally:
@@ -105,7 +111,14 @@ class Fair(Prepared):
         super().rescale(held, factor)
         self.reducing.rescale(held, factor)
 
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
+    @torch.no_grad()
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        parameters = list(parameters)
+        self.sync.catch_up(parameters)
+        self.reducing.catch_up(parameters)
         if any(isinstance(p.grad, Elsewhere) for p in parameters):
             raise NotSupported(
                 "clip_grad_value_: under sharded a rank has the gradients of its share only: write clip_grad_norm_, or "
@@ -136,6 +149,21 @@ class Fair(Prepared):
         for one in self.oss:
             if any(id(p) in mine for p in fairscale.owners(one)):
                 fairscale.send(one)
+        together = [memory for one in self.oss for memory in fairscale.memory(one)]
+        for p in held_by(optimizer):
+            owner = self.owners.get(id(p))
+            if owner is not None and not self._sent_with_others(p, together):
+                flat = p.detach().contiguous().view(-1)
+                dist.broadcast(as_bytes(flat), owner)
+                p.data.copy_(flat.view(p.shape))
+
+    def _sent_with_others(self, p: torch.Tensor, together: list[tuple[int, int]]) -> bool:
+        """FairScale sends what can be trained, from where it has put it: not what a cell has given other memory
+        (`p.data = tensor`), nor a frozen parameter that was stepped all the same."""
+        if not p.requires_grad:
+            return p.grad is None
+        at = p.data_ptr()
+        return any(start <= at < stop for start, stop in together)
 
     # -- between cells -------------------------------------------------------------------
 

@@ -14,10 +14,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.compat import tensors
 from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
 from nbtrain.strategies.shared_out import SharedOut
 
-METHODS = ("zero_grad", "state_dict", "add_param_group")
+METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
 class ShareSteps:
@@ -36,15 +37,19 @@ class ShareSteps:
         self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
         """of each optimizer: they have to be the last before a step, and the first after it"""
         self._changed = False
+        self._plain: Any = None
+        """the context in which an owner's state is of ordinary tensors: that of a step"""
 
     def enter(self, optimizers: Iterable[Optimizer]) -> None:
         self._handles.append(register_optimizer_step_pre_hook(self._arrange))
+        optimizers = list(optimizers)
+        self.state.enter(optimizers)
         for optimizer in optimizers:
-            self.state.cut(optimizer)
             before = optimizer.register_step_pre_hook(self._trim)
             after = optimizer.register_step_post_hook(self._stepped)
             self._hooks[optimizer] = before, after
-            self._handles += [before, after, *self.state.dict_hooks(optimizer)]
+            loaded = optimizer.register_load_state_dict_post_hook(self.state.renew)
+            self._handles += [before, after, loaded]
 
     def leave(self) -> None:
         self.restore()
@@ -52,10 +57,14 @@ class ShareSteps:
             handle.remove()
         self._handles = []
         self._hooks.clear()
+        self.state.leave()
 
     def restore(self) -> None:
         """Groups are complete. Called before a backward and a clipping, too: a step may have raised, and the loop gone
         on."""
+        if self._plain is not None:
+            self._plain.__exit__(None, None, None)
+            self._plain = None
         while self._trimmed:
             group, parameters = self._trimmed.pop()
             group["params"] = parameters
@@ -72,6 +81,9 @@ class ShareSteps:
     def _trim(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self.restore()
         self.ready(optimizer)
+        self.state.put_away()
+        if self.state.edited(optimizer):
+            self.state.renew(optimizer)
         self._changed = self.state.stepping(optimizer)
         self._keep_mine(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -82,6 +94,8 @@ class ShareSteps:
         return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
 
     def _keep_mine(self, optimizer: Optimizer) -> None:
+        self._plain = tensors.as_plain_tensors()
+        self._plain.__enter__()
         mine = (self.state.rank, None)
         for group in optimizer.param_groups:
             self._trimmed.append((group, group["params"]))

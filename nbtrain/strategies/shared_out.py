@@ -1,6 +1,8 @@
 """An optimizer's state, dealt out: that of a parameter is on the rank that steps it, its owner, and nowhere else.
 
 The others have stand-ins for its tensors, which show their shape over one number; step counts they keep themselves.
+While a cell runs, who touches one of them between two steps has it whole (`brought`). What a cell takes out of the
+state, or puts into it, is seen before the next step: all ranks do the same, so each can tell by itself.
 What an owner's optimizer has made they are told after the first step with a gradient, and whenever it may be other than
 it was: for torch's own optimizers that can be known on every rank alike, of others the owners say so after each step.
 """
@@ -8,6 +10,8 @@ it was: for torch's own optimizers that can be known on every rank alike, of oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.brought import Brought, Shared, bring, hand_out, put_away, take_back
 from nbtrain.strategies.owned import Owned, stand_in
 
 Described = tuple[tuple[Any, ...], ...]
@@ -42,6 +47,10 @@ class Ledger:
         self.told: dict[int, Described] = {}
         """what it has told, or the others expect by now"""
         self.options: Any = None
+        self.held: list[Any] = []
+        """all that was in the state after the last step"""
+        self.owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """id of a tensor that was dealt out → (it, its parameter)"""
 
     def look(self, optimizer: Optimizer) -> bool:
         """Whether options may have changed what it keeps since the last time."""
@@ -57,22 +66,89 @@ class SharedOut:
         self.owner = owner
         self.rank = dist.get_rank()  # a cell may destroy the group
         self.ledgers: WeakKeyDictionary[Optimizer, Ledger] = WeakKeyDictionary()
+        self.whole: dict[int, tuple[torch.Tensor, Shared]] = {}
+        """those that the cell has edited since the last step, or may have"""
+        self.handed = False
+        """a cell runs"""
 
     # -- before a cell -------------------------------------------------------------------
+
+    def enter(self, optimizers: Iterable[Optimizer]) -> None:
+        """A cell is about to run. Collective."""
+        self.handed = True
+        for optimizer in optimizers:
+            self.renew(optimizer)
+
+    def leave(self) -> None:
+        """The state looks as the notebook knows it."""
+        self.handed = False
+        self.put_away()
+        for ledger in self.ledgers.values():
+            for tensor, _ in ledger.owned.values():
+                take_back(tensor)
+
+    def put_away(self) -> None:
+        """What was whole for a while is with its owner again."""
+        while self.whole:
+            _, (tensor, shared) = self.whole.popitem()
+            put_away(tensor, shared, self.rank)
+
+    @torch.no_grad()
+    def renew(self, optimizer: Optimizer) -> None:
+        """The state may be another than it was: what is in it is dealt out, what is not any more becomes whole, for
+        who holds it still. Collective."""
+        for tensor, p in self._left(optimizer):
+            take_back(tensor)
+            bring(tensor, self._shared(p))
+        self.cut(optimizer)
+
+    def edited(self, optimizer: Optimizer) -> bool:
+        """Whether something was put into the state, or taken out of it, since the last step."""
+        ledger = self._ledger(optimizer)
+        held = _values(optimizer)
+        return len(held) != len(ledger.held) or not all(map(is_, held, ledger.held))
+
+    def _left(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What was dealt out and is in the state no more."""
+        ledger = self.ledgers.get(optimizer)
+        if ledger is None:
+            return []
+        now = set(map(id, _values(optimizer)))
+        return [pair for key, pair in ledger.owned.items() if key not in now]
+
+    def _shared(self, p: torch.Tensor) -> Shared:
+        owner = self.owner(p)
+        assert owner is not None
+        return Shared(self.strategy, owner, p.device, self.whole)
 
     @torch.no_grad()
     def cut(self, optimizer: Optimizer) -> None:
         """What has come of other ranks' parameters is let go of. Not collective."""
+        before = self.ledgers.get(optimizer)
+        same = before is not None and not self.edited(optimizer)
         ledger = self.ledgers[optimizer] = Ledger(optimizer)
+        if before is not None and same:  # what somebody else has put there, a step may add to
+            ledger.seen = before.seen
         for p, key, value in self._entries(optimizer):
             if _what(p, key, value)[0] == "nested":
                 raise self._nested(optimizer, key, value)
-            ledger.seen.add(id(p))
-            if self._divided(key, value) and self.owner(p) != self.rank and _has_memory(value):
-                value.data = stand_in(value)
+            if self._divided(key, value):
+                take_back(value)
+                self.whole.pop(id(value), None)
+                if self.owner(p) != self.rank and _has_memory(value):
+                    value.data = stand_in(value)
         for p in held_by(optimizer):
             if self.owner(p) == self.rank and optimizer.state.get(p):
                 ledger.told[id(p)] = _described(p, optimizer.state[p])
+        self._note(optimizer, ledger)
+
+    def _note(self, optimizer: Optimizer, ledger: Ledger) -> None:
+        """What is in the state now."""
+        ledger.held = _values(optimizer)
+        ledger.owned = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
+        if self.handed:
+            for tensor, p in ledger.owned.values():
+                hand_out(tensor, self._shared(p))
 
     # -- a step --------------------------------------------------------------------------
 
@@ -89,13 +165,15 @@ class SharedOut:
         self._count(optimizer, ledger, held)
         if ledger.plain:
             if not (new or changed):
+                ledger.held = _values(optimizer)
                 return
             mine = [p for p in (held if changed else new) if self.owner(p) == self.rank]
             ledger.seen.update(map(id, new))
-            self._tell(optimizer, {id(p): _described(p, optimizer.state.get(p) or {}) for p in mine})
+            self._tell(optimizer, {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state})
+            self._note(optimizer, ledger)
             return
         mine = [p for p in held_by(optimizer) if self.owner(p) == self.rank]
-        found = {id(p): _described(p, optimizer.state.get(p) or {}) for p in mine}
+        found = {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state}
         news = {key: what for key, what in found.items() if ledger.told.get(key, ()) != what}
         ledger.told = found
         other = ledger.look(optimizer)
@@ -105,6 +183,7 @@ class SharedOut:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if flag.item():
             self._tell(optimizer, news, ledger.options)
+        self._note(optimizer, ledger)
 
     def _count(self, optimizer: Optimizer, ledger: Ledger, held: list[torch.Tensor]) -> None:
         """The steps of other ranks' parameters."""
@@ -174,53 +253,20 @@ class SharedOut:
 
     def pieces(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, Owned]]:
         for optimizer in optimizers:
-            for p, key, value in self._entries(optimizer):
-                if self._divided(key, value):
-                    mine = self.owner(p) == self.rank
-                    yield value, Owned(lambda value=value: value, mine, mine)  # type: ignore[misc]
+            found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
+            for value, p in (*found.values(), *self._left(optimizer)):
+                mine = self.owner(p) == self.rank
+                yield value, Owned(lambda value=value: value, mine, mine)  # type: ignore[misc]
 
     @torch.no_grad()
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """On every rank, in place. Collective."""
         for optimizer in optimizers:
-            for p, key, value in self._entries(optimizer):
-                if self._divided(key, value):
-                    whole = self._sent(value, p)
-                    if self.owner(p) != self.rank:
-                        value.data = torch.empty_like(p, dtype=value.dtype) if value.shape == p.shape else whole
-                        value.data.copy_(whole)
-
-    # -- dicts ---------------------------------------------------------------------------
-
-    def dict_hooks(self, optimizer: Optimizer) -> list[Any]:
-        """So that `state_dict()` in a cell is that of one process, in main memory, on every rank; every rank has to
-        call it. What is loaded is dealt out again. Returns their handles."""
-
-        def fill(_: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-            numbers = {
-                id(p): number
-                for group, packed in zip(optimizer.param_groups, found["param_groups"], strict=True)
-                for p, number in zip(group["params"], packed["params"], strict=True)
-            }
-            entries = {
-                number: dict(entry) if isinstance(entry, dict) else entry for number, entry in found["state"].items()
-            }
-            try:
-                for p, key, value in self._entries(optimizer):
-                    if self._divided(key, value):
-                        entries[numbers[id(p)]][key] = self._sent(value, p).to("cpu", copy=True)
-            except NotSupported as error:
-                raise NotSupported(
-                    f"{error}. Under {self.strategy} the state of {type(optimizer).__name__} is divided among the "
-                    "ranks, and state_dict() brings it together: call it on every rank (torch.save writes one file "
-                    "then), or take --strategy ddp"
-                ) from None
-            return {**found, "state": entries}
-
-        return [
-            optimizer.register_state_dict_post_hook(fill),
-            optimizer.register_load_state_dict_post_hook(self.cut),
-        ]
+            found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
+            for value, p in (*found.values(), *self._left(optimizer)):
+                bring(value, self._shared(p))
+                if value.shape == p.shape and value.stride() != p.stride():
+                    value.data = torch.empty_like(p, dtype=value.dtype).copy_(value)
 
     # -- parts ---------------------------------------------------------------------------
 
@@ -238,16 +284,9 @@ class SharedOut:
                     yield p, key, state[key]
 
     def _divided(self, key: str, value: Any) -> TypeGuard[torch.Tensor]:
-        return isinstance(value, torch.Tensor) and not (key == "step" and value.dim() == 0)
-
-    def _sent(self, value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """From the owner to everybody."""
-        owner = self.owner(p)
-        flat = value.detach().contiguous().view(-1) if owner == self.rank else value.new_empty(value.numel())
-        wire = flat.to(p.device)
-        if wire.numel():
-            dist.broadcast(as_bytes(wire), owner)
-        return wire.to(value.device).view(value.shape)
+        if not isinstance(value, torch.Tensor) or (key == "step" and value.dim() == 0):
+            return False
+        return type(value) in (torch.Tensor, Brought)
 
     def _nested(self, optimizer: Optimizer, key: str, value: Any) -> NotSupported:
         what = "" if value is None else f" is a {type(value).__name__}, and"
@@ -270,6 +309,15 @@ def _what(p: torch.Tensor, key: str, value: Any) -> tuple[Any, ...]:
     if key == "step" and value.dim() == 0:
         return "count", float(value), value.dtype, beside
     return "tensor", value.shape, value.dtype, beside
+
+
+def _values(optimizer: Optimizer) -> list[Any]:
+    """All that is in its state."""
+    return list(chain.from_iterable(map(_of_entry, optimizer.state.values())))
+
+
+def _of_entry(entry: Any) -> Iterable[Any]:
+    return entry.values() if isinstance(entry, dict) else (entry,)
 
 
 def _has_memory(value: torch.Tensor) -> bool:

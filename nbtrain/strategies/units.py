@@ -6,8 +6,10 @@ apart are no units.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -65,8 +67,9 @@ def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def find_units(root: nn.Module, rule: Any = ()) -> list[nn.Module]:
     """The units of one model, inner ones first, the root last.
 
-    `rule`: classes or their names, a number of parameters, a function of a module, or nothing: the repeated blocks
-    and the root's other children. What was marked by `wrap` is a unit in any case.
+    `rule`: classes or their names, a number of parameters, a function of a module, a policy of
+    torch.distributed.fsdp.wrap, or nothing: the repeated blocks and the root's other children. What was marked by
+    `wrap` is a unit in any case.
     """
     chosen = {id(m) for m in _chosen(root, rule)} | {id(m) for m in root.modules() if getattr(m, MARK, False)}
     chosen = {id(m) for m in root.modules() if id(m) in chosen and callable_by_itself(m) and _holds(m)}
@@ -87,21 +90,95 @@ def check_rule(rule: Any) -> None:
     if any(isinstance(part, bool) or not _is_rule(part) for part in parts) or (numbers and len(parts) > 1):
         raise UsageError(
             f"--wrap {rule!r}: it takes classes or their names (--wrap Block,Head), a number of parameters "
-            "(--wrap 1000000), or a function of a module that says True"
+            "(--wrap 1000000), a function of a module that says True, or the notebook's name of a policy of "
+            "torch.distributed.fsdp.wrap (policy = ... in a cell, then --wrap policy)"
         )
     if any(number < 1 for number in numbers):
         raise UsageError(f"--wrap {rule!r}: a unit has at least one parameter")
+    for part in parts:
+        if not isinstance(part, str | int | type) and not _is_policy_object(part):
+            _check_function(part)
 
 
 def _parts(rule: Any) -> list[Any]:
+    """Names are taken apart, and policies that are nothing but a set of classes are those classes."""
     if rule is None:
         return []
-    parts = list(rule) if isinstance(rule, tuple | list | set | frozenset) else [rule]
-    return [name for part in parts for name in (part.replace(" ", "").split(",") if isinstance(part, str) else [part])]
+    found: list[Any] = []
+    for part in rule if isinstance(rule, tuple | list | set | frozenset) else [rule]:
+        classes = _classes_of(part)
+        if isinstance(part, str):
+            found += filter(None, part.replace(" ", "").split(","))
+        elif isinstance(part, float) and part.is_integer():
+            found.append(int(part))
+        elif classes is not None:
+            found += classes
+        else:
+            found.append(part)
+    return found
 
 
 def _is_rule(part: Any) -> bool:
-    return isinstance(part, str | int) or callable(part)
+    if isinstance(part, str):
+        return part.isidentifier()
+    return isinstance(part, int) or callable(part) or _is_policy_object(part)
+
+
+def _classes_of(part: Any) -> tuple[type, ...] | None:
+    """Of a ModuleWrapPolicy, or of a transformer_auto_wrap_policy: they are looked up as classes of the line are, so
+    that one that was defined anew is found, and one that the model does not have is named."""
+    if isinstance(part, str | int | float | type):
+        return None
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    from nbtrain.compat import wrap_policies
+
+    if isinstance(part, partial) and part.func is transformer_auto_wrap_policy and not part.args:
+        classes = part.keywords.get("transformer_layer_cls")
+        return None if classes is None else tuple(classes)
+    return wrap_policies.classes_of(part)
+
+
+def _is_policy_object(part: Any) -> bool:
+    from nbtrain.compat import wrap_policies
+
+    return wrap_policies.is_policy_object(part)
+
+
+def _check_function(function: Any) -> None:
+    if _takes(function, None) or _is_recursive(function):
+        return
+    name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+    lacking = [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    lacking = [one for one in lacking if one not in ASKED]
+    given = ", ".join(f"{one}=..." for one in lacking)
+    raise UsageError(
+        f"--wrap {name}: it is called with a module alone, or as torch calls policies, with {', '.join(ASKED)}, and "
+        f"this does not take that; write functools.partial({name}, {given}) in a cell, and give that a name"
+    )
+
+
+ASKED = ("module", "recurse", "nonwrapped_numel")
+"""What torch's FSDP tells a policy that is a function."""
+
+
+def _is_recursive(function: Any) -> bool:
+    """Whether it is asked as torch's FSDP asks: on the way down whether to go on, on the way up whether to wrap."""
+    return not _takes(function, None) and _takes(function, **dict.fromkeys(ASKED))
+
+
+def _takes(function: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # written in C: nobody can know
+        return not kwargs
+    return True
 
 
 def _chosen(root: nn.Module, rule: Any) -> Iterable[nn.Module]:
@@ -110,13 +187,22 @@ def _chosen(root: nn.Module, rule: Any) -> Iterable[nn.Module]:
         return _by_default(root)
     if isinstance(parts[0], int):
         return _by_size(root, parts[0])
-    tests = [_test(part) for part in parts]
-    found = [m for m in root.modules() if any(test(m) for test in tests)]
+    found = [m for part in parts for m in _chosen_by(root, part)]
     names = [part if isinstance(part, str) else part.__name__ for part in parts if isinstance(part, str | type)]
     if not found and names:
         there = sorted({type(m).__name__ for m in root.modules() if _holds(m)})
         raise UsageError(f"--wrap {','.join(names)}: {type(root).__name__} has no such part; it has {', '.join(there)}")
     return found
+
+
+def _chosen_by(root: nn.Module, part: Any) -> list[nn.Module]:
+    if not isinstance(part, str | type):
+        if _is_policy_object(part):
+            return _by_policy_object(root, part)
+        if _is_recursive(part):
+            return _by_policy(root, part)
+    test = _test(part)
+    return [m for m in root.modules() if test(m)]
 
 
 def _test(part: Any) -> Callable[[nn.Module], bool]:
@@ -126,6 +212,46 @@ def _test(part: Any) -> Callable[[nn.Module], bool]:
         # The notebook's class may have been defined anew since the model was made.
         return lambda m: isinstance(m, part) or type(m).__qualname__ == part.__qualname__
     return lambda m: bool(part(m))
+
+
+def _by_policy_object(root: nn.Module, policy: Any) -> list[nn.Module]:
+    from nbtrain.compat import wrap_policies
+
+    found = wrap_policies.chosen(policy, root)
+    for module, options in found.items():
+        if options:
+            raise UsageError(
+                f"--wrap: the {type(policy).__name__} has options of its own for {type(module).__name__} "
+                f"({', '.join(map(str, options))}), and here all units have those of the line: let its function return "
+                "True, and write --sharding, --cpu-offload or --comm-dtype in the line"
+            )
+    return list(found)
+
+
+def _by_policy(root: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
+    """What torch's FSDP would wrap by a policy that is a function.
+
+    It is asked about each module twice: before its children, with all parameters, whether to look at them; and after
+    them, with those that are in no unit yet, whether it is a unit itself.
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> int:
+        """How many parameters of it are in units."""
+        seen.add(id(module))
+        whole = sum(p.numel() for p in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=whole):
+            return 0
+        inner = sum(walk(child) for child in module.children() if id(child) not in seen)
+        itself = module is not root and callable_by_itself(module)
+        if itself and policy(module=module, recurse=False, nonwrapped_numel=whole - inner):
+            found.append(module)
+            return whole
+        return inner
+
+    walk(root)
+    return found
 
 
 def _by_default(root: nn.Module) -> Iterator[nn.Module]:

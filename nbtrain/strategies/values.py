@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import NUMBERS, Listeners, While
+from nbtrain.strategies import as_whole, mixing
 from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.shards import whole
 
@@ -37,6 +38,8 @@ def on(mesh: DeviceMesh) -> None:
 def off(mesh: DeviceMesh) -> None:
     """For each `on`."""
     _while.off(mesh)
+    if not _meshes:
+        mixing.forget()
 
 
 def active() -> bool:
@@ -58,6 +61,8 @@ def _put(listeners: Listeners) -> None:
     else:  # then at least where Python asks for it
         for name in NUMBERS:
             listeners.listen(f"{DTENSOR}.{name}", "values", _number)
+    as_whole.put(listeners)
+    mixing.put(listeners)
     listeners.listen(f"{DTENSOR}.__str__", "values", lambda _: _text)
     listeners.listen(f"{DTENSOR}.__format__", "values", lambda _: _formatted)
     listeners.listen(f"{DTENSOR}._repr_pretty_", "values", lambda _: _shown)

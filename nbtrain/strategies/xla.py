@@ -58,6 +58,8 @@ class There(Piece):
 class OnDevice(Prepared):
     """A component that exists once on every rank's device."""
 
+    hooks_see_own_gradients = True
+
     def __init__(self, component: Component, rank: int, ranks: int) -> None:
         super().__init__(component)
         self.rank, self.ranks = rank, ranks

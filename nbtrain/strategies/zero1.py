@@ -81,6 +81,7 @@ class Shares(Replicated):
     @contextmanager
     def backward(self) -> Iterator[float]:
         self.steps.restore()
+        self.sync.begin()
         yield 1.0
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:

@@ -18,7 +18,9 @@ ORDER = "the order of batches (some ranks only iterated a loader, or drew random
 class Agreement:
     """Remembers what was compared last, so that a cell that trained nothing costs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, hands_off: bool = False) -> None:
+        """`hands_off`: what the ranks draw is their own affair, as under torchrun."""
+        self.hands_off = hands_off
         self.versions: dict[int, int] = {}
         self.steps = 0
 
@@ -30,7 +32,7 @@ class Agreement:
         if steps != self.steps or versions != self.versions:  # fused optimizers leave versions alone
             numbers = [(name, checksum(tensor)) for name, tensor in replicas]
         self.versions, self.steps = versions, steps
-        if not randomness.alone:
+        if not (randomness.alone or self.hands_off):
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers
 

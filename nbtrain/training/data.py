@@ -24,10 +24,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from nbtrain.training.randomness import Randomness
 
+COUNTS = ("num_replicas", "num_processes")
+"""What samplers call the number of those who share: torch's DistributedSampler, and accelerate's BatchSamplerShard."""
 DRAW_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -38,16 +39,23 @@ class Deal:
     index: int
     count: int
     split: bool = False
+    whole: bool = False
+    """one process stands for all the ranks: it gets what they would get together"""
 
 
 def dealt_out(loader: DataLoader[Any]) -> bool:
     """Whether this loader's batches can be dealt out: not those of iterable data, not single samples, and not those
-    that the user's own DistributedSampler shares out already."""
+    that depend on the rank already."""
     return (
-        not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-        and not (isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas > 1)
+        not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None and not shared_out(loader)
     )
+
+
+def shared_out(loader: DataLoader[Any]) -> bool:
+    """By a sampler of its own, which knows how many take part: torch's, accelerate's, or one written like them."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    counts = (getattr(one, name, 1) for one in samplers for name in COUNTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 class Dealt:
@@ -112,7 +120,7 @@ class Dealt:
         while got := [list(batch) for batch in self._draw(inner, deal.count, not start)]:
             start = start or [sample for batch in got for sample in batch]
             if len(got) == deal.count and len(set(map(len, got))) == 1:
-                yield got[deal.index]
+                yield [sample for batch in got for sample in batch] if deal.whole else got[deal.index]
             elif len(got) == deal.count or not self.drop_last:
                 yield self._even([sample for batch in got for sample in batch], start, deal)
 
@@ -121,7 +129,7 @@ class Dealt:
         if short:
             self.padded(short)
             samples = samples + (filling * deal.count)[:short]
-        return samples[deal.index :: deal.count]
+        return samples if deal.whole else samples[deal.index :: deal.count]
 
 
 def move(batch: Any, device: torch.device) -> Any:

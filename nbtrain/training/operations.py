@@ -95,7 +95,7 @@ class Operations:
                 self._add(mode)
         if self._pairs >= PAIRS:
             self._phases.heard = None
-        elif phase in (FORWARD, UNDECIDED) and self._phases.backwards >= FIRST:
+        elif phase in (FORWARD, UNDECIDED) and self._phases.backwards >= FIRST and torch.is_grad_enabled():
             self._tries += 1
             if self._tries > TRIES or disturbs():
                 self._phases.heard = None
@@ -113,8 +113,10 @@ class Operations:
             self._each = total / PAIRS
 
     def _leave(self) -> bool:
+        """Whether the mode is off. It waits for the end of the user's own mode, or `inference_mode`, that was begun
+        after it: torch puts back there what it found at its beginning, and would call a mode that is no more."""
         if self._mode is not None:
-            if fake.current_mode() is not self._mode:
+            if fake.current_mode() is not self._mode or torch.is_inference_mode_enabled():
                 return False
             self._mode.__exit__(None, None, None)
             self._mode = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -81,7 +81,8 @@ class Workshop:
         if self.strategy.hands_off:
             return
         # A cell after a cell, mostly: the very same objects, and none of them has grown.
-        if self._last is not None and self._last[0] is objects and self._last[1] == _layout(objects):
+        # That they are the same is asked of themselves: whether their names were found anew is a rank's own affair.
+        if self._last is not None and _same(self._last[0], objects) and self._last[1] == _layout(objects):
             return
         for component in _components(objects, [kept.prepared.component for kept in self.kept]):
             self._set_up(component)
@@ -97,9 +98,10 @@ class Workshop:
         """It has ended: what was set up looks as the notebook knows it."""
         if self._inside:
             self._inside = False
-            for prepared in self.prepared:
-                prepared.leave()
-            self.strategy.leave()
+            with ExitStack() as every:  # all of them, also where one does not end as it should
+                every.callback(self.strategy.leave)
+                for prepared in reversed(self.prepared):
+                    every.callback(prepared.leave)
 
     def _enter(self) -> None:
         for prepared in self.prepared:
@@ -121,6 +123,10 @@ class Workshop:
     def pieces(self) -> list[tuple[torch.Tensor, Piece]]:
         """Tensors that the notebook is to have otherwise than they are here; not while a cell runs."""
         return [pair for prepared in self.prepared for pair in prepared.pieces()]
+
+    def models(self) -> list[nn.Module]:
+        """All that are set up."""
+        return [module for prepared in self.prepared for module in prepared.component.modules.values()]
 
     def forget(self, whole: bool = True) -> None:
         """Close everything that was set up. `whole`: what is in pieces is put together again, which is collective."""
@@ -175,7 +181,9 @@ class Workshop:
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
                 return not {id(p) for p in held} <= kept.ids()
-        return any(map(is_divided, held))
+        return any(map(is_divided, held)) or any(
+            kept.prepared.divides_gradients and not kept.ids().isdisjoint(map(id, held)) for kept in self.kept
+        )
 
     def in_pieces(self, model: nn.Module) -> bool:
         return any(map(is_divided, model.parameters()))
@@ -264,6 +272,12 @@ class Workshop:
         self._last = None
 
 
+def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    return before is now or [(name, id(item)) for name, item in before.items()] == [
+        (name, id(item)) for name, item in now.items()
+    ]
+
+
 def _layout(objects: Mapping[str, object]) -> list[Any]:
     """What has to be equal for everything to be still set up as it was."""
     found: list[Any] = []
@@ -291,8 +305,10 @@ def place(component: Component, device: torch.device) -> None:
                 for key, value in state.items():
                     # torch keeps step counts on the CPU unless a kernel reads them
                     there = isinstance(value, torch.Tensor) and (key != "step" or counts_there)
-                    if there and not is_divided(value):  # the strategy says where its rows wait
-                        state[key] = value.to(device)
+                    if not there or is_divided(value):  # the strategy says where its rows wait
+                        continue
+                    if (moved := value.to(device)) is not value:
+                        state[key] = moved
 
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nbtrain.compat.generators import seed_in
 from nbtrain.training.streams import States, capture, restore
@@ -173,6 +174,38 @@ class Randomness:
             torch.set_rng_state(own)
             self.began["torch"] = own
 
+    def drew(self) -> bool:
+        """Numbers of this rank's own were drawn since the ranks went apart."""
+        if self.alone or self.is_together or "torch" not in self.began:
+            return False
+        return not torch.equal(torch.get_rng_state(), self.began["torch"])
+
+    @contextmanager
+    def one_process(self, device: torch.device) -> Iterator[None]:
+        """Draws inside are the same on every rank, and those of one process: from where rank 0 stands, which goes on
+        from there; the others' own streams do not notice. Collective."""
+        if device.type == "cuda":
+            own = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(_of_rank_0(own), device)
+            try:
+                yield
+            finally:
+                if self.rank:
+                    torch.cuda.set_rng_state(own, device)
+            return
+        if self.alone or self.is_together or not self.shared_states:
+            yield
+            return
+        stand = _of_rank_0(self.stand())
+        own = torch.get_rng_state()
+        torch.set_rng_state(stand)
+        try:
+            yield
+        finally:
+            reached = torch.get_rng_state()
+            torch.set_rng_state(own)
+            self.stand_at(reached)
+
     def fingerprint(self) -> int:
         """Equal on all ranks as long as they have iterated the same loaders."""
         if not self.shared_states:
@@ -230,6 +263,13 @@ class Randomness:
             self.seed = int(seed.item())
         seed.fill_(self.mark)
         torch.set_rng_state(state)
+
+
+def _of_rank_0(state: torch.Tensor) -> torch.Tensor:
+    on = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
+    sent = state.to(on, copy=True)
+    dist.broadcast(sent, src=0)
+    return sent.to(state.device)
 
 
 def _with_seed(state: torch.Tensor, seed: int) -> torch.Tensor:

@@ -40,11 +40,13 @@ class Recompute:
         self._undo: list[Callable[[], None]] = []
         self._is_on = False
         self._within = threading.local()
+        self._whole = ""
+        """the class of a model that was named"""
 
     def begin(self, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
         """`names`: of classes; `modules`: what the cell uses. Raises `UsageError` for a name that none of them has."""
         self.off()
-        self._names = names
+        self._names, self._whole = names, ""
         self._chosen.clear()
         self._met.clear()
         self.learn(modules)
@@ -53,6 +55,7 @@ class Recompute:
         """Of models that the cell makes and sets up, too."""
         if not self._names:
             return
+        modules = list(modules)
         parts = {id(part): part for module in modules for part in module.modules()}
         self._met.update(type(part).__name__ for part in parts.values())
         if not self._met:  # the cell will make them
@@ -69,8 +72,22 @@ class Recompute:
                         "object; give it a class whose method it is"
                     )
                 self._chosen.setdefault(type(part))
+        within = {id(part) for module in modules for part in list(module.modules())[1:]}
+        roots = [type(module).__name__ for module in modules if id(module) not in within]
+        self._whole = next((name for name in roots if name in self._names), self._whole)
         if self._is_on:
             self.on()
+
+    def whole(self) -> str:
+        """What is to be said where all of a model is computed again at once."""
+        if not self._whole:
+            return ""
+        blocks = [f"{name} ({count})" for name, count in self._met.items() if count > 1 and name not in self._names]
+        there = f": {', '.join(blocks)}" if blocks else ""
+        return (
+            f"{FLAG} {self._whole} names the whole model: all of it is computed again at once, so no memory is saved, "
+            f"and a forward is lost. Name classes that it has several of{there}"
+        )
 
     def on(self) -> None:
         """Forgives being called twice."""

@@ -21,9 +21,10 @@ from nbtrain.events import Event, Metric
 from nbtrain.events import Phases as Spent
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy
-from nbtrain.training import collectives, lines
+from nbtrain.strategies.drawing import draw_from
+from nbtrain.training import advice, collectives, learning_rate, lines
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.agreement import Agreement
 from nbtrain.training.become import become
@@ -34,7 +35,10 @@ from nbtrain.training.checkpoints.core import Checkpoints
 from nbtrain.training.checkpoints.every import Plan
 from nbtrain.training.contract import share_of
 from nbtrain.training.data import Deal
+from nbtrain.training.drawn import Drawn
+from nbtrain.training.gradient_hooks import GradientHooks
 from nbtrain.training.loaders import Loaders
+from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.lowered import Lowered, LoweredStrategy
 from nbtrain.training.made import Made
 from nbtrain.training.meeting import Meeting
@@ -93,7 +97,7 @@ class Runtime:
         if self.forwards is not None and self.forwards.form.scaled:
             self.scaling = Scaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
             self.forwards.before, self.forwards.after = self.scaling.called, self.scaling.passed
-        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank)
+        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.workshop.models)
         self.accumulation: Accumulation | None = None
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
@@ -101,17 +105,27 @@ class Runtime:
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
         self.wrapped = Wrapped(info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling)
+        self.gradient_hooks = GradientHooks(self.workshop, info.rank == 0)
         self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
         self.saving = Saving(self.meeting, info.world_size > 1)
         self.recompute = Recompute()
         self.made = Made(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
+        self.loaders.gives_apart = self.wrapped.same_work.shared
         self._looks_after = False
         """all ranks run a cell whose models the strategy sets up"""
+        self._batches, self._rule = 1, ""
+        """of one process, so many make a step of the cell's; and how learning rates follow them"""
+        self._rates: list[float] = []
+        """of the optimizers that have stepped in the cell"""
+        self._logged_apart = ""
+        """the first name of which each rank has logged its own number"""
+        self._reduce: Callable[..., Any] = collectives.reduce
+        self.drawn = Drawn(self.randomness, self.workshop, lambda: self._looks_after)
         self.trying: Trying | None = None
         """the cell is only tried"""
-        self._agreement = Agreement()
+        self._agreement = Agreement(strategy.hands_off)
         self._listeners = Listeners()
         self._prepared: Mapping[str, object] | None = None
         """what `begin` is about to be called for"""
@@ -130,12 +144,15 @@ class Runtime:
             if part is not None:
                 part.listen(listeners)
         self.wrapped.listen(listeners)
+        if self.info.world_size > 1:
+            self.gradient_hooks.listen(listeners)
         self.loaders.listen(listeners)
         self.meeting.listen(listeners)
         if self.info.world_size > 1 or self.lowered is not None:
             self.made.listen(listeners)
         if self.info.world_size > 1:
             self.recounted.listen(listeners)
+            self.drawn.listen(listeners)
             lines.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
         self.saving.listen(listeners)
         _installed = self
@@ -169,15 +186,16 @@ class Runtime:
         self._prepared = None
         names = () if self.strategy.hands_off else run.checkpoint_activations
         self.recompute.begin(names, [item for item in objects.values() if isinstance(item, torch.nn.Module)])
+        draw_from(self.randomness.one_process)
         self.workshop.enter()
         index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
+        if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:
+            deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
         self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
         self.stopping.begin(board, number)
         self.stopping.put_aside = partial(put, self.checkpoints, run.aside)
-        self.loaders.begin(deal, self.strategy.hands_off)
-        if self.trying is not None:
-            self._begin_trying(self.trying, count)
+        self.loaders.begin(deal, self.strategy.hands_off, run.share_eval)
         if run.accumulate > 1:
             self.accumulation = Accumulation(
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
@@ -187,9 +205,19 @@ class Runtime:
         here.enter(self.checkpoints)
         self.running = True
         self.wrapped.begin(self.accumulation)
+        apart = count > 1 and run.ranks is None and run.trial is None and not self.strategy.hands_off
+        self.wrapped.same_work.begin(apart)
+        self._logged_apart = ""
+        self._rule = run.scale_lr
+        self._batches = run.accumulate * (1 if run.split_batches else deal.count)
+        self.wrapped.rate.begin(run.scale_lr, self._batches)
+        self.wrapped.summed.begin(1 if self.strategy.hands_off or run.ranks is not None else count, run.split_batches)
+        if self.trying is not None:
+            self._begin_trying(self.trying, count)
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
             self.recounted.begin()
+            self.drawn.begin()
             self._looks_after = self.info.world_size > 1 or self.lowered is not None
             self.randomness.together()
         if self.scaling is not None:
@@ -201,15 +229,20 @@ class Runtime:
         self.operations.begin()
         if self.strategy.hands_off:
             return []
+        hooks = self.gradient_hooks.begin()
         who = "ranks" if count == self.info.world_size else "groups of ranks"
-        return [*_batch_notes(objects, deal, run.accumulate, who), *self._notes()]
+        held = [item for item in objects.values() if isinstance(item, Optimizer)]
+        rates = learning_rate.notes(held, run.scale_lr, self._batches)
+        return [*_batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not; sentences for the user."""
         self.running = self._looks_after = False
+        self._rates = learning_rate.rates(self.steps.taken)
         self.operations.end()
         self.phases.end()
         self.wrapped.end()
+        self.gradient_hooks.end()
         here.enter(None)
         self.checkpoints.end()
         self.checkpoints.off = self.saving.off = False
@@ -224,11 +257,15 @@ class Runtime:
         if self.accumulation is not None:
             self.accumulation.leave()
             self.accumulation = None
-        if not ok:
-            self.wrapped.reset()
-        self.workshop.leave()
+        try:
+            if not ok:
+                self.wrapped.reset()
+        finally:  # torch is as it was, whatever the cell has left behind
+            self.workshop.leave()
         if self.lowered is not None:
             self.lowered.release(prepared.component for prepared in self.workshop.prepared)
+        if self.loaders.evaluations.dealt:
+            notes += self.wrapped.summed.notes()
         return [*notes, *self.loaders.end()]
 
     def readings(self) -> list[Event]:
@@ -247,27 +284,58 @@ class Runtime:
         progress = self.steps.progress()
         return [spent, throughput] if progress is None else [spent, throughput, progress]
 
+    def recording(self, record: Record) -> StepRecord:
+        """What writes down the steps of a cell that is tried."""
+        return StepRecord(record, self.info.rank, self.checkpoints.in_use)
+
     def _begin_trying(self, trying: Trying, count: int) -> None:
         trying.share = count / self.info.world_size
         self.stopping.enough = trying.ended
         self.checkpoints.off = self.saving.off = True
         if trying.trial.batch != 1.0:
             self.loaders.regroup = trying.regrouped
+        if trying.record is not None:
+            trying.record.share = self.loaders.deal.index
+            self.loaders.record = self.wrapped.record = trying.record
         trying.begin(self.steps)
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
         return self._agreement.take(self.workshop.prepared, self.steps.total, self.randomness)
 
+    def advice(self) -> dict[str, str]:
+        """What is said once in a notebook, by name: of the cell that has just ended."""
+        found = {}
+        if self.loaders.gave_shares and self.steps.calls and not self._rule:
+            found["learning rate"] = learning_rate.advice(self._rates, self._batches)
+        if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:
+            name = self._logged_apart
+            found["log"] = (
+                f"log({name}=…) shows each rank's own number, of its own batches; log({name}=…, sync=True) their mean"
+            )
+        if self.steps.calls:
+            found["checkpoints"] = self.recompute.whole()
+            found.update(advice.of_options(getattr(self.strategy, "options", None), self.device))
+        return {name: sentence for name, sentence in found.items() if sentence}
+
+    def compared(self) -> dict[str, int]:
+        """Of the cell that has just ended, by name: the notebook says something where ranks have the same number, or
+        another one (session/compared.py)."""
+        work, data = self.wrapped.same_work.number(), self.loaders.data
+        found = {name: number for name, number in (("work", work), ("data", data)) if number}
+        return found | self.wrapped.summed.divisors()
+
     def builtins(self) -> dict[str, Any]:
         """The names every cell may use."""
+        speakers = Speakers(self.strategy, self.info.rank, self.info.world_size).names()
+        self._reduce = speakers["reduce"]
         return {
             "rank": self.info.rank,
             "world_size": self.info.world_size,
             "local_rank": self.info.local_rank,
             "device": self.device,
             "log": self.log,
-            **Speakers(self.strategy, self.info.rank, self.info.world_size).names(),
+            **self.loaders.evaluations.watching(**speakers),
             "barrier": collectives.barrier,
             "setup": self.setup,
             "save": here.save,
@@ -277,8 +345,12 @@ class Runtime:
 
     # --- what the cell calls ---------------------------------------------------------------------
 
-    def log(self, **values: Any) -> None:
-        """Show numbers on the run's chart: `log(loss=loss)`."""
+    def log(self, *, sync: bool = False, **values: Any) -> None:
+        """Show numbers on the run's chart: `log(loss=loss)`.
+
+        They are each rank's own, of its own batch. `log(loss=loss, sync=True)`: the mean over the ranks; all of them
+        have to call it.
+        """
         numbers = {}
         for name, value in values.items():
             try:
@@ -287,6 +359,10 @@ class Runtime:
                 raise UsageError(
                     f"log({name}=...) takes a number or a tensor with one element, not {type(value).__name__}"
                 ) from None
+        if sync:
+            mean = self._reduce(torch.tensor(list(numbers.values()), dtype=torch.float64))
+            numbers = dict(zip(numbers, mean.tolist(), strict=True))
+        self._logged_apart = self._logged_apart or (next(iter(numbers), "") if not sync else "")
         self.emit(Metric(rank=self.info.rank, time=time.time(), step=self.steps.count, values=numbers))
 
     def setup(self, *objects: Any) -> Any:
@@ -344,7 +420,7 @@ UNLIKE = (
 
 
 def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
-    """The effective batch, once per batch size: `batch 32 × 4`. `who`: sees a share of the batches."""
+    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: sees a share of the batches."""
     notes: list[str] = []
     for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -355,6 +431,8 @@ def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who
             note += f" split over {deal.count} {who}" if deal.split else f" × {deal.count}"
         if accumulate > 1:
             note += f" × {accumulate} accumulated"
+        if (times := accumulate * (1 if deal.split else deal.count)) > 1:
+            note += f" = {size * times}"
         if note not in notes and note != f"batch {size}":
             notes.append(note)
     return notes

@@ -3,7 +3,8 @@
 The loop's own line, `torch.save(model.state_dict(), "model.pt")`, is met by every rank. Rank 0 writes; another rank
 that comes to the same file waits until rank 0 has written it, and leaves it at that. It writes by itself what rank 0
 does not: a file under another name, or below `if rank == 1`, is known for that once rank 0 has gone on to a collective
-or to the end of the cell.
+or to the end of the cell. What is in pieces is met by all ranks: each path that they name is written by the first of
+those that name it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.patience import Patience
 from nbtrain.strategies.alongside import ODD
+from nbtrain.strategies.placed import gathered as placed
 from nbtrain.training.meeting import Meeting
+from nbtrain.training.no_room import room_told
 
 PIECES = (
     "torch.save of a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
@@ -56,36 +59,70 @@ class Saving:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             if self.off and isinstance(f, (str, os.PathLike)):
                 return
-            if not self._several or not self.meeting.open or not isinstance(f, (str, os.PathLike)):
+            if not self._several or not self.meeting.open:
                 return old(obj, f, *args, **kwargs)
+            if not isinstance(f, (str, os.PathLike)):  # an open file, or memory: each rank has its own
+                return old(self._of_each(placed(obj)), f, *args, **kwargs)
             path = os.path.realpath(os.fspath(f))
             if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
                 return old(obj, f, *args, **kwargs)
-            told, obj = obj, self._whole(obj)
             key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
             self.calls[key] += 1
-            if self.meeting.rank == 0:
+            obj = placed(obj)
+            if self._in_pieces(obj):
+                self._save_pieces(old, obj, path, key, *args, **kwargs)
+            elif self.meeting.rank == 0:
                 _whole(old, obj, path, *args, **kwargs)
                 self.meeting.wrote(key, self.calls[key])
-            elif not self._written(key) and told is obj:  # what was in pieces is nowhere but on rank 0
+            elif not self._written(key):
                 _whole(old, obj, path, *args, **kwargs)
 
         return save
 
-    def _whole(self, obj: Any) -> Any:
-        """On rank 0, which writes it; all ranks have to come here."""
-        if "torch.distributed.tensor" not in sys.modules:
+    def _of_each(self, obj: Any) -> Any:
+        """With whole weights, for a file that every rank writes by itself."""
+        if not self._in_pieces(obj):
             return obj
-        from nbtrain.strategies.gathered import gathered, holds_shards
+        from nbtrain.strategies.gathered import everywhere
 
-        if not holds_shards(obj):
-            return obj
+        self._paths(0)
+        return everywhere(obj)
+
+    @staticmethod
+    def _in_pieces(obj: Any) -> bool:
+        if "torch.distributed.tensor" not in sys.modules:
+            return False
+        from nbtrain.strategies.gathered import holds_shards
+
+        return holds_shards(obj)
+
+    def _save_pieces(self, old: Callable[..., Any], obj: Any, path: str, key: int, *args: Any, **kwargs: Any) -> None:
+        """All ranks have to come here. Of those that name one path the first writes it."""
+        from nbtrain.strategies.gathered import gathered
+
+        rank, paths = self.meeting.rank, self._paths(key)
+        for writer in sorted({paths.index(one) for one in paths}):
+            whole = gathered(obj, writer)
+            if rank == writer:
+                _whole(old, whole, path, *args, **kwargs)
+                self.meeting.wrote(key, self.calls[key])
+        if paths[rank] == paths[0]:
+            self._written(key)
+        if len(set(paths)) > 1:
+            dist.barrier()  # whoever reads its file now finds it
+
+    def _paths(self, key: int) -> list[int]:
+        """Each rank's, by its digest."""
         try:
             # Not a barrier, which others may be waiting in: `if rank == 0: torch.save(...)`, and then `barrier()`.
-            dist.all_reduce(torch.zeros(ODD, device="cpu" if dist.get_backend() == "gloo" else "cuda"))
+            where = "cpu" if dist.get_backend() == "gloo" else "cuda"
+            dist.all_reduce(torch.zeros(ODD, device=where))
         except NotSupported as error:
             raise NotSupported(f"{PIECES}. {error}") from None
-        return gathered(obj)
+        paths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
+        paths[self.meeting.rank] = key
+        dist.all_reduce(paths)
+        return [int(one) for one in paths.tolist()]
 
     def _written(self, key: int) -> bool:
         """Wait for rank 0; whether it has written this file."""
@@ -102,7 +139,8 @@ class Saving:
 def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
     beside = f"{path}.{os.getpid()}.tmp"
     try:
-        old(obj, beside, *args, **kwargs)
+        with room_told(path):
+            old(obj, beside, *args, **kwargs)
         if os.path.exists(path):
             shutil.copymode(path, beside)
         os.replace(beside, path)

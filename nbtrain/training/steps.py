@@ -61,6 +61,8 @@ class Steps:
         self.began = time.monotonic()
         self.count = 0
         self.samples = 0
+        self.batch = 0
+        """samples of the last batch"""
         self.batches = 0
         self.calls = 0
         """calls of `step`, of all optimizers"""
@@ -117,6 +119,7 @@ class Steps:
     def got(self, samples: int) -> None:
         self.batches += 1
         self.samples += samples
+        self.batch = samples
 
     def exhausted(self, iterator: Any) -> None:
         if (place := self._remove(iterator)) and place[2] is not None:

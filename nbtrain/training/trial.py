@@ -18,6 +18,7 @@ import torch
 from nbtrain.compat.loaders import end_workers
 from nbtrain.events import Tried
 from nbtrain.specs import Trial
+from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.peak import Peak
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Enough
@@ -46,6 +47,8 @@ class Trying:
         """a loader's batch was made larger"""
         self.share = 1.0
         """so much of what this rank sees do no others see"""
+        self.record: StepRecord | None = None
+        """what the steps saw and made is written down"""
         self._device = device
         self._clock = clock
         self._peak = Peak(device)
@@ -68,6 +71,8 @@ class Trying:
     def begin(self, steps: Steps) -> None:
         """The cell begins."""
         self._steps = steps
+        if self.record is not None:
+            self.record.begin()
         self._peak.begin()
         self._mark()
 

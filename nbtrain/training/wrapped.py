@@ -17,11 +17,15 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, phases
 from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.board import BACKWARD, STEP
+from nbtrain.training.learning_rate import ScaledRate
+from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.phases import Phases
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
+from nbtrain.training.same_work import SameWork
 from nbtrain.training.scaling import Scaling
 from nbtrain.training.steps import Steps
+from nbtrain.training.summed import Summed
 
 
 class Wrapped:
@@ -45,6 +49,10 @@ class Wrapped:
         self.randomness = randomness
         self.scaling = scaling
         self.accumulation: Accumulation | None = None
+        self.record: StepRecord | None = None
+        self.same_work = SameWork()
+        self.rate = ScaledRate()
+        self.summed = Summed()
         self.running = False
         self._in_backward = False
         self._in_step = False
@@ -52,6 +60,7 @@ class Wrapped:
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.autograd.backward", "step", self._backward)
+        listeners.listen("torch.autograd.grad", "step", self._grad)
         listeners.listen("torch.nn.utils.clip_grad_norm_", "step", self._clip_norm)
         listeners.listen("torch.nn.utils.clip_grad_value_", "step", self._clip_value)
         listeners.listen("torch.amp.GradScaler.scale", "step", self._scaler_scale)
@@ -64,7 +73,8 @@ class Wrapped:
 
     def end(self) -> None:
         self.running = self._in_backward = self._in_step = False
-        self.accumulation = None
+        self.accumulation = self.record = None
+        self.rate.end()
 
     @property
     def within(self) -> int:
@@ -76,6 +86,9 @@ class Wrapped:
         for prepared in self.workshop.prepared:
             prepared.reset()
 
+    def _shapes(self) -> set[torch.Size]:
+        return {p.shape for prepared in self.workshop.prepared for p in prepared.component.parameters()}
+
     # --- what torch calls ------------------------------------------------------------------------
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +97,12 @@ class Wrapped:
                 return old(tensors, grad_tensors, *args, **kwargs)
             self.randomness.apart()
             self.steps.backward()
+            if self.summed.looks and self.steps.batch:
+                self.summed.look(tensors, self.steps.batch, self._shapes())
+            if self.record is not None:
+                self.record.loss(tensors)
+            if self.same_work.on:
+                self.same_work.backward(tensors)
             self._in_backward, self._in_step = True, False  # a step before may have failed
             self.phases.mark(phases.BACKWARD)
             run = old if self.scaling is None else self.scaling.backward(old)
@@ -105,6 +124,17 @@ class Wrapped:
                 self.phases.mark(phases.UNDECIDED)
 
         return backward
+
+    def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = old(outputs, inputs, *args, **kwargs)
+            if self.running and not self._in_backward and isinstance(inputs, (torch.Tensor, list, tuple)):
+                held = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+                for prepared in self.workshop.prepared:
+                    prepared.differentiated(held)
+            return found
+
+        return grad
 
     def _clip_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +170,8 @@ class Wrapped:
             self.phases.resume(phases.OPTIMIZER)
         else:
             self.phases.mark(phases.OPTIMIZER)
+        if self.rate.factor != 1:
+            self.rate.before_step(optimizer)
         several = self.info.world_size > 1 and not self.strategy.hands_off
         if several:
             self.workshop.guard(optimizer)
@@ -191,6 +223,8 @@ class Wrapped:
         if not self.running:
             return
         self._in_step = False
+        if self.rate.factor != 1:
+            self.rate.after_step(optimizer)
         if self._in_backward:
             self.phases.resume(phases.BACKWARD)
         else:

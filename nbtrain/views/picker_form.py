@@ -19,6 +19,7 @@ GOALS = {"speed": "the fastest steps", "batch": "the largest batch", "model": "t
 LOSSES = {"no": "no loss of speed", "small": "a small loss of speed", "any": "any loss of speed"}
 TONES = {"bad": "#d5473c", "good": "#2f9648", "wait": "#b07a10"}
 """to be read on light and on dark ground"""
+PLACES = ("found", "cards", "line", "note", "said", "receipt", "compared")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 
 
@@ -30,7 +31,7 @@ class Form:
         self._data: Mapping[str, Any] = data
         self._hearing = False
         """what is shown is being brought up to date: a change is nobody's wish"""
-        self._html = {name: widgets.HTML() for name in ("found", "cards", "line", "note", "said", "compared")}
+        self._html = {name: widgets.HTML() for name in PLACES}
         self._goal = self._dropdown("goal", [(words, name) for name, words in GOALS.items()])
         self._loss = self._dropdown("loss", [(words, name) for name, words in LOSSES.items()])
         self._precision = self._dropdown("precision", list(data["precisions"]))
@@ -55,8 +56,10 @@ class Form:
             self._html["line"],
             self._html["note"],
             self._ticked,
-            widgets.HBox([self._button("Measure", self._measure), self._find, self._button("Use", self._use)]),
+            widgets.HBox([self._button("Measure", self._measure), self._find, self._button("Verify", self._verify),
+                          self._button("Use", self._use)]),
             self._html["said"],
+            self._html["receipt"],
             self._html["compared"],
         ])  # fmt: skip
         self.show(data)
@@ -89,6 +92,7 @@ class Form:
             "line": f"<code>{escape(data['line'])}</code>" if data["line"] else _toned(data["wrong"], "bad"),
             "note": _toned(data["note"], "wait"),
             "said": _toned(data["said"][0], data["said"][1]) or _busy(data),
+            "receipt": f"<pre>{escape(data['receipt']['text'])}</pre>" if data["receipt"] else "",
             "compared": _compared(data["compared"]),
         }
         for name, text in shown.items():
@@ -162,6 +166,9 @@ class Form:
     def _measure(self, goal: str = "speed") -> None:
         self._ask(kind="measure", goal=goal, names=list(self._ticked.value))
 
+    def _verify(self) -> None:
+        self._ask(kind="verify")
+
     def _use(self) -> None:
         self._ask(kind="use")
 
@@ -224,7 +231,11 @@ def _compared(compared: Mapping[str, Any] | None) -> str:
 
 
 def _busy(data: Mapping[str, Any]) -> str:
-    words = {"plan": "estimating …", "measure": "measuring …; ■ in the toolbar stops it"}
+    words = {
+        "plan": "estimating …",
+        "measure": "measuring …; ■ in the toolbar stops it",
+        "verify": "verifying …; ■ in the toolbar stops it",
+    }
     return _toned(words.get(data["busy"], ""), "wait")
 
 

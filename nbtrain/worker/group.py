@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import inspect
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nbtrain.compat import groups
+from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 
@@ -25,6 +27,10 @@ A_MONTH = datetime.timedelta(days=30)
 """Collectives wait this long for a slow peer: there is no time limit on user code."""
 LATE = 20_000_000
 """Nanoseconds by which gloo's threads may be late with looking up; a group that is left waits for them so long."""
+TWO = (
+    "init_process_group: the ranks have a process group already, and their strategy distributes the training; a script "
+    "that does that itself runs under %%distributed -s none"
+)
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
@@ -39,14 +45,31 @@ class Group:
         self._lock = threading.Lock()
         self._ours: Any = None
         self._listeners = Listeners()
+        self._own_code: bool | None = None
+        """whether the cell that runs brings code that forms groups; None: no cell runs"""
+        self._asked = False
+        """its code has asked for a process group"""
+        self._before: set[tuple[int, int]] | None = None
+        """sockets that were there before one is formed in which a rank may wait for others"""
+        self._cut_short = False
+        """a group of its code's was being formed, and is not"""
+
+    def begin(self, hands_off: bool) -> None:
+        """A cell is about to run. `hands_off`: under a strategy that leaves its process group to it."""
+        self._own_code, self._asked = hands_off or self.info.world_size == 1, False
+
+    def end(self) -> None:
+        self._own_code = None
 
     def form(self, store: str) -> None:
         """Collective. `store`: a file that no group was formed with before: it would hand out dead addresses."""
-        if self.info.world_size == 1:
-            return
         import torch.distributed as dist
 
+        if not dist.is_available():
+            return
         self._watch()
+        if self.info.world_size == 1:
+            return
         dist.init_process_group(
             self.backend,
             store=dist.FileStore(store, self.info.world_size),
@@ -68,6 +91,8 @@ class Group:
     def give_up(self) -> None:
         """Whoever waits in a collective, here or on another rank, gets an error now."""
         with self._lock:
+            if self._before is not None:
+                self._sockets |= _sockets() - self._before
             for descriptor, inode in self._sockets:
                 _shut(descriptor, inode)
             self._sockets.clear()
@@ -83,11 +108,52 @@ class Group:
         self._ours = None
         with suppress(Exception):  # a cell may have destroyed it, or half of it
             dist.destroy_process_group()
+        if self._cut_short:
+            self._cut_short = False
+            _count_anew()
         self._listeners.close()
 
     def _watch(self) -> None:
         """Note the sockets of every group that is made from here on, those of a cell's `new_group` too."""
         self._listeners.listen(groups.MAKE, "group", self._noted)
+        self._listeners.listen("torch.distributed.init_process_group", "group", self._asked_for)
+
+    def _asked_for(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """Code that brings its own group is given ours where it asks for one like it, else the one it asks for."""
+        import torch.distributed as dist
+
+        names = inspect.signature(old)
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if self._own_code is None:
+                return old(*args, **kwargs)
+            if not self._own_code:
+                raise NotSupported(TWO)
+            asked_before, self._asked = self._asked, True
+            if dist.is_initialized() and not asked_before:
+                if self._is_ours(names.bind(*args, **kwargs).arguments):
+                    return None
+                dist.destroy_process_group()
+            self._before = _sockets()
+            self._cut_short = True
+            try:
+                old(*args, **kwargs)
+                self._cut_short = False
+            finally:
+                self._before = None
+
+        return init_process_group
+
+    def _is_ours(self, asked: dict[str, Any]) -> bool:
+        """A group with what is asked for is there."""
+        backends = {None, self.backend, "nccl"} if "nccl" in self.backend else {None, self.backend}
+        kinds: dict[str, tuple[Any, ...]] = {
+            "backend": tuple(backends),
+            "init_method": (None, "env://"),
+            "world_size": (-1, self.info.world_size),
+            "rank": (-1, self.info.rank),
+        }
+        return self.intact and all(value in kinds.get(name, (None, "")) for name, value in asked.items())
 
     def _noted(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +165,15 @@ class Group:
             return made
 
         return noting
+
+
+def _count_anew() -> None:
+    """Torch counts a group whose forming has failed, and ranks that have counted otherwise do not find each other: the
+    end of a group that one rank has formed alone sets the count back."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 @contextmanager

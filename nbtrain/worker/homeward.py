@@ -11,6 +11,7 @@ import nbtrain.words as words
 from nbtrain.exchange import kinds
 from nbtrain.exchange.cargo import Cargo
 from nbtrain.exchange.kinds import ATOMS, numeric
+from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import Packer, Parcel, fetched
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
@@ -57,6 +58,8 @@ class Homeward:
     limit: float
     before: dict[str, Any] = field(default_factory=dict)
     """what names held when the cell began: the notebook may have it elsewhere too, and the cell may have changed it"""
+    modules: list[ModuleState] = field(default_factory=list)
+    """those of which something is not as their files gave it"""
     _staying: dict[int, Stay] = field(default_factory=dict)
     _walk: Walk | None = None
 
@@ -67,7 +70,8 @@ class Homeward:
         kept = {name: value for name in self.keep if not by_value(value := self.namespace.get(name))}
         ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
         ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
-        return [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
+        found = [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
+        return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
 
     def pack(self, packer: Packer, pieces: Pieces | None = None) -> Home:
         """`pieces`: of models of which no rank has all; the others serve them."""
@@ -87,7 +91,7 @@ class Homeward:
             walk, _ = self._look()
         cargo = walk.finish()
         replaced = {key for key, value in cargo.names.items() if getattr(value, "key", None) in walk.made_anew}
-        cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced}
+        cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced or n.startswith(MODULE)}
         ways = Ways(self.table, self.namespace)
         news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
         stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
@@ -119,6 +123,8 @@ class Homeward:
                 before = walk.new_bytes
                 walk.name(name, self.namespace[name])
                 weights[name] = walk.new_bytes - before
+        for state in self.modules:
+            walk.name(MODULE + state.name, state)
         return walk, weights
 
 

@@ -26,6 +26,7 @@ from nbtrain.worker.group import Group
 from nbtrain.worker.heap import give_back
 from nbtrain.worker.homeward import KERNEL, LIMIT, Home, Homeward
 from nbtrain.worker.interrupts import Interrupts
+from nbtrain.worker.libraries import Libraries
 from nbtrain.worker.link import Link
 from nbtrain.worker.meters import Meters
 from nbtrain.worker.output import Outputs
@@ -34,7 +35,7 @@ from nbtrain.worker.shell import RankShell
 from nbtrain.worker.stack import answer_in
 from nbtrain.worker.streams import adopt as adopt_streams
 from nbtrain.worker.streams import collect as collect_streams
-from nbtrain.worker.surroundings import Taken
+from nbtrain.worker.surroundings import PythonsOwn, Taken
 from nbtrain.worker.trying import trying
 from nbtrain.worker.twins import Twins
 
@@ -56,6 +57,7 @@ class Rank:
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
         self.group = Group(self.info, config.backend)
+        self.libraries = Libraries(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
@@ -72,6 +74,8 @@ class Rank:
         """whose changes come home"""
         self._notes: tuple[str, ...] = ()
         """of the last run"""
+        self._replaced: str | None = None
+        """what it had replaced of Python's own names"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
         self._trying: Trying | None = None
@@ -134,10 +138,12 @@ class Rank:
 
     def _take_place(self) -> None:
         """Threads, device, process group: what makes this process a rank."""
-        own = surround(self.info, self.config.backend, self.config.environ)
+        run_id = os.path.basename(self.config.directory)
+        own = surround(self.info, self.config.backend, self.config.environ, run_id)
         self.taken = Taken(self.shell, own)
         settle(self.info, self.config.directory)
         self.group.form(self.config.store)
+        self.libraries.listen()
 
     def _close(self) -> None:
         self._close_runtime(False)
@@ -179,7 +185,10 @@ class Rank:
         try:
             ready = self._prepare(run)
         except BaseException as error:
-            self._fail(error, self.failing.lines_of(error))
+            lines = self.failing.lines_of(error)
+            if self.runtime is not None and self.runtime.running:  # refused at the last moment
+                self._end(error, lines)
+            self._fail(error, lines)
             return
         names, lead, running = ready
         if self.info.rank not in run.ranks:
@@ -193,7 +202,16 @@ class Rank:
         steps = self.runtime.steps
         self.outputs.outlet.begin(running)
         self.meters.begin(self.runtime.readings, run.number)
+        self.group.begin(self.runtime.strategy.hands_off)
+        self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
         failure, lines = self._execute(run)
+        self.libraries.end()
+        self.group.end()
+        if self._trying is not None and self._trying.record is not None and self._trying.well(failure):
+            try:
+                self._trying.record.write(self.shell.user_ns, self.runtime.randomness.drew())
+            except Exception as error:
+                failure, lines = error, self.failing.lines_of(error)
         failure, lines = self._end(failure, lines)
         self.meters.end()
         if self._trying is not None and self._trying.well(failure):
@@ -220,7 +238,8 @@ class Rank:
         """What the cell has failed of, if it has. An error here is one of ours, as a rule: the cell fails, and the next
         one finds everything set up anew."""
         try:
-            self._notes = tuple(self.runtime.end(failure is None))
+            said, self._replaced = self._replaced, None
+            self._notes = (*self.runtime.end(failure is None), *filter(None, [said]))
         except Exception as error:
             self._broken = True
             if failure is None:
@@ -248,9 +267,11 @@ class Rank:
                 streams=collect_streams(self.runtime.randomness) if lead else None,
                 agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
                 values=values,
+                compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
                 grouped=self.group.intact,
-                notes=self._notes,
+                notes=(*self._notes, *self.twins.unsendable),
+                advice=self.runtime.advice() if lead and self.info.world_size > 1 else {},
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
             self._fail(error, self.failing.lines_of(error))
@@ -292,6 +313,7 @@ class Rank:
         from nbtrain.training.subset import only
 
         me = os.getpid()
+        own = PythonsOwn()
         try:
             try:
                 self.interrupts.listen(run.number, run.sent)
@@ -303,6 +325,7 @@ class Rank:
             finally:
                 if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
                     os._exit(0)
+                self._replaced = own.put_back()
                 self._is_over()
                 self.outputs.take_back()
         except KeyboardInterrupt as outside:  # it came before the cell's first line or after its last
@@ -320,10 +343,13 @@ class Rank:
         self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
+        self.taken.settle()
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
         if self._trying is not None:
             runtime.trying = self._trying
+            if (record := self._trying.trial.record) is not None:
+                self._trying.record = runtime.recording(record)
             self.twins.namespace.update(self._trying.trial.names)
         if run.streams is not None:
             adopt_streams(runtime.randomness, run.streams)
@@ -333,7 +359,7 @@ class Rank:
         if self._regrouped:
             self._regrouped = False
             gc.collect()
-        objects = self._objects(names, bool(touched))
+        objects = self._objects({**names, **self.twins.modules}, bool(touched))
         runtime.prepare(objects, self.board, run.number)
         parted = self.twins.parted(runtime.workshop.pieces())
         lead = self.info.rank == run.ranks[0]

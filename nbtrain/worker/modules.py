@@ -13,50 +13,17 @@ import ast
 import importlib
 import importlib.util
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.machinery import SourceFileLoader
-from types import ModuleType
 from typing import Any
 
 from nbtrain.errors import UsageError
+from nbtrain.exchange.baseline import kept_over
+from nbtrain.exchange.kinds.module_state import state_of, states
+from nbtrain.worker.local_files import Stamp, local, local_modules, note_executed, stamp
 from nbtrain.worker.renewal import pairs, renew
-
-Stamp = tuple[int, int, int]
-
-
-def stamp(path: str) -> Stamp | None:
-    """What differs when a file was written anew; None: it is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-@cache
-def _elsewhere() -> tuple[str, ...]:
-    """Where modules lie that are nobody's work in progress; nbtrain's own would pull the rug from under the rank."""
-    paths = sysconfig.get_paths()
-    found = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found += [*site.getsitepackages(), site.getusersitepackages()]
-    found.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return tuple({os.path.join(directory, "") for path in found for directory in (path, os.path.realpath(path))})
-
-
-def local(path: str) -> bool:
-    return path.endswith(".py") and not path.startswith(_elsewhere()) and "site-packages" not in path
-
-
-def local_modules() -> Iterator[tuple[str, str]]:
-    """Names and files of those that are loaded."""
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if isinstance(path, str) and getattr(module, "__spec__", None) is not None and local(path):
-            yield name, path
 
 
 @cache
@@ -78,6 +45,7 @@ class Modules:
         self._before: Any = SourceFileLoader.path_stats
         loader: Any = SourceFileLoader
         loader.path_stats = lambda loader, path: self._read(loader, path)
+        note_executed(late=False)
 
     def close(self) -> None:
         loader: Any = SourceFileLoader
@@ -102,10 +70,11 @@ class Modules:
         """Load again what changed; the modules that were, and those whose file is gone. UsageError: one cannot be."""
         loaded = sys.modules
         changed = [name for name, (path, seen) in self._files.items() if stamp(path) != seen and name in loaded]
-        if not changed and not self._owed:
+        stale = {state.name for state in states() if state.stale} - {*changed}
+        if not changed and not self._owed and not stale:
             return [], []
         importlib.invalidate_caches()
-        order = _in_order({*changed, *(name for name in self._owed if name in loaded)}, self._files)
+        order = _in_order({*changed, *stale, *(name for name in self._owed if name in loaded)}, self._files)
         self._owed = ()
         done: list[str] = []
         gone: list[str] = []
@@ -115,9 +84,13 @@ class Modules:
             for index, name in enumerate(order):
                 module = loaded[name]
                 before = dict(vars(module))
+                state = state_of(name)
+                held = kept_over(state) if state.base is not None else {}
                 try:
                     importlib.reload(module)
-                    done.append(name)
+                    state.set(held)
+                    if changed or name not in stale:
+                        done.append(name)
                 except BaseException as error:
                     path, _ = self._files[name]
                     if isinstance(error, ModuleNotFoundError) and error.name == name and stamp(path) is None:

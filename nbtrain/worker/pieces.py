@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat.dtensor import is_divided
 from nbtrain.exchange.fingerprint import checksum
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.apart import Apart, join, part
@@ -76,12 +77,19 @@ class Pieces:
     def take_in(self, values: Mapping[str, Any], known: Iterable[int]) -> list[tuple[Any, Any]]:
         """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
         strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
-        from nbtrain.strategies.shards import Rows, whole
+        from nbtrain.strategies.placed import is_placed, whole_of
+        from nbtrain.strategies.shards import Rows, by_rows, whole
 
+        known = set(known)
         held = {id(tensor): piece for tensor, piece in self.strays}
-        divided, others = find_strays(values, set(known), self.world_size)
-        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in divided]
-        return [(t, whole(t)) for t in others]
+        divided, others = find_strays(values, known, self.world_size)
+        found = {id(t): t for t in divided}
+        # A dict of states that no name of this cell leads to goes on being in pieces while the notebook has it; so does
+        # what an optimizer was given another state in the place of.
+        left: list[Any] = [one.tensor for one in self._held if is_divided(one.tensor) and id(one.tensor) not in known]
+        found |= {id(t): t for t in left if self.table.find(t) is not None and by_rows(t)}
+        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in found.values()]
+        return [(t, whole_of(t) if is_placed(t) else whole(t)) for t in others if id(t) not in found]
 
     def put_together(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the

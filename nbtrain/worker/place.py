@@ -12,9 +12,9 @@ from nbtrain.compat import python
 from nbtrain.specs import RankInfo
 
 
-def surround(info: RankInfo, backend: str, environ: Mapping[str, str]) -> dict[str, str]:
+def surround(info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str) -> dict[str, str]:
     """The kernel's variables in place of those that this process was born with; returned are those of the rank's own.
-    Before torch computes anything: how many threads there are is settled then."""
+    Before torch computes anything: how many threads there are is settled then. `run_id`: one for each pool."""
     import torch
 
     torch.set_num_threads(info.threads)
@@ -30,6 +30,7 @@ def surround(info: RankInfo, backend: str, environ: Mapping[str, str]) -> dict[s
         "LOCAL_WORLD_SIZE": str(info.world_size // info.nodes),
         "GROUP_RANK": str(info.node),
         "GROUP_WORLD_SIZE": str(info.nodes),
+        **_as_torchrun(info, run_id),
         "OMP_NUM_THREADS": str(info.threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
@@ -39,6 +40,22 @@ def surround(info: RankInfo, backend: str, environ: Mapping[str, str]) -> dict[s
         own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
     os.environ.update(own)
     return own
+
+
+def _as_torchrun(info: RankInfo, run_id: str) -> dict[str, str]:
+    """What else torchrun sets. The kernel says `MASTER_PORT` before a cell; nobody listens there but the cell's own
+    code, which the agent's store is switched off for."""
+    return {
+        "ROLE_RANK": str(info.rank),
+        "ROLE_WORLD_SIZE": str(info.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
+    }
 
 
 def settle(info: RankInfo, directory: str) -> None:

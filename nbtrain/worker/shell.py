@@ -207,10 +207,20 @@ def make_shell(module: Any = None) -> RankShell:
     warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning)  # a sys.exit() of the cell's: an exception
     main = sys.modules.get("__main__")
     shell = RankShell.instance(config=config, user_module=module)
+    _as_a_script()
     shell.packages = Packages()
     shell.texts = Texts(kernel.cell_names(shell))
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
+
+
+def _as_a_script() -> None:
+    """Libraries that distribute refuse to where they take the process for an interactive one; and what stands in
+    `sys.argv` is for this process, not for a script's `parse_args()`."""
+    for place, name in ((sys, "ps1"), (sys, "ps2"), (sys, "ps3"), (builtins, "__IPYTHON__")):
+        if hasattr(place, name):
+            delattr(place, name)
+    sys.argv[:] = [""]
 
 
 def parse(code: str, filename: str) -> ast.Module:

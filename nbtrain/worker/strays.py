@@ -17,9 +17,12 @@ import torch.distributed as dist
 def find_strays(values: Mapping[str, Any], known: set[int], world_size: int) -> tuple[list[Any], list[Any]]:
     """Below these names, the same on all ranks: those that are divided by rows, and all others. Collective. `known`:
     ids of those that are passed by."""
-    if "torch.distributed.tensor" not in sys.modules:
+    if not {"torch.distributed.tensor", "nbtrain.strategies.placed"} & sys.modules.keys():
         return [], []
-    from nbtrain.strategies.shards import by_rows
+    from nbtrain.strategies.shards import by_rows as rows
+
+    def by_rows(tensor: Any) -> bool:
+        return not _is_placed(tensor) and rows(tensor)
 
     found = {name: [t for t in parted_tensors([value]) if id(t) not in known] for name, value in values.items()}
     mine = {name: [(tuple(t.shape), str(t.dtype), by_rows(t)) for t in held] for name, held in found.items() if held}
@@ -45,7 +48,7 @@ def parted_tensors(values: Iterable[Any]) -> list[Any]:
     todo = list(values)[::-1]
     while todo:
         value = todo.pop()
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) or _is_placed(value):
             found.setdefault(id(value), value)
         elif id(value) not in seen:
             if isinstance(value, dict):
@@ -59,6 +62,12 @@ def parted_tensors(values: Iterable[Any]) -> list[Any]:
             seen.add(id(value))
             todo.extend(list(inner)[::-1])
     return list(found.values())
+
+
+def _is_placed(value: Any) -> bool:
+    """It lies on one rank, as views of weights do under pipeline that a cell has kept."""
+    placed = sys.modules.get("nbtrain.strategies.placed")
+    return placed is not None and placed.is_placed(value)
 
 
 def _pattern(names: list[str], identities: dict[str, list[int]]) -> list[int]:

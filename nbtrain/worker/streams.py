@@ -25,7 +25,8 @@ def adopt(randomness: Any, states: States) -> None:
     import torch
 
     states = _unwrapped(states)
-    states.setdefault("torch", torch.get_rng_state())
+    # Not this rank's own: where that stands after an earlier cell is another place on every rank.
+    states.setdefault("torch", torch.Generator().get_state())
     seed = random.Random(repr(states["random"])).randrange(2**32)
     states.setdefault("numpy", numpy.random.RandomState(seed).get_state(legacy=True))
     randomness.adopt(states)

@@ -5,7 +5,9 @@ They are the notebook's: what a cell changed of them on a rank is put back befor
 
 from __future__ import annotations
 
+import builtins
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from importlib.machinery import FileFinder
@@ -13,6 +15,7 @@ from typing import Any
 
 from nbtrain.compat import python
 from nbtrain.messages import Surroundings
+from nbtrain.worker import settings
 from nbtrain.worker.modules import Modules
 
 
@@ -32,19 +35,41 @@ def torch_flags() -> dict[str, Any] | None:
     }
 
 
+class PythonsOwn:
+    """The names that Python itself brings, `print` and `len`, while a cell runs: everything on this rank uses them."""
+
+    def __init__(self) -> None:
+        self._before = dict(vars(builtins))
+
+    def put_back(self) -> str | None:
+        """A sentence, if the cell has replaced one."""
+        changed = [name for name, value in self._before.items() if vars(builtins).get(name, self) is not value]
+        if not changed:
+            return None
+        for name in changed:
+            setattr(builtins, name, self._before[name])
+        return (
+            f"the cell replaced {', '.join(changed)} in the module builtins, which lasts until its end: a replacement "
+            f"that other cells are to see has a name in the notebook, `{changed[0]} = …`"
+        )
+
+
 class Taken:
     """What this rank has been told so far."""
 
     def __init__(self, shell: Any, own: Mapping[str, str]) -> None:
         """`own`: variables that are the rank's and not the notebook's."""
         self._shell = shell
-        self._own = own
+        self._own = dict(own)
         self._directory: str | None = None
         self._path: tuple[str, ...] | None = None
         self._environ: Mapping[str, str] | None = None
         self._flags: Mapping[str, Any] | None = None
         self._raw: Any = None
         self._modules = Modules()
+        self._settings: dict[str, Any] = {}
+        self._loaded: frozenset[str] = frozenset()
+        settings.be_born()
 
     def take(self, new: Surroundings) -> list[str]:
         """Before a cell; what could not be done, in sentences."""
@@ -53,14 +78,24 @@ class Taken:
         self._flags = new.torch_flags or self._flags
         if self._path is not None and tuple(sys.path) != self._path:
             sys.path[:] = self._path
-        self._environment(new.environ)
+        self._environment(new.environ, new.port)
         if new.colors is not None and new.colors != self._shell.colors:
             self._shell.colors = new.colors
         if self._flags is not None:
             _set_torch(self._flags)
+        for name, packed in (new.settings or {}).items():
+            self._settings[name] = pickle.loads(packed)
+        settings.put(self._settings)
+        self._loaded = settings.LIBRARIES & sys.modules.keys()
         _look_again()
         stale = self._shell.packages.look(self._modules.as_read)
         return [*self._enter(), *(change.sentence("the ranks still run", "%distributed restart") for change in stale)]
+
+    def settle(self) -> None:
+        """Once what the cell reads is here: that may have loaded a library."""
+        late = settings.LIBRARIES - self._loaded
+        if late & sys.modules.keys():
+            settings.put({name: value for name, value in self._settings.items() if name in late})
 
     def refresh(self) -> tuple[list[str], list[str]]:
         """Local modules, as they are on the disk now: which were loaded again, and a sentence for each that is gone."""
@@ -77,9 +112,11 @@ class Taken:
             return [f"a rank cannot enter {self._directory}: {error.strerror}"]
         return []
 
-    def _environment(self, new: Mapping[str, str] | None) -> None:
+    def _environment(self, new: Mapping[str, str] | None, port: int | None) -> None:
         raw = python.raw_environment()
-        if new is None and (self._environ is None or raw == self._raw):
+        if port is not None:
+            self._own["MASTER_PORT"] = str(port)
+        if new is None and port is None and (self._environ is None or raw == self._raw):
             return
         self._environ = new if new is not None else self._environ or {}
         for name in set(os.environ) - set(self._environ) - set(self._own):

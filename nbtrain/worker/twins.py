@@ -6,8 +6,9 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nbtrain.exchange import kinds
+from nbtrain.exchange import baseline, kinds
 from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
@@ -31,11 +32,17 @@ class Twins:
         self.packer = Packer(directory, again=False)
         self._holds: dict[str, Any] = {}
         self._homeward: Homeward | None = None
+        self.modules: dict[str, Any] = {}
+        """what was set in modules, as the notebook sent it for the last cell"""
+        self.unsendable: list[str] = []
+        """what the last cell set in modules and cannot come home"""
         self.options: dict[str, Any] = {}
         """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
         from nbtrain.worker.pieces import Pieces  # it loads torch, and the notebook reads a name of this module's
 
         self.pieces = Pieces(rank, world_size, self.table)
+        self._states: dict[int, tuple[Any, Any]] = {}
+        """of optimizers, by their keys, when the cell began: one that is replaced may be held elsewhere"""
         self._unsure = False
         """another rank was the lead: what this one remembers may be behind"""
 
@@ -52,10 +59,12 @@ class Twins:
         touched = arrival.commit()
         options = {name: arrival.names.pop(name) for name in list(arrival.names) if name.startswith(OPTION)}
         self.options = {name.removeprefix(OPTION): value for name, value in options.items()}
-        self.namespace.update(arrival.names)
+        names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
+        self.modules = {n.removeprefix(MODULE): value for n, value in arrival.names.items() if n.startswith(MODULE)}
+        self.namespace.update(names)
         remember(self.table, self.namespace, touched)
         self.pieces.take_over()
-        return touched, arrival.names
+        return touched, names
 
     def _place(self, kind: str) -> str:
         return self.device if kind == "cuda" else kind
@@ -140,6 +149,7 @@ class Twins:
                 name for name, value in now.items() if not private(name) and before.get(name, MISSING) is not value
             ]
             values = {name: now[name] for name in {*names, *bound} if name in now}
+            values |= {f"{key} before": held for key, (one, held) in self._states.items() if one.state is not held}
             self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
             self.pieces.learn(pieces, before_cell=False)
             self.pieces.compare()
@@ -154,6 +164,9 @@ class Twins:
             remember(self.table, self.namespace, touched)
         self._unsure = not lead
         self._homeward = None
+        optimizer = kinds.kind_named("optimizer")
+        nodes = self.table.nodes.values() if self.pieces else ()
+        self._states = {n.key: (n.obj, n.obj.state) for n in nodes if n.kind is optimizer and hasattr(n.obj, "state")}
         self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
 
     def lead_after_all(self) -> None:
@@ -170,7 +183,8 @@ class Twins:
         deleted = tuple(name for name in before if name not in now)
         names = list(names)
         held = {name: before[name] for name in names if name in before}
-        self._homeward = Homeward(self.table, now, names, bound, deleted, keep, limit, held)
+        modules, self.unsendable = baseline.look(self.table, now)
+        self._homeward = Homeward(self.table, now, names, bound, deleted, keep, limit, held, modules)
         self._holds = {}
         return self._homeward
 
@@ -200,6 +214,7 @@ class Twins:
         self.packer.close()
         for name in [name for name in self.namespace if not private(name)]:
             del self.namespace[name]
+        baseline.restore()
         kept = spared(self.table, spare)
         known = set(known)
         held = [node for node in self.table.nodes.values() if node.key in known]

@@ -84,6 +84,31 @@ def test_a_unit_has_groups_of_weights_in_pieces_and_whole() -> None:
     run_on_ranks(_weights)
 
 
+def _shown(rank: int) -> None:
+    model, (_, unit, _) = made()
+    layer = model[0]
+    assert not fsdp2.is_gathered(unit)
+    layer.unshard()
+    assert fsdp2.is_gathered(unit)
+    whole = layer.weight
+    fsdp2.show_pieces(unit)
+    assert dtensor.is_divided(layer.weight)
+    assert fsdp2.is_gathered(unit), "it is only not shown"
+    fsdp2.show_gathered(unit)
+    assert layer.weight is whole
+    layer.weight.requires_grad_(False)
+    fsdp2.show_pieces(unit)
+    layer.weight.requires_grad_(True)
+    fsdp2.show_gathered(unit)
+    assert whole.requires_grad, "as its piece is"
+    fsdp2.let_go(unit)
+    assert dtensor.untouched(torch.equal, torch.ones(1), torch.ones(1))
+
+
+def test_what_is_gathered_need_not_be_shown() -> None:
+    run_on_ranks(_shown)
+
+
 def _forward(rank: int) -> None:
     model, states = made()
     root, unit, _ = states

@@ -26,6 +26,19 @@ horovod_here = pytest.mark.skipif(not versions.installed("horovod"), reason="hor
 # --- deepspeed -----------------------------------------------------------------------------------
 
 
+def test_nodes_at_which_stage_3_gathers_are_known_by_name() -> None:
+    """Whether its own are called so a gradient penalty in test_by_hand says."""
+
+    class PreBackwardFunctionForModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    x = torch.ones(2, requires_grad=True)
+    assert ds.gathers(PreBackwardFunctionForModule.apply(x).grad_fn)  # type: ignore[no-untyped-call]
+    assert not ds.gathers((x * 2).grad_fn)
+
+
 class Wrapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +116,8 @@ def _a_backward(rank: int, stage: int) -> None:
     if stage < 3:
         order = list(ds.in_order(zero, 0))
         assert order[0][1] == 0
+        (flat,) = ds.whole_groups(zero)
+        assert all(flat.untyped_storage().data_ptr() == p.untyped_storage().data_ptr() for p, _ in order)
         assert [p.numel() for p, _ in order][:-1] == [b - a for (_, a), (_, b) in pairwise(order)]
         assert ds.is_in_one_piece(zero, 0) in (True, False)
         assert not any(ds.hangs(name) for p, _ in order for name in ("grad", "data"))
@@ -198,6 +213,8 @@ def _to_their_owners(rank: int) -> None:
         for p in parameters:
             p.fill_(float(rank))
     fairscale.send(oss)
+    spans = [*fairscale.memory(oss)]
+    assert all(any(start <= p.data_ptr() < stop for start, stop in spans) for p in model.parameters())
     assert all(p.unique().tolist() == [float(owners[p])] for p in parameters)
 
 

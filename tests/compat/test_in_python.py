@@ -9,11 +9,14 @@ import ctypes
 import enum
 import functools
 import gc
+import importlib
 import inspect
 import multiprocessing
 import os
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,7 +24,7 @@ import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain.compat import arrays, kernel, namespaces, pickling, python
+from nbtrain.compat import arrays, kernel, namespaces, pandas, pickling, python
 from nbtrain.training.become import become
 from tests.kernels import Kernel, Result
 from tests.shells import bare_shell
@@ -41,6 +44,54 @@ def test_who_was_registered_with_an_abstract_class() -> None:
     assert python.registered(Base) == [Other]
     assert python.ABC_REGISTRY in vars(Base)
     assert vars(Base).keys() & {name for name in vars(Base) if name.startswith("_abc")} <= python.OF_CLASSES
+
+
+def test_who_hears_of_files_that_python_has_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+
+    def hear(module: Any) -> None:
+        if module.__name__.startswith("nbtrain_heard"):
+            heard.append((module.__name__, module.x))
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nbtrain_heard_a.py").write_text("x = 1")
+    (tmp_path / "nbtrain_heard_b.py").write_text("x = 2\n1 / 0")
+    assert python.after_execution(hear)
+    assert not python.after_execution(hear)
+    module = importlib.import_module("nbtrain_heard_a")
+    importlib.reload(module)
+    assert heard == [("nbtrain_heard_a", 1)] * 2
+    with pytest.raises(ZeroDivisionError) as raised:
+        import nbtrain_heard_b  # noqa: F401
+    files = [os.path.basename(str(frame.path)) for frame in raised.traceback]
+    assert files == [os.path.basename(__file__), "nbtrain_heard_b.py"], "no frame of ours is shown"
+    assert len(heard) == 2
+
+
+def test_a_warning_that_is_always_ignored_is_one_of_our_own() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        before = len(python.own_filters)
+        python.ignore_always("nbtrain: .* of no use", FutureWarning)
+        warnings.warn("nbtrain: this is of no use", FutureWarning, stacklevel=1)
+        assert not said
+        assert python.own_filters.pop() in warnings.filters
+        assert len(python.own_filters) == before
+
+
+# --- pandas --------------------------------------------------------------------------------------
+
+
+def test_options_of_pandas_that_somebody_has_set() -> None:
+    pd = pytest.importorskip("pandas")
+    before = pandas.options()
+    assert before is not None
+    with pd.option_context("display.max_rows", 7):
+        assert pandas.options() == {**before, "display.max_rows": 7}
+    assert pandas.options() == before
+
+
+# --- python, once more ---------------------------------------------------------------------------
 
 
 def test_functions_that_keep_their_results_have_a_class() -> None:

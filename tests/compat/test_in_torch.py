@@ -19,6 +19,7 @@ from nbtrain.compat import (
     compiler,
     cuda,
     engine,
+    extensions,
     fake,
     generators,
     layers,
@@ -55,6 +56,30 @@ def test_a_backward_is_told_from_what_is_around_it() -> None:
 
     in_hook(see)
     assert elsewhere == [False]
+
+
+def test_a_graph_says_what_was_added_up_and_what_it_was_divided_by() -> None:
+    out, y = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, -100, 2])
+    weight = torch.tensor([1.0, 2.0, 4.0])
+    mean, total = F.cross_entropy(out, y), F.cross_entropy(out, y, reduction="sum")
+    assert not engine.was_summed(mean.grad_fn)
+    assert engine.was_summed(total.grad_fn)
+    assert engine.summed_shape(out.sum().grad_fn) == (4, 3)
+    assert engine.summed_shape(mean.grad_fn) == ()
+    assert engine.divisor(mean.grad_fn) == 3
+    assert engine.divisor(F.cross_entropy(out, y, weight).grad_fn) == 7
+    assert engine.divisor(F.nll_loss(out[None].transpose(1, 2), y[None]).grad_fn) == 3
+    assert engine.divisor(total.grad_fn) is None
+    assert engine.divisor((total / 4).grad_fn) == 4
+    assert engine.divisor((total / torch.tensor(5.0)).grad_fn) == 5
+    assert engine.divisor((out / weight).grad_fn) is None
+    doubled = (total * 2).grad_fn
+    assert engine.node_name(doubled) in engine.LINEAR
+    assert engine.factors(doubled) == [2.0]
+    assert engine.node_name((total / 4).grad_fn) in engine.DIVISIONS
+    smoothed = F.cross_entropy(out, y, label_smoothing=0.1).grad_fn
+    names = {engine.node_name(node) for node, _ in smoothed.next_functions}
+    assert {engine.node_name(smoothed), *names} <= engine.LINEAR
 
 
 def test_whether_the_graph_is_kept() -> None:
@@ -98,6 +123,17 @@ def test_inside_of_a_functional_transform() -> None:
     torch.func.grad(see)(torch.ones(2))
     assert found == [True, True]
     assert not engine.in_functional_transform()
+
+
+def test_the_graph_below_a_tensor() -> None:
+    x = torch.ones(2, requires_grad=True)
+    names = [node.name() for node in engine.nodes_below((x * 2 + x).sum())]
+    assert sorted(names) == ["AddBackward0", "MulBackward0", "SumBackward0", "torch::autograd::AccumulateGrad"]
+    assert list(engine.nodes_below(torch.ones(2))) == []
+
+
+def test_ninja_is_run_by_a_function_that_takes_a_folder() -> None:
+    assert extensions.check() == []
 
 
 def test_an_ordinary_node_gathers_no_unit() -> None:
@@ -482,6 +518,32 @@ def test_keys_of_hooks_are_new() -> None:
     first = modules.new_hook_key()
     handle = module.register_forward_hook(lambda module, args, out: None)
     assert first < handle.id < modules.new_hook_key()
+    taken = modules.new_hook_key() + 10
+    modules.reserve_hook_keys([taken])
+    assert nn.Linear(1, 1).register_forward_hook(lambda *args: None).id > taken
+
+
+def test_hooks_on_a_gradient_hang_in_a_table_of_ones_own() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    table: Any = OrderedDict({3: lambda grad: grad * 2})
+    tensors.put_gradient_hooks(weight, table)
+    assert tensors.hook_table(weight, tensors.GRADIENT_HOOKS) is table
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2, 2]
+
+
+def test_hooks_of_strategies_are_told_from_the_users() -> None:
+    def theirs(grad: torch.Tensor) -> None: ...
+
+    theirs.__module__ = "deepspeed.runtime.engine"
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(theirs)
+    mine = weight.register_hook(abs)
+    assert tensors.users_hooks(weight, tensors.GRADIENT_HOOKS) == [(mine.id, abs)]
+    assert tensors.users_hooks(weight, tensors.ACCUMULATED_HOOKS) == []
+    assert tensors.is_users_hook(abs)
+    assert not tensors.is_users_hook(theirs)
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -580,6 +642,17 @@ def test_a_state_begins_with_its_seed() -> None:
 
 
 # --- tensors -------------------------------------------------------------------------------------
+
+
+def test_how_tensors_are_printed() -> None:
+    before = tensors.print_options()
+    assert before is not None
+    torch.set_printoptions(precision=2, sci_mode=False)
+    try:
+        assert tensors.print_options() == {**before, "precision": 2, "sci_mode": False}
+    finally:
+        torch.set_printoptions(**before)
+    assert tensors.print_options() == before
 
 
 def test_versions_views_and_memory() -> None:

@@ -6,6 +6,7 @@ import sys
 from functools import reduce
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -88,6 +89,48 @@ def _numbers(rank: int) -> list[float]:
 
 def test_numbers_are_read_by_another_function() -> None:
     assert run_on_ranks(_numbers) == [[3.0, 1.0], [3.0, 2.0]]
+
+
+def _computed(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    before = dict(handlers)
+    asked: list[Any] = []
+
+    def compute(op: Any, args: Any, kwargs: Any) -> Any:
+        asked.append(dtensor.written(op, args, kwargs))
+        return dtensor.plainly(op, args, kwargs)
+
+    handle = dtensor.compute_by(("mul_", "no_such_operation", "neg"), compute)
+    second = dtensor.compute_by(("mul_",), lambda *_: None)  # who comes second changes nothing
+    second.remove()
+    sharded.mul_(2)
+    assert asked == [[sharded]]
+    assert (-sharded).full_tensor().tolist() == [0.0, -2.0, -4.0, -6.0]
+    assert asked[1:] == [[]], "nothing is written to"
+    handle.remove()
+    sharded.mul_(1)
+    assert len(asked) == 2
+    assert handlers == before
+    return sharded.full_tensor().tolist()  # type: ignore[no-any-return]
+
+
+def test_operations_are_computed_in_another_way() -> None:
+    assert run_on_ranks(_computed) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+@pytest.mark.parametrize("name", [*dtensor.RANDOM, *dtensor.NEW, *dtensor.ROWS, *dtensor.WITHOUT_RULE])
+def test_operations_are_there_under_their_names(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    assert not overload or overload in getattr(torch.ops.aten, packet).overloads()
+    assert hasattr(torch.ops.aten, packet)
+
+
+def test_names_of_operations_that_write() -> None:
+    names = dtensor.writing_operations()
+    assert {"mul_", "copy_", "zero_", "normal_"} <= set(names)
+    assert not {"mul", "__init__", "_foreach_mul_"} & set(names)
 
 
 def _nodes(rank: int) -> tuple[bool, bool]:

@@ -241,6 +241,49 @@ for epoch in range(2):
         before="valid = batches(8, 46)",
     ),
     Line(
+        "MNIST's test()",
+        """
+def test(model, loader):
+    model.eval()
+    test_loss = correct = 0
+    with torch.no_grad():
+        for x, y in loader:
+            output = model(x)
+            test_loss += F.cross_entropy(output, y, reduction="sum").item()
+            correct += output.argmax(1).eq(y).sum().item()
+    result.setdefault("test", []).append([test_loss / len(loader.dataset), correct / len(loader.dataset)])
+for epoch in range(2):
+    model.train()
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    test(model, valid)
+""",
+        before="valid = batches(8, 46)",
+    ),
+    Line(
+        "a training loss divided by all samples",
+        """
+total = 0.0
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+    total += loss.item() * len(x)
+mean = total / len(loader.dataset)
+""",
+        says=r'write reduce(total, "sum") / len(loader.dataset)',
+    ),
+    Line(
+        "a training loss divided by all samples, as that note says",
+        """
+total = 0.0
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+    total += loss.item() * len(x)
+result["mean"] = reduce(total, "sum") / len(loader.dataset)
+""",
+    ),
+    Line(
         "outputs of all ranks, and correct / len(dataset)",
         """
 model.eval()

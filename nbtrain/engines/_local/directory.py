@@ -1,37 +1,52 @@
-"""The private directory of a pool: sockets and the group's store lie in it."""
+"""The private directory of a pool: sockets and the group's store lie in it.
+
+Whoever made it holds a lock on it, which the system takes away when that process ends, however it ends. So what a
+killed kernel has left behind is known, also in another container with the same `/tmp`, and whoever comes next clears
+it away.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import BinaryIO, cast
 
 from nbtrain.errors import PoolError
+from nbtrain.worker.link import address
 
 LONGEST = 80
 """A socket's path may have about 100 bytes; the rest is for its name."""
 ROOM = 1 << 16
 """Bytes that must be writable: sockets need less, but libraries that ranks import look for room themselves."""
+PREFIX = "nbtrain-"
+_locks: dict[str, int] = {}
+"""of this process's directories: descriptors that are closed with it"""
 
 
 def make() -> str:
     """A new directory that only this user can enter. Tries places until one is writable and has room."""
+    sweep()
     reasons = []
     for base in _places():
         try:
             if (danger := _danger(base)) is not None:
                 reasons.append(f"{base}: {danger}")
                 continue
-            path = tempfile.mkdtemp(prefix="nbtrain-", dir=base)  # mode 0700, a name nobody can foresee
+            path = tempfile.mkdtemp(prefix=PREFIX, dir=base)  # mode 0700, a name nobody can foresee
         except OSError as error:
             reasons.append(f"{base}: {error.strerror}")
             continue
         problem = _problem(path)
         if problem is None:
+            _locks[path] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with suppress(OSError):  # not every file system has locks; then nobody else clears it away
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return path
         reasons.append(f"{base}: {problem}")
         remove(path)
@@ -43,6 +58,35 @@ def make() -> str:
 
 def remove(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
+    if (lock := _locks.pop(path, None)) is not None:
+        os.close(lock)
+
+
+def sweep() -> None:
+    """Remove what kernels have left behind that were killed."""
+    for base in _places():
+        with suppress(OSError):
+            for name in os.listdir(base):
+                path = os.path.join(base, name)
+                if name.startswith(PREFIX) and path not in _locks and _is_left(path):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(path: str) -> bool:
+    """Whether it is a pool's, and nobody has it any more. A pool has its socket only after its lock."""
+    try:
+        if os.lstat(path).st_uid != os.geteuid() or not stat.S_ISSOCK(os.lstat(address(path)).st_mode):
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _places() -> Iterator[str]:

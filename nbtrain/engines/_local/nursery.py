@@ -30,6 +30,8 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
+from nbtrain.engines._local import directory
+
 HEAD = struct.Struct("<I")
 PRELOADED = (
     "torch.distributed",
@@ -119,8 +121,7 @@ class Nursery:
 
         def look(number: int, frame: FrameType | None) -> None:
             if os.getppid() != self.parent:
-                if self.directories:
-                    self._end()
+                self._end()
                 os._exit(0)
 
         signal.signal(signal.SIGALRM, look)
@@ -194,8 +195,6 @@ class Nursery:
                 send(self.sock, ("died", generation, rank, pid, status, usage.ru_maxrss))
 
     def _end(self) -> None:
-        from nbtrain.engines._local import directory
-
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in self.children:
             end_group(pid)
@@ -203,6 +202,7 @@ class Nursery:
             os.waitpid(pid, 0)
         for path in self.directories:
             directory.remove(path)
+        directory.sweep()  # that of a pool whose ranks had not been asked for yet
 
 
 def main() -> None:

@@ -15,6 +15,7 @@
     numeric.py     which of them are dense memory
     random.py      random generators
     learning.py    modules, optimizers, schedulers, loaders
+    module_state.py  what was changed in modules of Python
 
 `kind_of` decides; None means that an object travels as it is, by value or by name.
 """
@@ -37,6 +38,7 @@ from nbtrain.exchange.kinds import (
     derived,
     frozen,
     learning,
+    module_state,
     numeric,
     objects,
     random,
@@ -53,15 +55,17 @@ _BY_TYPE: dict[type, Kind] = {
     weakref.ReferenceType: objects.WEAK,
     apart.Place: apart.PLACE,
     Handle: objects.KEPT,
+    module_state.ModuleState: module_state.STATE,
 }
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, frozen.FROZEN, classes.CLASS,
+        *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, containers.NOTED, frozen.FROZEN, classes.CLASS,
         code.BUILTIN_METHOD, code.REPLACED,
         code.ALIAS, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, apart.APART,
         learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
+        learning.HOOK_HANDLE,
         random.TORCH, random.BITS, random.NUMPY,
         refused.REFUSED, refused.BY_NAME, refused.LOG_HANDLER,
     )
@@ -106,7 +110,7 @@ def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     if kind is not None:
         return kind
     if isinstance(obj, tuple):
-        return containers.NAMED
+        return containers.NOTED if getattr(obj, "__dict__", None) else containers.NAMED
     if isinstance(obj, enum.Enum):
         return None if code.importable(cls) else objects.MEMBER
     if isinstance(obj, typing.TypeVar):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.base import Kind, Later
-from nbtrain.exchange.kinds.tensors import STORAGE, shown
+from nbtrain.exchange.kinds.tensors import STORAGE, decoded_hooks, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,25 +87,29 @@ class ApartKind(Kind):
 
         apart = walk.table.apart[id(node.obj)]
         ref = walk.encode(apart.place)
+        hung = hooks.encoded(node.obj, walk)
         if walk.quiet:
             return None
-        node.seen = _state(node, apart)
+        node.seen = _state(node, apart, hung)
         window = 0, apart.shape, torch.empty(apart.shape, device="meta").stride(), False, False
         grown = node.seen[2]
-        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, grown, None, None, node.seen
+        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, grown, None, hung, node.seen
 
     def look(self, node: Node, walk: Visit) -> Any:
         apart = walk.table.apart[id(node.obj)]
-        state = _state(node, apart)
-        if walk.quiet or (node.seen is not None and not apart.changed and node.seen[:3] == state[:3]):
+        hung = hooks.encoded(node.obj, walk)
+        state = _state(node, apart, hung)
+        known = node.seen
+        same = known is not None and (known[:3], known[4]) == (state[:3], state[4])
+        if walk.quiet or (same and not apart.changed):
             return None
         node.seen = state
-        return state, walk.buffer(apart.later()), None, None, None
+        return state, walk.buffer(apart.later()), None, hung, None
 
     def put(self, node: Node, state: Any, arrival: Arrival) -> None:
         import torch
 
-        seen, where, _, _, memory = state
+        seen, where, _, hung, memory = state
         apart = arrival.table.apart[id(node.obj)]
         if (seen[0], seen[1]) != (apart.shape, apart.dtype):
             raise CannotTravel(
@@ -121,13 +125,15 @@ class ApartKind(Kind):
             node.fixed = [arrival.node(memory[0].key)]
         if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
             node.obj.requires_grad_(seen[2])
+        if seen[4] != hooks.NONE or hooks.hooked(node.obj):
+            hooks.hang(node.obj, decoded_hooks(hung, arrival))
         node.seen = seen
 
 
-def _state(node: Node, apart: Apart) -> tuple[Any, ...]:
+def _state(node: Node, apart: Apart, hung: hooks.Hooks | None) -> tuple[Any, ...]:
     """As `tensors` has it; who receives it finds the checksum."""
     grown = node.obj.requires_grad and node.obj.is_leaf
-    return apart.shape, apart.dtype, grown, None, hooks.NONE
+    return apart.shape, apart.dtype, grown, None, hooks.keys_of(hung)
 
 
 PLACE: Kind = PlaceKind()

@@ -88,6 +88,8 @@ class Make:
     args: Any
     anew: bool = False
     """the receiver has one, which cannot be edited: it is to have another instead"""
+    place: Any = None
+    """where the file of a local module has made it: the receiver's own execution of it has made one, too"""
 
 
 @dataclass(slots=True)

@@ -250,6 +250,22 @@ class Named(Kind):
         return tuple.__new__(cls, values) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls, values)
 
 
+class Noted(Kind):
+    """The same with attributes: the dict of these is what both sides know."""
+
+    name = "tuple with attributes"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return obj.__dict__, type(obj), *obj
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        held, *rest = parts
+        made = NAMED.join(tuple(rest))
+        made.__dict__ = held
+        return made
+
+
 class Slice(Kind):
     name = "slice"
     compound = True
@@ -268,3 +284,4 @@ KINDS: dict[type, Kind] = {
     tuple: Tuple(), frozenset: FrozenSet(), slice: Slice(),
 }  # fmt: skip
 NAMED = Named()
+NOTED = Noted()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.compat import tensors
+from nbtrain.compat import modules, tensors
 from nbtrain.exchange.kinds.base import keys_in
 
 if TYPE_CHECKING:
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 TABLES = (tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS)
 NONE: tuple[tuple[int, ...], ...] = ((), ())
 
-Hooks = list[list[tuple[int, Any]]]
-"""Of both tables: the number its handle knows it by, and the hook."""
+Hooks = list[Any]
+"""Of both tables: the number its handle knows it by, and the hook; and the table on its gradient, which the handles of
+the hooks there know."""
 
 
 def hooked(tensor: Any) -> bool:
@@ -25,20 +26,26 @@ def encoded(tensor: Any, walk: Visit) -> Hooks | None:
     """None where there are none, as nearly everywhere."""
     if not hooked(tensor):
         return None
-    found = [[(number, walk.encode(hook)) for number, hook in _own(tensor, name)] for name in TABLES]
-    return found if any(found) else None
+    found = [[(number, walk.encode(hook)) for number, hook in tensors.users_hooks(tensor, name)] for name in TABLES]
+    if not any(found):
+        return None
+    return [*found, walk.encode(tensors.hook_table(tensor, TABLES[0])) if found[0] else None]
 
 
 def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:
     """By which both sides know them."""
     if hooks is None:
         return NONE
-    return tuple(tuple(key for _, hook in table for key in keys_in(hook)) for table in hooks)
+    return tuple(tuple(key for _, hook in table for key in keys_in(hook)) for table in hooks[:2])
 
 
 def hang(tensor: Any, hooks: Hooks | None) -> None:
     """These and no others, but for the ones of the strategy."""
-    for name, wanted in zip(TABLES, hooks or ([], []), strict=True):
+    if hooks is not None and hooks[2] is not None and tensor.requires_grad:
+        hooks[2].update(hooks[0])  # torch takes no empty one, and its own content may come later
+        if tensors.hook_table(tensor, TABLES[0]) is not hooks[2]:
+            tensors.put_gradient_hooks(tensor, hooks[2])
+    for name, wanted in zip(TABLES, (hooks or ([], []))[:2], strict=True):
         table = tensors.hook_table(tensor, name)
         if table is None and wanted and tensor.requires_grad:
             add = tensor.register_hook if name == TABLES[0] else tensor.register_post_accumulate_grad_hook
@@ -47,13 +54,7 @@ def hang(tensor: Any, hooks: Hooks | None) -> None:
             assert table is not None
             table.clear()
         if table is not None:
-            for number, _ in _own(tensor, name):
+            for number, _ in tensors.users_hooks(tensor, name):
                 del table[number]
             table.update(wanted)
-
-
-def _own(tensor: Any, name: str) -> list[tuple[int, Any]]:
-    """The program's own. A strategy hangs its averaging there."""
-    table = tensors.hook_table(tensor, name) or {}
-    ours = "nbtrain."
-    return [pair for pair in table.items() if not (getattr(pair[1], "__module__", "") or "").startswith(ours)]
+            modules.reserve_hook_keys(number for number, _ in wanted)

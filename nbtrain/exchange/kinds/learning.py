@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,7 @@ class Module(Kind):
 
     def settle(self, node: Node) -> None:
         obj = node.obj
+        _reserve(obj)
         if "parametrizations" in modules.children(obj) and not modules.is_parametrized_class(type(obj)):
             modules.parametrize_again(obj)
 
@@ -96,6 +98,13 @@ def _own_setstate(obj: Any) -> bool:
 def _empty_hook(key: str, value: Any) -> bool:
     """Empty tables do not travel: both sides have them."""
     return modules.is_hook_table(key) and not value  # in this order: not every value is true or false
+
+
+def _reserve(obj: Any) -> None:
+    """A hook of this side's gets no number by which one of the other side's is known."""
+    for key, table in vars(obj).items():
+        if modules.is_hook_table(key) and isinstance(table, dict) and table:
+            modules.reserve_hook_keys(table)
 
 
 class _ModuleSeen:
@@ -128,8 +137,17 @@ class Optimizer(Instance):
     lasting = True
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        held = {k: v for k, v in vars(obj).items() if k != "step" and not modules.is_hook_table(k)}
+        held = {k: v for k, v in vars(obj).items() if k != "step" and not _empty_hook(k, v)}
         return list(held), list(held.values())
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        held = vars(node.obj)
+        tables = {key: value for key, value in held.items() if modules.is_hook_table(key)}
+        super().put(node, state, arrival)
+        for key, table in tables.items():
+            if key not in state[0]:  # the handles of those who come to hang there know this table
+                table.clear()
+                held[key] = table
 
     def make(self, args: Any, arrival: Arrival) -> Any:
         cls = arrival.decode(args)
@@ -138,7 +156,31 @@ class Optimizer(Instance):
         return obj
 
     def settle(self, node: Node) -> None:
-        optimizers.prepare_step(node.obj)
+        if "param_groups" in vars(node.obj):  # not of a wrapper around one, whose constructor does without torch's
+            optimizers.prepare_step(node.obj)
+        _reserve(node.obj)
+
+
+class HookHandle(Instance):
+    """What `register_…_hook` returns. It refers weakly to the table in which its hook hangs, which has to be the twin
+    of that table: a copy would be nobody's."""
+
+    name = "hook handle"
+    lasting = True
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        extra = [ref() for ref in obj.extra_dict_ref]
+        return ["id", "table", *map(str, range(len(extra)))], [obj.id, obj.hooks_dict_ref(), *extra]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        node.obj.id, table, *extra = map(arrival.decode, state[1])
+        node.obj.hooks_dict_ref = _weakly(table)
+        node.obj.extra_dict_ref = tuple(map(_weakly, extra))
+        node.seen = None
+
+
+def _weakly(table: Any) -> Any:
+    return weakref.ref(OrderedDict() if table is None else table)
 
 
 class Scheduler(Instance):
@@ -197,6 +239,7 @@ class Compiled(Opaque):
 MODULE: Kind = Module()
 OPTIMIZER: Kind = Optimizer()
 SCHEDULER: Kind = Scheduler()
+HOOK_HANDLE: Kind = HookHandle()
 LOADER: Kind = Loader()
 COMPILED: Kind = Compiled()
 
@@ -215,6 +258,8 @@ def kind_of(obj: Any) -> Kind | None:
         return SCHEDULER
     if isinstance(obj, torch.utils.data.DataLoader):
         return LOADER
+    if type(obj) is torch.utils.hooks.RemovableHandle:
+        return HOOK_HANDLE
     return None
 
 

@@ -27,6 +27,28 @@ def kind_of(obj: Any) -> Kind | None:
     return None
 
 
+def has_attributes(obj: Any) -> bool:
+    """An array of a class below numpy's own, whose pickle leaves out what a program noted on it."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(obj, numpy.ndarray) or type(obj).__reduce__ is not numpy.ndarray.__reduce__:
+        return False
+    return type(obj).__reduce_ex__ is numpy.ndarray.__reduce_ex__ and bool(getattr(obj, "__dict__", None))
+
+
+def array_with_attributes(obj: Any) -> tuple[Any, ...]:
+    """A `__reduce__` for one."""
+    import numpy
+
+    return _with_attributes, (type(obj), obj.view(numpy.ndarray), dict(vars(obj)))
+
+
+def _with_attributes(cls: Any, data: Any, held: dict[str, Any]) -> Any:
+    array = data.view(cls)
+    array.__dict__.clear()  # what `__array_finalize__` has set
+    array.__dict__.update(held)
+    return array
+
+
 def is_far(obj: Any) -> bool:
     """A tensor on an XLA device: it has no memory that could be shown, and the other side must not touch the device."""
     torch: Any = sys.modules.get("torch")

@@ -11,6 +11,7 @@ import reprlib
 import sys
 import weakref
 import zlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle as cp
@@ -152,10 +153,40 @@ def _steady(state: Any, again: Any) -> bool:
 def sentinel(obj: Any) -> bool:
     """An object that a library keeps as *the* one of its kind (`dataclasses.MISSING`): it travels by name."""
     cls = type(obj)
-    module = sys.modules.get(cls.__module__)
     if not cls.__name__.startswith("_") and INSTANCE.fields(obj)[0]:
         return False  # it holds something, and a program may change that
-    return module is not None and module.__name__ != "__main__" and any(v is obj for v in vars(module).values())
+    return _home(obj) is not None
+
+
+def _home(obj: Any) -> tuple[Any, str] | None:
+    """The module of its class that keeps it, and the name there. A bare `object()` may be any module's."""
+    if type(obj) is object:
+        found = _bare().get(id(obj))
+        return found if found is not None and vars(found[0]).get(found[1]) is obj else None
+    module = sys.modules.get(type(obj).__module__)
+    if module is None or module.__name__ == "__main__":
+        return None
+    return next(((module, name) for name, value in list(vars(module).items()) if value is obj), None)
+
+
+_bare_ones: tuple[int, dict[int, tuple[Any, str]]] = (0, {})
+
+
+def _bare() -> dict[int, tuple[Any, str]]:
+    """The bare `object()`s of all modules, by their ids; looked for when there are more modules than before."""
+    global _bare_ones
+    if _bare_ones[0] != len(sys.modules):
+        found = {
+            id(value): (module, name)
+            for module in list(sys.modules.values())
+            if type(module) is ModuleType
+            and module.__name__ != "__main__"
+            and sys.modules.get(module.__name__) is module
+            for name, value in list(vars(module).items())
+            if type(value) is object
+        }
+        _bare_ones = len(sys.modules), found
+    return _bare_ones[1]
 
 
 class Sentinel(Kind):
@@ -163,8 +194,10 @@ class Sentinel(Kind):
     compound = True
 
     def parts(self, obj: Any) -> tuple[Any, ...]:
-        module = sys.modules[type(obj).__module__]
-        return module, next(name for name, value in vars(module).items() if value is obj)
+        found = _home(obj)
+        if found is None:  # since a moment ago
+            raise CannotTravel("it was the one of its kind in a module, and is so no more")
+        return found
 
     def join(self, parts: tuple[Any, ...]) -> Any:
         return getattr(*parts)
@@ -218,6 +251,8 @@ class _Pickler(cp.Pickler):
         self.top = top
 
     def reducer_override(self, obj: Any) -> Any:
+        if obj is self.top and numeric.has_attributes(obj):
+            return numeric.array_with_attributes(obj)
         if numeric.is_far(obj) and (obj is self.top or not self.walk.table.find(obj)):
             return numeric.tensor_by_value(obj)
         if obj is not self.top:

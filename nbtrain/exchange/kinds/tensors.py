@@ -101,7 +101,7 @@ class Tensor(Kind):
         if notes is not None:
             tensor.__dict__ = arrival.decode(notes)
         if hung is not None:
-            hooks.hang(tensor, _decoded(hung, arrival))
+            hooks.hang(tensor, decoded_hooks(hung, arrival))
         return tensor
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
@@ -186,7 +186,7 @@ class Tensor(Kind):
         if notes is not None and (own := arrival.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
         if hooked != hooks.NONE or hooks.hooked(tensor):
-            hooks.hang(tensor, _decoded(hung, arrival))
+            hooks.hang(tensor, decoded_hooks(hung, arrival))
         node.seen = _complete(tensor, seen)
         node.memo = Form(tensor)
 
@@ -250,8 +250,11 @@ def _noted(tensor: Any) -> bool:
     return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
 
 
-def _decoded(hung: hooks.Hooks | None, arrival: Arrival) -> hooks.Hooks | None:
-    return hung and [[(number, arrival.decode(hook)) for number, hook in table] for table in hung]
+def decoded_hooks(hung: hooks.Hooks | None, arrival: Arrival) -> hooks.Hooks | None:
+    if hung is None:
+        return None
+    *tables, held = hung
+    return [*([(number, arrival.decode(hook)) for number, hook in table] for table in tables), arrival.decode(held)]
 
 
 def _state_of(tensor: Any, hung: hooks.Hooks | None) -> tuple[Any, ...]:

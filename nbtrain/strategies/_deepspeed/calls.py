@@ -64,11 +64,13 @@ class Calls:
             return call_plainly(module, name, args, kwargs)
         self.inside = True
         owner.core.target = module
+        owner.reader.aside()
         try:
             (out,) = owner.engine(name, args, kwargs)
             tree_map(self._note_output, out)
             return out
         finally:
+            owner.reader.back()
             self.inside = False
             owner.core.target = None
 
@@ -83,7 +85,7 @@ class Calls:
         if owner.stage == 3:
             raise NotSupported(
                 "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Copy "
-                "it in a cell that is not distributed, or take stage 2"
+                "it in a cell that is not distributed, keep model.state_dict(), or take stage 2"
             )
         grads = [p.grad for p in owner.trained]
         owner.attachments.take_off()

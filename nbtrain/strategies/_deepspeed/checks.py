@@ -9,12 +9,25 @@ from nbtrain.strategies._deepspeed import config
 from nbtrain.strategies.base import Component
 
 
+def in_single(component: Component) -> None:
+    """DeepSpeed steps a copy of the weights in float32."""
+    for where, module in component.modules.items():
+        for name, p in module.named_parameters():
+            if p.dtype == torch.float64 or p.is_complex():
+                raise NotSupported(
+                    f"{where}.{name} is {str(p.dtype).removeprefix('torch.')}, and DeepSpeed steps weights and the "
+                    "optimizer's state in float32: write --strategy ddp, or make the model float32 (model.float()) "
+                    "in a cell before"
+                )
+
+
 def one_optimizer(component: Component, settings: config.Settings) -> torch.optim.Optimizer:
     """The user's, of parameters that the engine knows."""
     if len(component.optimizers) > 1:
         raise NotSupported(
             f"{' and '.join(component.optimizers)} train parameters of the same model, and DeepSpeed's engine has "
-            "one optimizer: join them into one with several groups, or take the strategy ddp"
+            "one optimizer: join them into one with several groups, or, where a new one takes the place of the other, "
+            "make it and the layers that it is for in a cell before, which is not distributed, or take --strategy ddp"
         )
     if component.loose:
         raise NotSupported(

@@ -1,7 +1,8 @@
 """From the user's options to the dict that DeepSpeed is configured with.
 
 Who decides, the first one that speaks: a flag that is not at its default; `--config` (a dict of the notebook, or a JSON
-file); the file that the environment variable NBTRAIN_DEEPSPEED_CONFIG names; our defaults, below. A flag that is not at
+file); the file that the environment variable NBTRAIN_DEEPSPEED_CONFIG (or Lightning's
+PL_DEEPSPEED_CONFIG_PATH) names; our defaults, below. A flag that is not at
 its default and a config that says otherwise is a contradiction and refused, as is a `--precision` that the config
 contradicts: nobody should have to know who wins. (A flag that is written out but says its default cannot be told from
 one that was left out: the config decides, and `decided` says so.) Values of "auto", as in the configs of transformers,
@@ -24,6 +25,10 @@ from typing import Any
 from nbtrain.errors import NotSupported, UsageError
 
 ENVIRONMENT = "NBTRAIN_DEEPSPEED_CONFIG"
+LIGHTNING = "PL_DEEPSPEED_CONFIG_PATH"
+"""the variable of Lightning's, which scripts have set already"""
+OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
+"""keys of zero_optimization that were true or false once → the sections of today"""
 
 Settings = dict[str, Any]
 
@@ -65,7 +70,8 @@ def given(config: Any) -> Settings:
     """What `--config`, or else the environment, says; nothing is changed in the user's dict."""
     source = "--config"
     if config is None:
-        config, source = os.environ.get(ENVIRONMENT) or {}, ENVIRONMENT
+        source = ENVIRONMENT if os.environ.get(ENVIRONMENT) else LIGHTNING
+        config = os.environ.get(source) or {}
     if isinstance(config, str | os.PathLike):
         path = Path(config).expanduser()
         try:
@@ -79,6 +85,7 @@ def given(config: Any) -> Settings:
     if not isinstance(config, Mapping):
         raise UsageError(f"{source} takes a dict or the name of a JSON file, not {type(config).__name__}")
     settings = _without_auto(config)
+    _translate(settings.get("zero_optimization"))
     _check(settings, source)
     return settings
 
@@ -148,6 +155,16 @@ def _defaults(stage: int) -> Settings:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
+
+
+def _translate(zero: Any) -> None:
+    """Older keys mean what they meant."""
+    if not isinstance(zero, dict):
+        return
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for old, new in OLDER.items():
+        if zero.pop(old, False) and not zero.get(new):
+            zero[new] = {"device": "cpu", **({} if pinned is None else {"pin_memory": pinned})}
 
 
 def _check(settings: Settings, source: str) -> None:

@@ -69,10 +69,10 @@ def whole_state(state: State, device: torch.device) -> list[Any]:
             for group, packed in zip(optimizer.param_groups, found["param_groups"], strict=True)
             for p, number in zip(group["params"], packed["params"], strict=True)
         }
-        entries = dict(found["state"])
+        entries = {number: {**entry} for number, entry in found["state"].items()}
         for p, key, value in state.parts():
             number = numbers[id(p)]
-            entry = entries[number] = dict(entries.get(number, {}))
+            entry = entries.setdefault(number, {})
             if isinstance(value, tuple):
                 (start, stop), flat = value
                 whole = torch.zeros(p.numel(), dtype=flat.dtype, device=device)
@@ -85,5 +85,5 @@ def whole_state(state: State, device: torch.device) -> list[Any]:
 
     return [
         optimizer.register_state_dict_post_hook(fill),
-        optimizer.register_load_state_dict_post_hook(lambda _: state.take()),
+        optimizer.register_load_state_dict_post_hook(lambda _: state.load()),
     ]

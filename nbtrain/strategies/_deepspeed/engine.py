@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
+from nbtrain.compat.brought import DEEPSPEED
 from nbtrain.errors import NotSupported
+from nbtrain.intercept import original
 from nbtrain.strategies._deepspeed import config, ops, sentences
+from nbtrain.strategies._deepspeed.asked import asked
 from nbtrain.strategies._deepspeed.attachments import Attachments
 from nbtrain.strategies._deepspeed.calls import Calls
-from nbtrain.strategies._deepspeed.checks import one_optimizer
+from nbtrain.strategies._deepspeed.checks import in_single, one_optimizer
 from nbtrain.strategies._deepspeed.core import LOW, Core, outermost
 from nbtrain.strategies._deepspeed.dicts import whole_dicts, whole_state
 from nbtrain.strategies._deepspeed.disk import Folder
@@ -35,10 +38,11 @@ from nbtrain.strategies._deepspeed.library import (
     equal_already,
     library,
     linear,
-    quiet,
 )
+from nbtrain.strategies._deepspeed.reading import Reader
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
+from nbtrain.strategies._deepspeed.silence import quiet
 from nbtrain.strategies._deepspeed.state import State
 from nbtrain.strategies._deepspeed.weights import Weights, unreadable
 from nbtrain.strategies.base import Component, Prepared
@@ -46,6 +50,8 @@ from nbtrain.strategies.base import Component, Prepared
 
 class Engined(Prepared):
     """`skipped`: steps left out because a gradient was infinite."""
+
+    hooks_see_own_gradients = True
 
     def __init__(
         self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str
@@ -59,6 +65,7 @@ class Engined(Prepared):
         self.folder: Folder | None = None
         self.meanwhile: Any = None
         """while it is let go of: see letting_go.py"""
+        in_single(component)
         self.user = one_optimizer(component, settings)
         if not settings.get("optimizer") and (note := check(self.user)):
             self.notes.append(note)
@@ -70,17 +77,16 @@ class Engined(Prepared):
 
     def _build(self) -> None:
         component, settings = self.component, self.settings
-        parameters = component.parameters()
+        parameters = self.parameters = component.parameters()  # a cell may put another layer into the model
         self.device = parameters[0].device
         self.requires = [p.requires_grad for p in parameters]
         self.trained = [p for g in self.user.param_groups for p in g["params"] if p.requires_grad and p.numel()]
         if not self.trained:
             raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
-        first = dist.get_rank() == 0
         deepspeed = self.deepspeed = library(self.device)
         wanted = {config.offload(settings, "offload_param"), config.offload(settings, "offload_optimizer")}
         if "nvme" in wanted:
-            ops.load(deepspeed, "AsyncIOBuilder", first)
+            ops.load(deepspeed, "AsyncIOBuilder")
             places = [section.get("nvme_path") for _, section in config.sections(settings)]
             self.folder = Folder(self.place or next(filter(None, places)))
             for _, section in config.sections(settings):
@@ -91,7 +97,7 @@ class Engined(Prepared):
         decoupled = adam_kind(self.user)
         own = not settings.get("optimizer")
         if own and decoupled is not None and config.offload(settings, "offload_optimizer") != "none":
-            self.kernel = CpuAdam(ops.load(deepspeed, "CPUAdamBuilder", first), decoupled)
+            self.kernel = CpuAdam(ops.load(deepspeed, "CPUAdamBuilder"), decoupled)
             self.notes.append(
                 f"{type(self.user).__name__} steps in the host's memory, by the kernel of DeepSpeedCPUAdam"
             )
@@ -116,7 +122,7 @@ class Engined(Prepared):
             self._fuse()
         with quiet(), equal_already(), as_local_rank(self.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.engine = self._initialize(deepspeed, own)
+            self.engine = self._initialize(own)
         if not own:
             kind = settings["optimizer"].get("type")
             self.notes.append(
@@ -131,14 +137,15 @@ class Engined(Prepared):
                 self.notes.append("parameters that have taken different numbers of steps count the same from now on")
         self.weights = Weights(self.layout, self.state, self.attachments, self.shapes, frozen, parameters)
         self.gradients = Gradients(self)
+        self.reader = Reader(self.weights, parameters if self.stage == 3 else (), self.gradients.open_for_penalty)
         for module in modules:
             if not any(module is model for model in component.modules.values()):
                 module.register_forward_pre_hook(self.calls.check_part)
         self.attachments.find()
         self._hide()
 
-    def _initialize(self, deepspeed: Any, own: bool) -> Any:
-        settings = self.settings
+    def _initialize(self, own: bool) -> Any:
+        settings, make = self.settings, original(DEEPSPEED)
         if self.stage == 3:  # a bucket larger than everything is only memory
             zero = settings["zero_optimization"]
             total = max(2, sum(p.numel() for p in self.trained))
@@ -147,10 +154,10 @@ class Engined(Prepared):
                 "zero_optimization": {**zero, "reduce_bucket_size": min(zero["reduce_bucket_size"], total)},
             }
         if own:
-            engine, *_ = deepspeed.initialize(model=self.core, optimizer=self.inner, config=settings)
+            engine, *_ = make(model=self.core, optimizer=self.inner, config=settings)
         else:
             groups = [{"params": group["params"]} for group in self.inner.param_groups]
-            engine, *_ = deepspeed.initialize(model=self.core, model_parameters=groups, config=settings)
+            engine, *_ = make(model=self.core, model_parameters=groups, config=settings)
             self.inner = _quiet_steps(engine.basic_optimizer)
         return engine
 
@@ -180,7 +187,7 @@ class Engined(Prepared):
         if self.entered:
             return
         held = self.gradients.aside is not None
-        if not held and [p.requires_grad for p in self.component.parameters()] != self.requires:
+        if not held and [p.requires_grad for p in self.parameters] != self.requires:
             self.close()
             self._build()
         if isinstance(self.inner, Inner):
@@ -188,21 +195,37 @@ class Engined(Prepared):
         self._put_on()
         self.gradients.enter()
         self.surround()
-        self.calls.enter()
+        try:
+            self.calls.enter()
+        except BaseException:
+            self.surroundings.close()
+            raise
         self.entered = True
 
     def surround(self) -> None:
-        self.surroundings = ExitStack()
-        self.surroundings.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
+        with ExitStack() as put_on:
+            self._surround(put_on)
+            self.surroundings = put_on.pop_all()
+
+    def _surround(self, put_on: ExitStack) -> None:
+        """What is there while a cell runs. Where a part of it fails, nothing stays."""
+        asked.on(self)
+        put_on.callback(asked.off, self)
+        if self.stage == 3:
+            self.reader.begin()
+            put_on.callback(self.reader.end)
+        put_on.enter_context(as_local_rank(self.device))  # stage 3 looks for it in its forward
         if self.stage == 3:
             if self.settings["zero_optimization"].get("memory_efficient_linear", True):
                 linear.on(self)
-                self.surroundings.callback(linear.off, self)
+                put_on.callback(linear.off, self)
             for handle in whole_dicts(self.models, self.deepspeed.zero.GatheredParameters, self.weights.load):
-                self.surroundings.callback(handle.remove)
+                put_on.callback(handle.remove)
         if isinstance(self.inner, Inner):
             for handle in whole_state(self.state, self.device):
-                self.surroundings.callback(handle.remove)
+                put_on.callback(handle.remove)
+            self.state.close_to_cell()
+            put_on.callback(self.state.open_again)
 
     def leave(self) -> None:
         if not self.entered:
@@ -224,6 +247,8 @@ class Engined(Prepared):
             return
         if self.calls.busy:
             raise NotSupported(sentences.MIDST)
+        if self.stage == 3 and {id(p) for p in self.component.parameters()} - {id(p) for p in self.parameters}:
+            raise NotSupported(sentences.ANOTHER_LAYER)
         self.entered = False
         self.surroundings.close()
         self.calls.pause()
@@ -236,16 +261,25 @@ class Engined(Prepared):
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""
         self.attachments.take_off()
-        self.weights.show(self.component.parameters())
+        self.weights.show(self.parameters)
         if isinstance(self.inner, Inner):
             self.state.show()
 
     def _put_on(self) -> None:
         self.attachments.put_back()
-        self.weights.put_back(self.component.parameters())
+        self.weights.put_back(self.parameters)
 
     def let_go(self) -> Callable[[], Prepared | None]:
         return let_go(self)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Of the engine: parameters are what DeepSpeed takes them for."""
+        self.reader.aside()
+        try:
+            yield
+        finally:
+            self.reader.back()
 
     # -- the loop ------------------------------------------------------------------------
 
@@ -278,7 +312,7 @@ class Engined(Prepared):
     # -- pieces --------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Part]]:
-        yield from self.weights.pieces(self.component.parameters())
+        yield from self.weights.pieces(self.parameters)
         if isinstance(self.inner, Inner):
             yield from self.state.pieces(self.trained)
 
@@ -319,7 +353,7 @@ class Engined(Prepared):
     @torch.no_grad()
     def drop(self) -> None:
         self.leave()
-        self.weights.own(self.component.parameters())
+        self.weights.own(self.parameters)
         self._part()
 
     def _part(self) -> None:

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +23,14 @@ from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.strategies._deepspeed import buffers, sentences
 from nbtrain.strategies._deepspeed.handle import Handle
-from nbtrain.strategies._deepspeed.held import Held
+from nbtrain.strategies._deepspeed.held import MOVED, Held
+from nbtrain.strategies._deepspeed.inner import Inner
 from nbtrain.strategies._deepspeed.norms import norm_of_pieces, norm_of_sum
 
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.engine import Engined
+
+TRAINABLE = attrgetter("requires_grad")
 
 
 class Gradients:
@@ -47,6 +51,8 @@ class Gradients:
         self.taken = True
         """the stand-ins are off"""
         self.opened = self.ended = False
+        self.came = self.before = False
+        """the backward under way has left a gradient in a parameter; what `stale` was before it"""
         self.local: dict[int, torch.Tensor] = {}
         """stage 1 keeps this rank's own gradients, where the stand-ins are now"""
         self.arrived: set[int] = set()
@@ -76,7 +82,9 @@ class Gradients:
             def prologue() -> None:
                 if self.opened and ds.in_backward(zero):  # several forwards in one backward open it once
                     return
+                self.before = self.stale
                 self.take_back()
+                self.came = False
                 if self.ended:  # another backward without a forward in between
                     zero.clear_backward_seen_flag()
                 self.opened, self.ended = True, False
@@ -87,7 +95,7 @@ class Gradients:
 
             return prologue
 
-        prologue = ds.around_beginning(engine, opening)
+        self.open = prologue = ds.around_beginning(engine, opening)
         zero.unregister_grad_acc_post_hooks()
         zero.register_grad_acc_post_hook(self._after_backward)  # which calls the engine's
         if self.scaled:
@@ -103,14 +111,23 @@ class Gradients:
                     raise NotSupported(sentences.SPENT)
                 prologue()
             arrived.add(id(p))
+            self.came = True
             return plain(p, *args)
 
         setattr(zero, name, noted)
 
+    def open_for_penalty(self) -> None:
+        """A gradient comes by way of a weight that was read outside of the model's forward."""
+        if not self.opened:
+            self.open()
+
     def _after_backward(self) -> None:
         self.opened, self.ended = False, True
-        if not self.arrived and not self.held:  # gradients of inputs alone (torch.autograd.grad): nothing to reduce
+        if not self.came:  # gradients of inputs alone (torch.autograd.grad): nothing to reduce
             self.zero.exit_backward()
+            self.stale = self.before
+            if self.held or self.stepped:
+                self._stand_in()
             return
         ds.end_backward(self.engine)
         self.held = True
@@ -177,6 +194,10 @@ class Gradients:
         self.discard()
 
     def step(self) -> None:
+        with self.owner.at_work():
+            self._step()
+
+    def _step(self) -> None:
         owner, engine, zero = self.owner, self.engine, self.zero
         self._check_frozen()
         self.take_back()
@@ -189,7 +210,8 @@ class Gradients:
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
         self.weights.follow_edits(self.trained)
-        if hasattr(owner.inner, "take_options"):
+        if isinstance(owner.inner, Inner):
+            owner.state.follow()
             owner.inner.take_options()
         zero.clip_grad = self.max_norm or self.clipping
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
@@ -207,6 +229,8 @@ class Gradients:
         if engine.lr_scheduler is not None:
             self._show_rates()
         self._done()
+        if isinstance(owner.inner, Inner):
+            owner.state.begin()
         self.stepped = True
         self._stand_in()
 
@@ -229,7 +253,7 @@ class Gradients:
 
     def _check_frozen(self) -> None:
         owner = self.owner
-        if [p.requires_grad for p in owner.component.parameters()] != owner.requires:
+        if not all(map(eq, map(TRAINABLE, owner.parameters), owner.requires)):
             raise NotSupported(sentences.THAWED)
 
     def _warn_of_missing(self) -> None:
@@ -321,6 +345,8 @@ class Gradients:
 
     @contextmanager
     def backward(self) -> Iterator[float]:
+        if any(map(TRAINABLE, self.owner.parameters)):  # else a loss of another model's: a GAN freezes one for it
+            self._check_frozen()  # before anything is sent: all ranks say it
         self.take_back()
         self._clip_now()
         factor = 1.0
@@ -328,14 +354,16 @@ class Gradients:
             factor = self.owner.loss_scale.begin()
             self.zero.override_loss_scale(factor)  # what is held now was made with it, or will be
         try:
-            yield factor
+            with self.owner.at_work():
+                yield factor
             if self.taken and (self.held or self.stepped):  # it went through other models only
                 self.stale &= self.held
                 self._stand_in()
         except NbtrainError:
             raise
         except Exception as error:
-            sentence = sentences.of_backward(error, self.stage)
+            moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
+            sentence = MOVED if moved else sentences.of_backward(error, self.stage)
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.compat import fit
+from nbtrain.compat import fit, python
 from nbtrain.compat.internals import find
 from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.intercept import Listeners, While, listening
+from nbtrain.strategies._deepspeed import ops
+from nbtrain.strategies._deepspeed.silence import quiet
 
 COLLAPSED = "nbtrain_collapsed"
 """The attribute of a parameter that says what it shows while it is in pieces."""
@@ -80,13 +79,14 @@ def imported(device: torch.device) -> Any:
 @functools.cache
 def _put_right() -> None:
     """As long as the process lives."""
+    _listeners.listen(ds.JIT_LOAD, "deepspeed", ops.announced)
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     if reason := fit.refusal("deepspeed", ["deepspeed"], "fsdp"):
         raise VersionMismatch(reason)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
-        warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
+        python.ignore_always(rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
     _listeners.listen(ds.EMPTY_PARAMETER, "deepspeed", _collapsed)
     _listeners.listen(ds.CUT_TO_BLOCKS, "deepspeed", _aligned)
     _listeners.listen(ds.PUT_LINEAR, "deepspeed", _not_at_all)
@@ -141,18 +141,6 @@ def _late(name: str) -> Callable[..., Any]:
 
 def _as_it_is(model: Any = None, **_: Any) -> Any:
     return model if model is not None else _as_it_is
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """What DeepSpeed prints and logs on the way is not for the user's cell; its warnings and errors are."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager

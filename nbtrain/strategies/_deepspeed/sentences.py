@@ -46,6 +46,11 @@ CLIPPED = (
     "Clip once, right before the step, or take --stage 2, or the strategy ddp"
 )
 
+ANOTHER_LAYER = (
+    "the cell has put another layer into a model that it trains, which DeepSpeed's engine of stage 3 does not know: "
+    "make the layer and its optimizer in a cell before, which is not distributed, or take --strategy ddp"
+)
+
 SOME_CLIPPED = (
     "clip_grad_norm_ of some of an optimizer's parameters: DeepSpeed clips all that one optimizer trains "
     "by their common norm; clip model.parameters(), or take the strategy ddp"

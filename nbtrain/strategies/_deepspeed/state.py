@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from nbtrain.compat import deepspeed as ds
+from nbtrain.strategies._deepspeed.held import ClosedState, HeldState
 from nbtrain.strategies._deepspeed.inner import Inner
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 
@@ -22,6 +23,14 @@ class State:
         self.user, self.inner, self.layout = user, inner, layout
         self.shown: dict[tuple[int, str], torch.Tensor] = {}
         """(id of the parameter, key) → the tensor that stands for a piece"""
+        self.closed: list[torch.Tensor] = []
+        """what refuses to be read or edited, while a cell runs"""
+        self.open: Any = None
+        """what `optimizer.state` is between cells"""
+        self.shut: ClosedState | None = None
+        """what it is in one"""
+        self.begun = False
+        """in this cell there is some"""
         self.uneven = False
         """parameters of one piece have taken different numbers of steps, and the piece has one count"""
 
@@ -45,9 +54,10 @@ class State:
     ) -> None:
         state = self.inner.state[flat]
         counts = set()
+        numbers = _counts(held)
         for p, own in held:
             for key, value in own.items():
-                if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape and key not in numbers:
                     if self.shown.get((id(p), key)) is value:
                         continue
                     if key not in state:
@@ -104,6 +114,54 @@ class State:
     def _collapse(self, p: torch.Tensor, key: str, tensor: torch.Tensor) -> None:
         tensor.data = torch.zeros((), dtype=tensor.dtype, device=p.device).expand(p.shape)
         self.shown[id(p), key] = tensor
+
+    # -- a cell ------------------------------------------------------------------------
+
+    def close_to_cell(self) -> None:
+        """What only stands for the state (its zeros, and counts that do not go on) says so to whoever asks it."""
+        mine = [p for number in range(len(self.layout.flats)) for p in self.layout.members(number)]
+        for value in (value for p in mine for value in (self.user.state.get(p) or {}).values()):
+            if type(value) is torch.Tensor:
+                value.__class__ = HeldState
+                self.closed.append(value)
+        self.open = self.user.state
+        self.user.state = self.shut = ClosedState(self.open)
+
+    def begin(self) -> None:
+        """After a step: the first one makes the state."""
+        if not self.begun and self.inner.state:
+            self.begun = True
+            if not self.closed:
+                self.open_again()
+                self.begun = True
+                self.show()
+                self.close_to_cell()
+
+    def follow(self) -> None:
+        """Before a step: all of it was thrown away, or another one is in its place."""
+        if self.user.state is not self.shut or self.shut.emptied:
+            self.load()
+
+    def load(self) -> None:
+        """The cell has loaded another one."""
+        self.open_again()
+        self.close_to_cell()
+
+    def open_again(self) -> None:
+        for value in self.closed:
+            value.__class__ = torch.Tensor  # type: ignore[assignment]
+        self.closed.clear()
+        self.begun = False
+        shut, self.shut = self.shut, None
+        if shut is None:
+            return
+        replaced = self.user.state is not shut
+        if not replaced:
+            self.user.state = self.open
+        if shut.emptied and not replaced:
+            self.user.state.clear()
+        if shut.emptied or replaced:
+            self.take()
 
     # -- pieces --------------------------------------------------------------------------
 
@@ -192,3 +250,15 @@ class _AtHand:
 
 def _is_tensor(held: list[tuple[torch.Tensor, Any]], key: str) -> bool:
     return any(isinstance(own.get(key), torch.Tensor) for _, own in held)
+
+
+def _counts(held: list[tuple[torch.Tensor, Any]]) -> set[str]:
+    """Keys of what is one number for a parameter of any shape. Of a parameter that is a number itself, its shape does
+    not tell."""
+    found = {
+        key
+        for p, own in held
+        for key, value in own.items()
+        if isinstance(value, torch.Tensor) and not value.dim() and p.dim()
+    }
+    return found | {"step", "mu_product", "eta", "mu"}

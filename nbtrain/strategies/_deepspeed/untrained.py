@@ -5,7 +5,7 @@ Should the cell train one by hand, its gradients are averaged as under ddp."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -14,11 +14,23 @@ from nbtrain.strategies.gradsync import GradSync
 
 
 class Untrained(Prepared):
+    hooks_see_own_gradients = True
+
     def __init__(self, component: Component) -> None:
         super().__init__(component)
         self.sync = GradSync(component.parameters())
 
+    def backward(self) -> AbstractContextManager[float]:
+        self.sync.begin()
+        return nullcontext(1.0)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+        self.sync.catch_up(parameters)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
         self.sync.catch_up(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:

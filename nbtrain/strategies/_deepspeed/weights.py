@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
 from nbtrain.strategies._deepspeed.attachments import Attachments
 from nbtrain.strategies._deepspeed.shares import Layout, Part, stretch
@@ -48,6 +49,8 @@ class Weights:
         """what the model computes with, of those that something else stands for now"""
         self._versions: dict[int, int] = {}
         """to see what the loop has changed by hand (stage 3)"""
+        self._digests: list[list[torch.Tensor]] = []
+        """the same, of pieces whose step is taken elsewhere (stages 1 and 2, offloaded from a GPU)"""
         for p in parameters:
             whole = frozen.get(id(p)) if self.stage == 3 else None
             if whole is not None:
@@ -64,6 +67,7 @@ class Weights:
                 continue
             self._data[id(p)] = p.data
             if self.stage != 3 and id(p) in self.frozen:
+                _take_edited(self.frozen[id(p)], p.data)
                 p.data = self.frozen[id(p)]
             else:
                 p.data = torch.zeros((), dtype=dtype, device=p.device).expand(shape)
@@ -87,6 +91,8 @@ class Weights:
     def remember(self, trained: Iterable[torch.Tensor]) -> None:
         if self.stage == 3:
             self._versions = {id(p): tensors.version(p) for p in trained}
+        else:
+            self._digests = [[] if flat.device == mine.device else _digest(mine) for flat, mine in self._halves()]
 
     @torch.no_grad()
     def follow_edits(self, trained: Iterable[torch.Tensor]) -> None:
@@ -94,10 +100,13 @@ class Weights:
         written to."""
         layout = self.layout
         if self.stage != 3:
-            for flat, parts in zip(layout.flats, layout.zero.parallel_partitioned_bit16_groups, strict=True):
-                mine = parts[self.rank]
-                if flat.device == mine.device and flat.dtype == mine.dtype:
-                    flat.data.copy_(mine)
+            self._take_assigned()
+            for number, (flat, mine) in enumerate(self._halves()):
+                if flat.device != mine.device:
+                    if number < len(self._digests) and all(map(torch.equal, self._digests[number], _digest(mine))):
+                        continue
+                    mine = mine.to(flat.device)
+                _take_edited(flat, mine)
             return
         for p in trained:
             if tensors.version(p) != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
@@ -105,6 +114,20 @@ class Weights:
                 part = p.data.reshape(-1)[share.start : share.stop]
                 p.ds_tensor.data[: len(part)].copy_(part)  # type: ignore[attr-defined]
                 layout.flats[share.flat].data.narrow(0, share.at, len(part)).copy_(part)
+
+    def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Stages 1 and 2: (what is stepped, what the model computes with) of this rank's part of each group."""
+        for flat, parts in zip(self.layout.flats, self.layout.zero.parallel_partitioned_bit16_groups, strict=True):
+            yield flat, parts[self.rank]
+
+    def _take_assigned(self) -> None:
+        """`p.data = other`: the engine steps and sends its own buffer, of which the parameter is a view."""
+        for number, whole in enumerate(ds.whole_groups(self.layout.zero)):
+            for p, at in ds.in_order(self.layout.zero, number):
+                if p.numel() and p.data_ptr() != whole.data_ptr() + at * whole.element_size():
+                    own = whole.narrow(0, at, p.numel()).view(p.shape)
+                    own.copy_(p.data)
+                    p.data = own
 
     # -- pieces --------------------------------------------------------------------------
 
@@ -119,9 +142,26 @@ class Weights:
         """In a cell, under stage 3."""
         piece = self._piece(p)
         assert piece is not None
-        piece.fill(whole)
-        if p.ds_status.name == "AVAILABLE":
-            p.data.copy_(whole)
+        with tensors.as_plain_tensors():
+            piece.fill(whole)
+            if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
+                p.data.copy_(whole)
+
+    @torch.no_grad()
+    def whole(self, p: Any) -> torch.Tensor:
+        """In a cell, under stage 3: the parameter's own memory if it is there, else gathered. Collective."""
+        with tensors.as_plain_tensors():
+            if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
+                return p.detach()  # type: ignore[no-any-return]
+            piece = self._piece(p)
+            assert piece is not None
+            size: int = self.attachments.of(p)["ds_tensor"].ds_numel
+            mine = torch.zeros(size, dtype=p.dtype, device=p.device)
+            for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
+                mine[: stop - start].copy_(part)
+            found = torch.empty(size * dist.get_world_size(), dtype=p.dtype, device=p.device)
+            dist.all_gather_into_tensor(found, mine)
+            return found[: p.numel()].view(p.shape)
 
     def _piece(self, p: Any) -> Part | None:
         shape, dtype = self.shapes[id(p)]
@@ -173,6 +213,27 @@ class Weights:
             if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
                 return
         data.copy_(whole.view(data.shape))
+
+
+def _take_edited(flat: torch.Tensor, mine: torch.Tensor) -> None:
+    """What was not changed by hand keeps its 32 bits, which the model's 16 are rounded from."""
+    if flat.dtype == mine.dtype:
+        flat.data.copy_(mine)
+        return
+    rounded = flat.data.to(mine.dtype)
+    if not torch.equal(rounded, mine):
+        flat.data.copy_(torch.where(rounded == mine, flat.data, mine.to(flat.dtype)))
+
+
+COLUMNS = 1024
+
+
+def _digest(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of its bits by rows and by columns: an edit changes some of them, and so does an exchange."""
+    bits = tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    whole = bits[: bits.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
+    rest = bits[whole.numel() :]
+    return [whole.sum(0, dtype=torch.int64), whole.sum(1, dtype=torch.int64), rest.to(torch.int64)]
 
 
 def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:

@@ -1,5 +1,8 @@
 """What a cell asks autograd for while its model is in stages: what cannot be answered is refused, the rest is noted.
 
+`torch.utils.checkpoint` with `use_reentrant=True` begins a backward of its own where it computes again, and finds no
+gradients where a graph begins with a stage; without, it gives the same numbers and works there.
+
 Graphs end where a stage begins: whether gradients are to be left in parameters, and which loss a backward starts from,
 is known only here.
 """
@@ -79,6 +82,7 @@ class Asked:
 def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.backward", "pipeline", _backward)
     listeners.listen("torch.autograd.grad", "pipeline", _grad)
+    listeners.listen("torch.utils.checkpoint.checkpoint", "pipeline", _checkpoint)
 
 
 _while: While[Asked] = While(_put)
@@ -108,6 +112,13 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(outputs, inputs, *args, **kwargs)
 
     return grad
+
+
+def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+        return old(function, *args, use_reentrant=False, **kwargs)
+
+    return checkpoint
 
 
 def _kept(tensors: Any) -> Any:

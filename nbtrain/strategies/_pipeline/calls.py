@@ -7,33 +7,26 @@ what `--precision` does around it are the same on every rank, and `model.forward
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from nbtrain.compat import compiler, pytree
-from nbtrain.errors import NotSupported
-from nbtrain.strategies._pipeline.compared import evaluated, fits
+from nbtrain.compat import compiler, modules, pytree
+from nbtrain.strategies._pipeline.compared import evaluated, fits, is_users_hook
 from nbtrain.strategies._pipeline.criterion import Loss, Waiting
-from nbtrain.strategies._pipeline.flow import Flow, call
+from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.forms import form_of
 from nbtrain.strategies._pipeline.measure import measured
 from nbtrain.strategies._pipeline.plan import Line
-from nbtrain.strategies._pipeline.program import Program, chain_program
+from nbtrain.strategies._pipeline.program import OutOfOrder, Program, chain_program
 from nbtrain.strategies._pipeline.record import CannotRecord, NeedsWhole, record
 from nbtrain.strategies._pipeline.slices import Cut
 from nbtrain.strategies._pipeline.stages import Place
+from nbtrain.strategies.placed import gathered
 from nbtrain.strategies.route import call_plainly, plain_class, route, unroute
-
-COPIED = (
-    "a copy of {name}, or a pickle of it, made in the cell would have the weights of one stage only: under pipeline "
-    "the others are on other ranks. Copy it in a cell that is not distributed, save its state_dict(), or use "
-    "--strategy ddp"
-)
-
 
 SLOWLY = (
     "pipeline: the forward of {name} cannot be divided into stages beforehand ({reason}), so its parts compute one "
@@ -45,8 +38,14 @@ UNCUT = (
     "stages uncut, and ranks wait for each other: let the batch be dimension 0 (batch_first=True), return what the "
     "loss is computed from, and compute the loss in the loop"
 )
+HOOKED = (
+    "pipeline: a hook of {part} runs on rank {rank} alone, where the module lies, and once for each micro-batch: what "
+    "it returns counts, what it collects stays there. Collect from what the model returns, or use --strategy ddp"
+)
 LARGE = 16
 """MB that go to every rank without a word"""
+UNDIVIDED = 2
+"""in the place of a plan: part by part"""
 MOST = 64
 """programs that are kept of a model"""
 
@@ -63,11 +62,14 @@ class Calls:
         is_owned: Callable[[torch.Tensor], bool],
         share: Callable[[list[torch.Tensor]], None],
         move: Callable[[Line, list[int]], None],
+        reorder: Callable[[Line, list[int]], None],
     ) -> None:
         """`busy`: a call is under way. `is_owned`: only one rank has this. `share`: every rank is to have these.
-        `move`: stages are to be others."""
+        `move`: stages are to be others. `reorder`: so are the parts, in this order."""
         self.line, self.place, self.microbatches = line, place, microbatches
-        self.busy, self.is_owned, self.share, self.move = busy, is_owned, share, move
+        self.busy, self.is_owned, self.share, self.move, self.reorder = busy, is_owned, share, move, reorder
+        self.in_order = False
+        """parts are in the order in which they are called"""
         self.measure = ""
         """what the stages are still to be cut by: time or memory"""
         self.name = type(line.root).__name__
@@ -78,41 +80,51 @@ class Calls:
         self.loss: Loss | None = None
         """what `--loss` names"""
         self.on = False
+        self.looked = self.hooked = False
+        """for hooks of parts, in this cell; and they were told of"""
         self.warned = self.told = False
+        self.new = False
+        """it was found out just now what such a call does"""
 
     def enter(self) -> None:
         root = self.line.root
-        route(root, self._through, self._copied)
+        route(root, self._through)
         routed: Any = type(root)
         routed.forward = lambda module, *args, **kwargs: self._forward(module, args, kwargs)
-        self.on = True
+        self.on, self.looked = True, False
 
     def leave(self) -> None:
         if self.on:
             self.on = False
+            self._tell_hooks()
             unroute(self.line.root)
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Other methods run on every rank, and find the parts where they are (one_by_one.py)."""
         return call_plainly(module, name, args, kwargs)
 
-    @contextmanager
-    def _copied(self) -> Iterator[None]:
-        raise NotSupported(COPIED.format(name=self.name))
-        yield
-
     @compiler.outside_graphs  # of `model.compile()`: what is done here is no computation, and would be looked into
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.line.root or self.busy():
             return plain_class(module).forward(module, *args, **kwargs)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if not self.looked:
+            self.looked = True
+            self._tell_hooks()
+        leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
         cut = Cut.of(leaves, self.microbatches, self.place.ranks)
         slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
-        programs = [self._program(given, tree) for given in slices]
-        if len(slices) > 1 and None not in programs and not self._fits(leaves, tree, slices, programs, cut):
-            self._warn(UNCUT.format(name=self.name))
-            cut, slices, programs = Cut([cut.batch]), [leaves], [self._program(leaves, tree)]
+        try:
+            programs = [self._program(given, tree) for given in slices]
+            if len(slices) > 1 and None not in programs and not self._fits(leaves, tree, slices, programs, cut):
+                self._warn(UNCUT.format(name=self.name))
+                cut, slices, programs = Cut([cut.batch]), [leaves], [self._program(leaves, tree)]
+        except OutOfOrder as found:
+            self._take_order(found.order)
+            return self._forward(module, args, kwargs)
         if None in programs:
+            if self.new:
+                meet(self.place, leaves, self.name, UNDIVIDED)  # every rank goes this way, and none waits for a stage
+                self.new = False
             return plain_class(module).forward(module, *args, **kwargs)
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
@@ -129,6 +141,13 @@ class Calls:
         returned = call(flow)
         self._tell_size(returned)
         return returned
+
+    def _take_order(self, order: list[int]) -> None:
+        """A head that was registered first is called last. Collective."""
+        meet(self.place, [], self.name, zlib.crc32(repr(order).encode()))
+        self.in_order = True
+        self.reorder(self.line, order)
+        self.programs.clear()
 
     def _fits(self, leaves: list[Any], tree: Any, slices: list[list[Any]], programs: list[Any], cut: Cut) -> bool:
         """Whether what comes of the micro-batches makes up what comes of the batch."""
@@ -152,6 +171,18 @@ class Calls:
                 self.warned = warned
             return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
 
+    def _tell_hooks(self) -> None:
+        """Parts are computed, and so their hooks run, on one rank."""
+        if self.hooked or self.place.rank:
+            return
+        for part, stage in self.line.owners():
+            for module in part.modules():
+                if any(map(is_users_hook, modules.call_hooks(module))):
+                    self.hooked = True
+                    name = next(name for name, m in self.line.root.named_modules() if m is module)
+                    print(HOOKED.format(part=f"{name} ({type(module).__name__})", rank=stage))
+                    return
+
     def _tell_size(self, returned: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
         size = sum(t.numel() * t.element_size() for t in tensors) / 2**20
@@ -167,7 +198,7 @@ class Calls:
         form = None if self.line.chain else form_of(self.line, given, tree)
         if form in self.programs:
             return self.programs[form]
-        found = self._make(given, tree)
+        found, self.new = self._make(given, tree), True
         if len(self.programs) >= MOST:
             self.programs.clear()
         self.programs[form] = found
@@ -178,14 +209,21 @@ class Calls:
             return chain_program(self.line) if len(given) == 1 else None
         before, self.place.inside = self.place.inside, True
         try:
-            return record(self.line, given, tree, self.is_owned)
+            with self.place.plain():
+                return record(self.line, given, tree, self.is_owned)
         except NeedsWhole as error:
             tensors = error.tensors
         except CannotRecord as error:
             self._warn(SLOWLY.format(name=self.name, reason=error))
             return None
+        except OutOfOrder:
+            if not self.in_order:
+                raise
+            self._warn(SLOWLY.format(name=self.name, reason="a part is given what a later stage makes"))
+            return None
         finally:
             self.place.inside = before
+        meet(self.place, [], self.name, zlib.crc32(repr([tuple(t.shape) for t in tensors]).encode()))
         self.share(tensors)
         return self._make(given, tree)
 

@@ -17,6 +17,10 @@ from nbtrain.compat import pytree
 from nbtrain.errors import NotSupported
 
 HEAD = 1024
+THIN = (
+    "a stage returns a sparse tensor, which cannot be sent to the next under pipeline: let the module return "
+    "tensor.to_dense(), or use --strategy ddp"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,8 @@ def _packed(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
 
     def slot(tensor: torch.Tensor) -> Slot:
+        if tensor.layout is not torch.strided:
+            raise NotSupported(THIN)
         tensors.append(tensor.detach().contiguous())
         return Slot(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 

@@ -20,13 +20,15 @@ from torch import nn
 
 from nbtrain.compat import modules, pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies._pipeline.flow import meet
+from nbtrain.strategies._pipeline.flow import meet, plan_of
 from nbtrain.strategies._pipeline.program import Program
 from nbtrain.strategies._pipeline.record import attributes_of, restore
 from nbtrain.strategies._pipeline.slices import Cut, join
 from nbtrain.strategies._pipeline.stages import Place
 from nbtrain.strategies.plans import alike
 
+COMPARED = 1
+"""no plan of a call, but one that is looked at"""
 PLAIN = (int, float, str, bool, bytes, type(None), torch.Size)
 
 
@@ -47,7 +49,7 @@ def evaluated(root: nn.Module) -> Iterator[None]:
 def fits(place: Place, root: nn.Module, name: str, programs: list[Program], batches: list[list[Any]], cut: Cut) -> bool:
     """`programs` and `batches`: of the batch, and then of each micro-batch; for `evaluated`. Collective; all ranks are
     told the same."""
-    meet(place, batches[0], name)
+    meet(place, batches[0], name, plan_of(programs) ^ COMPARED)
     share = place.channel.share
     with _nothing_stays(place, root):
         found = [_through(place, *one) for one in zip(programs, batches, strict=True)]
@@ -124,7 +126,8 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
     drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None
     stream, place.stream.states = place.stream.states, list(place.stream.states)
     attributes = attributes_of(root)
-    buffers = [(b, tensors.version(b), b.detach().clone()) for b in root.buffers()]
+    with tensors.as_plain_tensors():
+        buffers = [(b, tensors.version(b), b.detach().clone()) for b in root.buffers()]
     lists = [(v, v.copy()) for m in root.modules() for v in vars(m).values() if type(v) in (list, dict, set)]
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # it would keep weights without a graph, and use them afterwards
@@ -133,7 +136,7 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
         for module in root.modules():
             for name in modules.FORWARD_HOOKS:
                 table = vars(module)[name]
-                vars(module)[name] = type(table)((key, hook) for key, hook in table.items() if _is_torchs(hook))
+                vars(module)[name] = type(table)((key, hook) for key, hook in table.items() if not is_users_hook(hook))
         with torch.random.fork_rng(devices=cuda), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
@@ -142,14 +145,15 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
         for held, before in lists:
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(before)
-        for buffer, version, numbers in buffers:
-            if tensors.version(buffer) != version:
-                buffer.copy_(numbers)
+        with tensors.as_plain_tensors():
+            for buffer, version, numbers in buffers:
+                if tensors.version(buffer) != version:
+                    buffer.copy_(numbers)
         place.stream.states = stream
         random.setstate(drawn)
         if numpy:
             numpy.random.set_state(drawn_too)
 
 
-def _is_torchs(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(("torch.", "nbtrain."))
+def is_users_hook(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(("torch.", "nbtrain."))

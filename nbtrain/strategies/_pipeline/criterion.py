@@ -172,15 +172,18 @@ class OneByTurns:
         """The loss, on every rank; the gradients are put aside."""
         flow, place = self.flow, self.flow.place
         flow.prepare(True)
-        before = [p.grad for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
+        with tensors.as_plain_tensors():
+            before = [p.grad for p in self.parameters]
+            for p in self.parameters:
+                p.grad = None
         try:
             self._turns()
-            self.grads = [p.grad for p in self.parameters]
+            with tensors.as_plain_tensors():
+                self.grads = [p.grad for p in self.parameters]
         finally:
-            for p, grad in zip(self.parameters, before, strict=True):
-                p.grad = grad
+            with tensors.as_plain_tensors():
+                for p, grad in zip(self.parameters, before, strict=True):
+                    p.grad = grad
         loss = torch.stack(self.losses).sum() if place.rank == place.last else None
         if loss is not None and self.check:
             self._compare(loss)
@@ -258,9 +261,10 @@ class Lossy(torch.autograd.Function):
         _ = ctx.saved_tensors
         turns = ctx.turns
         meet(turns.flow.place, [], turns.flow.name)
-        for p, found in zip(turns.parameters, turns.grads, strict=True):
-            if found is not None:
-                found = found * grad.to(found.device, found.dtype)
-                p.grad = found if p.grad is None else p.grad + found
+        with tensors.as_plain_tensors():
+            for p, found in zip(turns.parameters, turns.grads, strict=True):
+                if found is not None:
+                    found = found * grad.to(found.device, found.dtype)
+                    p.grad = found if p.grad is None else p.grad + found
         turns.grads = [None] * len(turns.parameters)
         return None, None

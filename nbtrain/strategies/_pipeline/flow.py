@@ -26,6 +26,12 @@ APART = (
     "nothing of a batch depend on the rank, and draw random numbers from torch's own stream; or use --strategy ddp"
 )
 
+OTHER_PLANS = (
+    "the forward of {name} does not do the same on every rank: something that it reads (a global, an attribute, a "
+    "file, `rank`) differs between them, and under pipeline each rank computes a part of one forward. Let nothing in a "
+    "forward depend on the rank, or use --strategy ddp"
+)
+
 
 class Flow:
     """Made for each call. The same on every rank, but for what it keeps."""
@@ -51,7 +57,7 @@ class Flow:
 
     def prepare(self, graph: bool) -> None:
         """Collective."""
-        meet(self.place, self.leaves, self.name)
+        meet(self.place, self.leaves, self.name, plan_of(self.programs))
         self.stages = [Stage(self.place, program, graph) for program in self.programs]
 
     def forward(self, graph: bool) -> Joined:
@@ -117,23 +123,30 @@ class Flow:
         return found
 
 
-def meet(place: Place, leaves: list[Any], name: str) -> None:
-    """All ranks are here, with the same batch: who waits for another stage afterwards does not wait in vain."""
+def plan_of(programs: list[Program]) -> int:
+    return zlib.crc32(repr([program.number for program in programs]).encode()) if programs else 0
+
+
+def meet(place: Place, leaves: list[Any], name: str, plan: int = 0) -> None:
+    """All ranks are here, with the same batch and the same plan: who waits for another stage afterwards does not wait
+    in vain."""
     number = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             number = zlib.crc32(repr((tuple(leaf.shape), leaf.dtype)).encode(), number)
-            if leaf.device.type == "cpu" and leaf.numel():
+            if leaf.device.type == "cpu" and leaf.numel() and leaf.layout is torch.strided:
                 part = leaf.detach().reshape(-1)[: 1 << 16]
                 number = zlib.crc32(repr(part.sum(dtype=_exact(part.dtype)).item()).encode(), number)
-    both = torch.tensor([number, -number], device=place.device)
+    both = torch.tensor([number, -number, plan, -plan], device=place.device)
     try:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
     except NotSupported as error:
         raise NotSupported(f"{error}. {ALONE}") from None
-    largest, smallest = both.tolist()
+    largest, smallest, plan, other = both.tolist()
     if largest != -smallest:
         raise NotSupported(APART.format(name=name))
+    if plan != -other:
+        raise NotSupported(OTHER_PLANS.format(name=name))
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype | None:

@@ -8,6 +8,9 @@ looked at. It is looked at with each call, so it has to be quick.
 from __future__ import annotations
 
 import dis
+import os
+import site
+import sys
 import sysconfig
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -28,7 +31,19 @@ LONGEST = 256
 """A list or dict that is longer counts as data: it is known by which it is and how long."""
 DEEPEST = 3
 """`CONFIG.model.scale`"""
-INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def installed_places() -> tuple[str, ...]:
+    """Folders of packages, wherever this Python finds them: of a venv and of the Python below it, of the user, named by
+    a `.pth`; and torch's own."""
+    found = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found |= {*site.getsitepackages(), site.getusersitepackages()}
+    found |= {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
+    found |= {os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))}
+    return tuple(sorted({one + os.sep for path in found if path for one in (path, os.path.realpath(path))}))
+
+
+INSTALLED = installed_places()
 """What lies there is taken to stay as it is."""
 OWN = frozenset(vars(nn.Module()))
 MOST = 4096

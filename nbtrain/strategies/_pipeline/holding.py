@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies._pipeline.elsewhere import Elsewhere
 from nbtrain.strategies._pipeline.plan import Owners
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.owned import Owned, stand_in
+from nbtrain.strategies.placed import Placing, gradient_elsewhere, is_placed
 
 TOGETHER = (
     "Under pipeline every rank steps, after a backward on every rank: in place of leaving a backward out on one of "
@@ -33,8 +34,10 @@ Layout = list[tuple[Any, Any]]
 class Holding:
     """Of one component, on one rank."""
 
-    def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int) -> None:
-        self.owners, self.rank = owners, rank
+    def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int, placing: Placing) -> None:
+        self.owners, self.rank, self.placing = owners, rank, placing
+        self.strides: dict[int, Any] = {}
+        """id → strides on its rank, of those that are not contiguous there"""
         self._optimizers = [ref(optimizer) for optimizer in optimizers]
         self.trained = [p for p in owners.owned if isinstance(p, torch.nn.Parameter)]
         self._told: dict[tuple[int, int], Layout] = {}
@@ -57,10 +60,12 @@ class Holding:
     def hide(self) -> None:
         """What is another rank's goes."""
         for tensor in self.owners.owned:
+            if _is_whole(tensor) and not tensor.is_contiguous():
+                self.strides[id(tensor)] = tensor.stride()
             if self.foreign(tensor) and _is_whole(tensor):
                 tensor.data = stand_in(tensor.data)
                 if tensor.grad is not None:
-                    tensor.grad = Elsewhere.of(tensor)
+                    tensor.grad = gradient_elsewhere(tensor, self.placing, self.owners.of[id(tensor)])
             elif not self.foreign(tensor) and not tensor.is_contiguous() and not _is_whole(tensor):
                 tensor.data = tensor.data.contiguous()  # what was made hollow
         for p in self.owners.shared:
@@ -74,14 +79,42 @@ class Holding:
         for optimizer in self.optimizers:
             for p in self._of(optimizer):
                 state: Any = optimizer.state.get(p)
-                for value in state.values() if state and self.foreign(p) else ():
-                    if isinstance(value, torch.Tensor):
-                        value.data = stand_in(value.data)
-                self._told[id(optimizer), id(p)] = _layout(state)
+                with tensors.as_plain_tensors():
+                    for _, value in _tensors(state) if self.foreign(p) else ():
+                        if _is_whole(value):
+                            value.data = stand_in(value.data)
+                    self._told[id(optimizer), id(p)] = _layout(state)
+        if self.placing.open:
+            self.placing.learn(self.states())
 
     def _of(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The owned parameters that it holds, in its order."""
         return [p for group in optimizer.param_groups for p in group["params"] if id(p) in self.owners.of]
+
+    def places(self) -> Iterator[tuple[torch.Tensor, int, Any]]:
+        """What lies on one rank: (tensor, the rank, its strides there)."""
+        for tensor in self.owners.owned:
+            yield tensor, self.owners.of[id(tensor)], self.strides.get(id(tensor))
+
+    def states(self) -> Iterator[tuple[torch.Tensor, int, Any]]:
+        """The same of what optimizers remember."""
+        for optimizer in self.optimizers:
+            for p in self._of(optimizer):
+                for _, value in _tensors(optimizer.state.get(p)):
+                    yield value, self.owners.of[id(p)], None
+
+    def stepped(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """What a step of it works on besides parameters: this rank's gradients, and states."""
+        found: list[torch.Tensor] = []
+        with tensors.as_plain_tensors():
+            for p in self._of(optimizer):
+                if not self.foreign(p):
+                    if not optimizer.state.get(p):  # the cell may have thrown it away: all have, and it comes anew
+                        self._told.pop(_key(optimizer, p), None)
+                    found += [value for _, value in _tensors(optimizer.state.get(p))]
+                    if p.grad is not None:
+                        found.append(p.grad)
+        return found
 
     # --- gradients -----------------------------------------------------------------------------
 
@@ -90,26 +123,29 @@ class Holding:
         """After a backward: who has one. Collective."""
         if not self.trained:
             return
-        flags = torch.tensor([not self.foreign(p) and p.grad is not None for p in self.trained]).to(device, torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        for p, there in zip(self.trained, flags.tolist(), strict=True):
-            if self.foreign(p):
-                if not there:
+        with tensors.as_plain_tensors():
+            have = [0 if self.foreign(p) or p.grad is None else 1 + p.grad.is_sparse for p in self.trained]
+            flags = torch.tensor(have).to(device, torch.uint8)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            for p, there in zip(self.trained, flags.tolist(), strict=True):
+                if self.foreign(p) and not there:
                     p.grad = None
-                elif not isinstance(p.grad, Elsewhere):
-                    p.grad = Elsewhere.of(p)
+                elif self.foreign(p) and not is_placed(p.grad):
+                    p.grad = gradient_elsewhere(p, self.placing, self.owners.of[id(p)], there > 1)
 
     def set_aside(self) -> None:
         """Before an optimizer steps, or a backward adds: no foreign gradients."""
-        self._aside += [(p, p.grad) for p in self.trained if isinstance(p.grad, Elsewhere)]
-        for p, _ in self._aside:
-            p.grad = None
+        with tensors.as_plain_tensors():
+            self._aside += [(p, p.grad) for p in self.trained if self.foreign(p) and p.grad is not None]
+            for p, _ in self._aside:
+                p.grad = None
 
     def put_back(self) -> None:
-        while self._aside:
-            p, grad = self._aside.pop()
-            if p.grad is None:
-                p.grad = grad
+        with tensors.as_plain_tensors():
+            while self._aside:
+                p, grad = self._aside.pop()
+                if p.grad is None:
+                    p.grad = grad
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -125,6 +161,12 @@ class Holding:
 
     def tell_states(self, optimizer: Optimizer, device: torch.device) -> None:
         """After a step: what has come to the states. Collective."""
+        with tensors.as_plain_tensors():
+            self._tell_states(optimizer, device)
+        if self.placing.open:
+            self.placing.learn(self.states())
+
+    def _tell_states(self, optimizer: Optimizer, device: torch.device) -> None:
         held = self._of(optimizer)
         mine = {
             i: layout
@@ -173,7 +215,7 @@ class Holding:
         chosen = {id(t) for t in (self.owners.owned if only is None else only)}
         for tensor in (t for t in self.owners.owned if id(t) in chosen):
             self._spread(tensor, self.owners.of[id(tensor)])
-            if isinstance(tensor.grad, Elsewhere) or (tensor.grad is not None and not self.foreign(tensor)):
+            if tensor.grad is not None:
                 if self.foreign(tensor):
                     tensor.grad = torch.empty_like(tensor)
                 assert tensor.grad is not None
@@ -192,7 +234,7 @@ class Holding:
     def let_gradients_go(self) -> None:
         """Between cells a parameter that is another rank's has none here."""
         for p in self.trained:
-            if isinstance(p.grad, Elsewhere):
+            if self.foreign(p):
                 p.grad = None
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbtrain.compat import pytree
+from nbtrain.compat import pytree, tensors
 from nbtrain.strategies._pipeline.flow import Flow
 from nbtrain.strategies._pipeline.plan import Line, cut, size
 from nbtrain.strategies._pipeline.program import Step
@@ -25,7 +25,8 @@ REPEATS = 3
 def measured(line: Line, place: Place, flow: Flow, by: str) -> list[int]:
     """How many parts each stage is to have. `flow`: of one micro-batch. Collective."""
     costs = [0.0] * len(line.parts)
-    buffers = [(b, b.detach().clone()) for part in line.stages()[place.rank] for b in part.buffers()]
+    with tensors.as_plain_tensors():
+        buffers = [(b, b.detach().clone()) for part in line.stages()[place.rank] for b in part.buffers()]
 
     def around(step: Step, args: Any, kwargs: Any) -> None:
         if step.part is not None:
@@ -37,7 +38,7 @@ def measured(line: Line, place: Place, flow: Flow, by: str) -> list[int]:
             flow.forward(False)
     finally:
         place.around = None
-        with torch.no_grad():
+        with torch.no_grad(), tensors.as_plain_tensors():
             for buffer, before in buffers:
                 buffer.copy_(before)
     found = torch.tensor(costs, dtype=torch.float64).to(place.device, torch.float64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,8 @@ class OneByOne:
         self.accumulates = accumulates
         self.inside = False
         """this rank runs a unit of its own, or its backward"""
+        self.lifted: Callable[[], Any] = nullcontext
+        """this rank's weights are ordinary tensors meanwhile"""
         self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
 
     def enter(self) -> None:
@@ -210,7 +213,7 @@ class Call:
         units.inside = True
         try:
             # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
-            with torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
+            with units.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
                 handed = iter([Alias.apply(s) if s.requires_grad else s for s in starts])  # type: ignore[no-untyped-call]
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
@@ -233,7 +236,7 @@ class Call:
             said = pickle.dumps((UNSENDABLE.format(name=self.name, why=error), None, []))
         if any(out.requires_grad for out in outputs):
             self.kept = starts, outputs
-        taken = {t.untyped_storage().data_ptr() for t in given}
+        taken = {t.untyped_storage().data_ptr() for t in given if t.layout is torch.strided}
         return [_of_its_own(out.detach(), taken) for out in outputs], said
 
     def _tell(self, said: bytes) -> bytes:
@@ -288,22 +291,26 @@ class Call:
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:
-            if not ends:
-                return [None] * len(starts)
-            if units.accumulates():
-                torch.autograd.backward(ends, given, retain_graph=again)
-                return [start.grad for start in starts]
-            wanted = [start for start in starts if start.requires_grad]
-            if not wanted:
-                return [None] * len(starts)
-            found = iter(torch.autograd.grad(ends, wanted, given, retain_graph=again, allow_unused=True))
-            return [next(found) if start.requires_grad else None for start in starts]
+            with units.lifted():
+                return self._found(ends, given, starts, again)
         finally:
             units.inside = False
             for start in starts:
                 start.grad = None
             if not again:
                 self.kept = None
+
+    def _found(self, ends: list[Any], given: list[Any], starts: list[Any], again: bool) -> list[torch.Tensor | None]:
+        if not ends:
+            return [None] * len(starts)
+        if self.units.accumulates():
+            torch.autograd.backward(ends, given, retain_graph=again)
+            return [start.grad for start in starts]
+        wanted = [start for start in starts if start.requires_grad]
+        if not wanted:
+            return [None] * len(starts)
+        found = iter(torch.autograd.grad(ends, wanted, given, retain_graph=again, allow_unused=True))
+        return [next(found) if start.requires_grad else None for start in starts]
 
 
 class Through(torch.autograd.Function):

@@ -6,6 +6,7 @@ whatever they do inside (dropout, recomputation, branches) is their own.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,11 @@ class Step:
 
 
 class OutOfOrder(Exception):
-    """A part is given what a later stage makes."""
+    """A part is given what a later stage makes. `order`: of the parts, as they are called."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.order = list(dict.fromkeys(order))
 
 
 class Program:
@@ -85,6 +90,8 @@ class Program:
         self.shapes: list[torch.Size] = []
         """of the tensors that it returns, where that is known beforehand"""
         self.order = [step.part for step in steps if step.part is not None]
+        self.number = zlib.crc32("\n".join(map(_said, steps)).encode())
+        """the same for programs that do the same"""
         made: dict[int, int | None] = dict.fromkeys(range(inputs))
         """value → its stage, None where everybody can have it"""
         maker: dict[int, Step] = {}
@@ -94,7 +101,7 @@ class Program:
             if step.part is not None:
                 step.stage = stage_of(step.part)
                 if earliest is not None and earliest > step.stage:
-                    raise OutOfOrder
+                    raise OutOfOrder(self.order)
             else:
                 step.stage = max(before, default=0) if step.fixed else earliest
             for number in step.makes():
@@ -134,6 +141,13 @@ class Program:
 
     def result(self, values: dict[int, Any]) -> Any:
         return pytree.tree_map(lambda leaf: _found(leaf, values), self.output)
+
+
+def _said(step: Step) -> str:
+    """What a step does, as every rank would say it."""
+    name = getattr(step.call, "__qualname__", None) or type(step.call).__qualname__
+    given = [leaf.number for leaf in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Ref)]
+    return f"{name} {step.part} {given} {step.whole} {step.outs} {step.edits} {step.grad}"
 
 
 def _found(leaf: Any, values: dict[int, Any]) -> Any:

@@ -19,7 +19,7 @@ from nbtrain.compat import fake, modules, pytree, tensors
 from nbtrain.intercept import listening
 from nbtrain.strategies._pipeline.forms import Reading
 from nbtrain.strategies._pipeline.plan import Line
-from nbtrain.strategies._pipeline.program import Held, OutOfOrder, Program, Ref, Step
+from nbtrain.strategies._pipeline.program import Held, Program, Ref, Step
 from nbtrain.strategies.route import plain_class
 
 ASKS = frozenset({
@@ -48,7 +48,13 @@ class NeedsWhole(Exception):
 
 
 def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
-    """The program of a call with these. `is_owned`: whether only one rank has this tensor."""
+    """The program of a call with these. `is_owned`: whether only one rank has this tensor. Raises `CannotRecord`,
+    `NeedsWhole`, `OutOfOrder`."""
+    with tensors.as_plain_tensors():  # no number of a weight is looked at, wherever it lies
+        return _record(line, leaves, tree, is_owned)
+
+
+def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
     writer = Writer(line, is_owned)
     read = Reading(line)
@@ -94,10 +100,7 @@ def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.T
         raise CannotRecord("it draws numbers from Python's random")
     if writer.wanted:
         raise NeedsWhole(writer.wanted)
-    try:
-        program = Program(writer.steps, len(leaves), output, len(line.counts), line.stage_of)
-    except OutOfOrder:
-        raise CannotRecord("a part is given what a later stage makes") from None
+    program = Program(writer.steps, len(leaves), output, len(line.counts), line.stage_of)
     program.shapes = shapes
     return program
 

@@ -33,7 +33,7 @@ DIFFERENT = (
 )
 NAN = "; NaN is also what a parameter of another stage shows where it is used directly, and not by its module"
 HOOKED = (
-    "a parameter has a register_post_accumulate_grad_hook, which under pipeline would see the gradient of one "
+    "a parameter has a {which}, which under pipeline would see the gradient of one "
     "micro-batch, and that on one rank: work on the gradients between loss.backward() and optimizer.step(), or use "
     "--strategy ddp"
 )
@@ -82,8 +82,12 @@ class SharedGradients:
         if self.inside():
             yield 1.0
             return
-        if any(tensors.hook_tables(p)[1] for p in (*self.parameters, *self.foreign, *self.own)):
-            raise NotSupported(HOOKED)
+        shared = set(map(id, self.parameters))  # these have hooks of ours
+        with tensors.as_plain_tensors():
+            if any(tensors.hook_tables(p)[1] for p in (*self.parameters, *self.foreign, *self.own)):
+                raise NotSupported(HOOKED.format(which="register_post_accumulate_grad_hook"))
+            if any(tensors.hook_tables(p)[0] for p in (*self.foreign, *self.own) if id(p) not in shared):
+                raise NotSupported(HOOKED.format(which="hook on its gradient (register_hook)"))
         roots = list(self.roots())
         before = [p.grad for p in self.parameters]
         for p in self.parameters:

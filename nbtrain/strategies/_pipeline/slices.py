@@ -52,7 +52,9 @@ class Cut:
         return fit and [[tuple(shape) for shape in part] for part in parts] == wanted
 
     def cuts(self, leaf: torch.Tensor) -> bool:
-        return len(self.sizes) > 1 and leaf.dim() > 0 and leaf.shape[0] == self.batch
+        """Not what is sparse, as a graph's adjacency: it belongs to all of a batch."""
+        strided = leaf.layout is torch.strided
+        return len(self.sizes) > 1 and strided and leaf.dim() > 0 and leaf.shape[0] == self.batch
 
 
 @dataclass(slots=True)

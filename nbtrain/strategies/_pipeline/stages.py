@@ -7,7 +7,7 @@ goes to the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ class Place:
         """a stage computes, or its backward does"""
         self.accumulates: Callable[[], bool] = lambda: True
         """a backward leaves gradients in parameters"""
+        self.lifted: Callable[[], Any] = nullcontext
+        """this rank's weights are ordinary tensors meanwhile"""
+        self.plain: Callable[[], Any] = nullcontext
+        """all ranks' are"""
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
 
@@ -46,7 +50,7 @@ class Place:
         before, self.inside = self.inside, True
         try:
             # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
-            with torch.set_grad_enabled(graph), saved_as_they_are(), self.stream():
+            with self.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), self.stream():
                 yield
         finally:
             self.inside = before

@@ -11,6 +11,7 @@ import torch
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.owned import ANSWERED
 
 READ = (
     "a gradient was looked at or edited (p.grad, or by a GradScaler of one's own), and under sharded one rank has it "
@@ -18,17 +19,6 @@ READ = (
     "that read or edit gradients take --strategy zero1, or --strategy ddp"
 )
 
-ANSWERED = frozenset(
-    {
-        "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_leaf",
-        "requires_grad", "grad_fn", "grad", "size", "dim", "numel", "nelement", "stride",
-        "is_floating_point", "is_complex", "element_size", "is_contiguous", "__hash__", "__len__", "get_device",
-        "output_nr", "retains_grad", "is_quantized", "is_mkldnn", "is_nested",
-        "is_inference", "names", "is_mps", "is_xpu",
-        # what a search for memory asks everything it finds
-        "untyped_storage", "storage_offset", "data_ptr", "nbytes", "itemsize", "is_pinned", "is_shared",
-    } | tensors.ASKS_OF_FORM
-)  # fmt: skip
 ZEROED = frozenset({"zero_", "detach_", "requires_grad_"})
 
 

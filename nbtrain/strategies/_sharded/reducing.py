@@ -36,6 +36,11 @@ class Reducing:
         """gradients that are averaged, of backwards before the one under way"""
         self.pending: set[int] = set()
         """arrived while `on` was not"""
+        self.held_back = False
+        """a backward while `on` was not has been since the last that was communicated"""
+        self.order: list[torch.Tensor] = []
+        self.late: list[torch.Tensor] = []
+        """frozen while their gradients were held back: FairScale does not send them any more"""
         self._handles: list[Any] = []
         self.build()
 
@@ -44,6 +49,8 @@ class Reducing:
         self.requires = [p.requires_grad for p in self.parameters]
         for handle in self._handles:
             handle.remove()
+        sent = {id(p) for p in (*self.order, *self.late)} if self.held_back else set()
+        self.late = [p for p in self.parameters if id(p) in sent and not p.requires_grad]
         self.order = [p for p in reversed(self.parameters) if p.requires_grad]  # about the order of arrival
         self.reduce = fairscale.refresh(self.parallel)
         for p in self.order:
@@ -130,14 +137,17 @@ class Reducing:
     def _finish(self) -> None:
         try:
             used = self.got | self.pending
-            marks = torch.tensor([float(id(p) in used) for p in self.order], device=self.order[0].device)
+            order = [*self.order, *self.late]
+            marks = torch.tensor([float(id(p) in used) for p in order], device=order[0].device)
             while self.sent < len(self.order):
                 self._send()
             work = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
             statistics = self.norms.launch_statistics()
             fairscale.finish(self.parallel)
+            for p in self.late:
+                self._reduce(p, torch.zeros_like(p) if p.grad is None else p.grad)
             work.wait()
-            for p, mark in zip(self.order, marks.tolist(), strict=True):
+            for p, mark in zip(order, marks.tolist(), strict=True):
                 if mark:
                     self.used.add(id(p))
                 else:  # as if it had never been sent
@@ -148,6 +158,7 @@ class Reducing:
                     if norm.training:
                         buffer.copy_(mean.view_as(buffer))
             self.pending.clear()
+            self.held_back, self.late = False, []
         finally:
             self.forget()
 
@@ -160,15 +171,19 @@ class Reducing:
             grad, key = p.grad, id(p)
             if key not in self.owners or grad is None or isinstance(grad, Elsewhere) or hasattr(grad, REDUCED):
                 continue
-            sent = grad.detach().clone(memory_format=torch.contiguous_format).div_(dist.get_world_size())
-            dist.reduce(sent, self.owners[key])
-            if self.owners[key] == self.rank:
-                p.grad = torch.empty_like(p).copy_(sent)
+            self._reduce(p, grad)
+            if p.grad is not None:
                 setattr(p.grad, REDUCED, True)
                 if (old := self.held.pop(key, None)) is not None:
                     p.grad.add_(old)
             else:
                 p.grad = Elsewhere.of(p)
+
+    def _reduce(self, p: torch.Tensor, grad: torch.Tensor) -> None:
+        """One gradient by itself: its owner has the average, the others None."""
+        sent = grad.detach().clone(memory_format=torch.contiguous_format).div_(dist.get_world_size())
+        dist.reduce(sent, self.owners[id(p)])
+        p.grad = torch.empty_like(p).copy_(sent) if self.owners[id(p)] == self.rank else None
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """While a backward begins: what is set aside counts so much."""

@@ -39,6 +39,9 @@ def compare(source: Source, objects: Objects, names: Names, asked: bool) -> Matc
     if not (match.modules or match.optimizers or match.schedulers):
         raise UsageError(f"{source.path} has nothing of what it is loaded into ({', '.join(_named(objects))})")
     differences: list[str] = []
+    if source.elsewhere:
+        for mine_name, theirs in match.modules.items():
+            _below_its_name(objects.modules[mine_name], source.tree["modules"][theirs])
     for mine_name, theirs in match.modules.items():
         differences += _modules(mine_name, objects.modules[mine_name], source, theirs)
     for mine_name, theirs in match.optimizers.items():
@@ -71,6 +74,19 @@ def _pair(source: Source, word: str, mine: Iterable[str], theirs: Iterable[str],
             f"load(path, {there[0] if there and there[0].isidentifier() else word}={left[0]}). Nothing was changed"
         )
     return found
+
+
+def _below_its_name(module: torch.nn.Module, tree: dict[str, Any]) -> None:
+    """It may have been a part of what was saved (`self.net` of a LightningModule): then its tensors are the part's."""
+    here = {path for path, value in entries(module).items() if isinstance(value, torch.Tensor)}
+    there: Mapping[str, str] = tree["tensors"]
+    if not here or here <= there.keys():
+        return
+    one = min(here)
+    prefixes = {path[: -len(one)] for path in there if path.endswith(f".{one}")}
+    fitting = [prefix for prefix in prefixes if all(prefix + path in there for path in here)]
+    if len(fitting) == 1:
+        tree["tensors"] = {path: there[fitting[0] + path] for path in here}
 
 
 def _modules(name: str, module: torch.nn.Module, source: Source, theirs: str) -> list[str]:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.compat import tensors
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
@@ -458,7 +459,8 @@ class Checkpoints:
 def _number(value: Any) -> int | None:
     """None: it does not say. Of a parameter that lives on another rank the state's numbers are NaN here."""
     if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 and not value.is_meta else None
+        with tensors.as_plain_tensors():  # what a strategy says of states that a cell reads is not meant here
+            value = value.item() if value.numel() == 1 and not value.is_meta else None
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

@@ -38,7 +38,8 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
 def load(path: Any, *objects: Any, **named: Any) -> None:
     """Bring back what `save` wrote, into the objects that are there, in place.
 
-    `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, or a folder of DeepSpeed's.
+    `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, a folder of DeepSpeed's
+    or of torch.distributed.checkpoint, or a .ckpt of Lightning's.
     Where an optimizer is among what is loaded, random streams, step count and `resumable` loops go on, too. If the
     checkpoint is of another model, nothing is changed.
     """

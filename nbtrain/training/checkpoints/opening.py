@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError
 from nbtrain.training import collectives
-from nbtrain.training.checkpoints import folder, sources
+from nbtrain.training.checkpoints import folder, foreign, sources
 from nbtrain.training.checkpoints.parts import Described
 from nbtrain.training.checkpoints.sources import Source
 
@@ -49,7 +49,7 @@ def together(path: Path, say: Callable[[str], None]) -> Source:
     if sentence:
         say(sentence)
     opened: list[Source] = []
-    alone = several and folder.marker(where) is None and where.is_dir()
+    alone = several and folder.marker(where) is None and foreign.is_deepspeed(where)
     agree(lambda: opened.append(sources.open_source(where)) if lead or not alone else None)
     if alone:
         outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]

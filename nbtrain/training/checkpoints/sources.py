@@ -1,4 +1,5 @@
-"""What a path is: one of our checkpoints, sharded or full, a folder of them, a safetensors file, a DeepSpeed folder."""
+"""What a path is: one of our checkpoints, sharded or full, a folder of them, a safetensors file, or what DeepSpeed,
+torch or Lightning have written."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ class Source:
     read: Callable[[str], torch.Tensor]
     about: dict[str, Any] = field(default_factory=dict)
     """step, random streams, where the loops stand"""
+    elsewhere: bool = False
+    """it was not made by nbtrain: a model's tensors may have names below one that holds it (`net.0.weight`)"""
     costly: bool = False
     """it is held in memory whole: one rank reads, and tells the others"""
 
@@ -41,7 +44,7 @@ def packed(about: Mapping[str, Any]) -> torch.Tensor:
 
 def find(path: Path) -> tuple[Path, str]:
     """What `load(path)` means, and a sentence where that needs saying. Raises if there is nothing."""
-    if folder.marker(path) is not None or path.is_file() or foreign.is_deepspeed(path):
+    if folder.marker(path) is not None or path.is_file() or foreign.is_deepspeed(path) or foreign.is_torchs(path):
         return path, ""
     if made := folder.inside(path):
         newest, said = made[-1]
@@ -53,9 +56,9 @@ def find(path: Path) -> tuple[Path, str]:
     if not path.exists():
         raise UsageError(f"there is no checkpoint {path}")
     raise UsageError(
-        f"{path} is no checkpoint: it has no whole {folder.MARKER}, no single .safetensors file, and DeepSpeed has not "
-        "written it. load() takes what save() has made, the folder of --save-to, a .safetensors file, or a folder of "
-        "DeepSpeed's"
+        f"{path} is no checkpoint: it has no whole {folder.MARKER}, no single .safetensors file, and neither DeepSpeed "
+        "nor torch.distributed.checkpoint has written it to its end. load() takes what save() has made, the folder of "
+        "--save-to, a .safetensors file, a folder of one of these two, or a .ckpt of Lightning's"
     )
 
 
@@ -67,8 +70,8 @@ def open_source(path: Path) -> Source:
     if said is not None:
         return _full(path) if said.get("kind") == "full" else _sharded(path)
     if path.is_file():
-        return _file(path)
-    return _deepspeed(path)
+        return _lightning(path) if path.suffix == ".ckpt" else _file(path)
+    return _torchs(path) if foreign.is_torchs(path) else _deepspeed(path)
 
 
 def _sharded(path: Path) -> Source:
@@ -94,14 +97,31 @@ def _full(path: Path) -> Source:
 def _file(path: Path) -> Source:
     if path.suffix != full.SUFFIX:
         raise UsageError(
-            f"{path} is no checkpoint of nbtrain's: load() takes folders and .safetensors files. Of what torch.save "
-            "has written: model.load_state_dict(torch.load(path))"
+            f"{path} is no checkpoint of nbtrain's: load() takes folders, .safetensors files and .ckpt files of "
+            "Lightning's. Of what torch.save has written: model.load_state_dict(torch.load(path))"
         )
     try:
         reader = full.Reader(path)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return Source(path, _weights_only(reader.held), reader.described(), reader.read)
+
+
+def _lightning(path: Path) -> Source:
+    held = foreign.lightnings(path)
+    if held is None:
+        raise UsageError(
+            f"{path} was not written by Lightning's Trainer. Of what torch.save has written: "
+            "model.load_state_dict(torch.load(path))"
+        )
+    described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
+    return Source(path, _weights_only(held), described, lambda key: held[key].detach(), elsewhere=True)
+
+
+def _torchs(path: Path) -> Source:
+    models, described, read = foreign.torchs(path)
+    modules = {name if len(models) > 1 else "": {"tensors": tensors, "extra": {}} for name, tensors in models.items()}
+    return Source(path, {"modules": modules, "optimizers": {}, "schedulers": {}}, described, read, elsewhere=True)
 
 
 def _deepspeed(path: Path) -> Source:

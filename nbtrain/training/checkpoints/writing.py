@@ -24,6 +24,7 @@ from typing import Any
 from nbtrain.errors import NbtrainError
 from nbtrain.training.checkpoints import folder, full, owning, sharded
 from nbtrain.training.checkpoints.parts import Described, Part
+from nbtrain.training.no_room import room_told
 
 PAUSE = 0.01
 LOOK = 0.1
@@ -122,11 +123,12 @@ def _write(job: Job) -> None:
     try:
         if job.rank:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
-        if job.laid is None:
-            results = sharded.write(job.made, job.rank, job.parts, job.described)
-        else:
-            results = []
-            full.write(job.made, job.parts, job.laid, job.rank == 0)
+        with room_told(str(job.place)):
+            if job.laid is None:
+                results = sharded.write(job.made, job.rank, job.parts, job.described)
+            else:
+                results = []
+                full.write(job.made, job.parts, job.laid, job.rank == 0)
         if job.rank:
             _note(job.made, f"written-{job.rank}", results)
             return

@@ -1,0 +1,32 @@
+"""pandas: its options all at once. `pandas.get_option` warns of those that have gone out of use. pandas 1.5 to 3.1.
+
+Nothing here imports pandas before it is used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("pandas")
+check = its.check
+_CONFIG = "pandas._config.config"
+its.members(_CONFIG, "_global_config", "_registered_options")
+
+
+def options() -> dict[str, Any] | None:
+    """Those that somebody has set. None: pandas is not loaded, or keeps them elsewhere."""
+    config: Any = sys.modules.get(_CONFIG)
+    known = getattr(config, "_registered_options", None)
+    values = getattr(config, "_global_config", None)
+    if known is None or values is None or not hasattr(sys.modules.get("pandas"), "set_option"):
+        return None
+    found: dict[str, Any] = {}
+    for name, option in known.items():
+        held: Any = values
+        for part in name.split("."):
+            held = held.get(part) if isinstance(held, dict) else None
+        if held is not option.defval and held != option.defval:
+            found[name] = held
+    return found

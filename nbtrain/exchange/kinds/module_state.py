@@ -1,0 +1,233 @@
+"""What a local module's file did not put into it: part of the namespace that notebook and ranks share.
+
+A module travels by name, so each side executes its file. What was set afterwards (`config.lr = 42`, `Config.lr = 42`,
+a list that grew) is what differs from what that execution gave, and travels as values of names do. Objects that the
+file made are told from others by their place in it, so that the other side edits what its own execution made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.compat import namespaces, python
+from nbtrain.exchange.kinds.base import ATOMS, Kind
+from nbtrain.exchange.kinds.containers import same_items
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.arrival import Arrival
+    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.visit import Visit
+
+MODULE = "module "
+"""No name of Python's begins so: under such names the states of modules travel."""
+MISSING = object()
+_COMPILED = re.compile(namespaces.OF_COMPILER)
+_CLASSES = 1000
+"""Classes of one module that are looked into."""
+
+Place = tuple[str, Any, tuple[Any, ...]]
+"""Of an object that a file made: the module, which text of it was executed, and the way to the object."""
+
+
+class ModuleState:
+    """One module's, in one process; also when the file is executed again. A module that is not there has none."""
+
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "entries",
+        "made",
+        "name",
+        "places",
+        "refused",
+        "seconds",
+        "shared",
+        "stale",
+        "text",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text: Any = None
+        """which text was executed"""
+        self.base: dict[str, Any] | None = None
+        """what there was when the file had been executed: `lr`, `Config.lr`; None: nobody saw it"""
+        self.made: Any = None
+        """of what the file made: see `exchange.baseline`"""
+        self.places: dict[tuple[Any, ...], Any] = {}
+        """way → what the file made there"""
+        self.shared: set[str] = set()
+        """what either side has ever changed: both have it, also when it is as in the file again"""
+        self.entries: dict[str, Any] = {}
+        """the values of these now"""
+        self.refused: dict[str, Any] = {}
+        """those that cannot travel"""
+        self.seconds = 0.0
+        """how long the last look took"""
+        self.stale = False
+        """what the file made was changed and cannot be put back: it has to be executed again"""
+
+    @property
+    def module(self) -> ModuleType | None:
+        found = sys.modules.get(self.name)
+        return found if type(found) is ModuleType else None
+
+    def values(self) -> dict[str, Any]:
+        """Everything that may count, by its path."""
+        module = self.module
+        if module is None:
+            return {}
+        found = {
+            name: value
+            for name, value in vars(module).items()
+            if not name.startswith("__") and not (type(value) is ModuleType and self._is_part(name, value))
+        }
+        for path, cls in self._classes(found):
+            for name, value in type.__getattribute__(cls, "__dict__").items():
+                if type(value) is FunctionType or not (name.startswith("__") or name in python.OF_CLASSES):
+                    found[f"{path}.{name}"] = value
+        return {path: value for path, value in found.items() if not _COMPILED.fullmatch(path)}
+
+    def set(self, values: dict[str, Any], gone: Iterable[str] = ()) -> None:
+        """Those that the class of some holder does not take are left."""
+        for path, value in values.items():
+            holder, name = self._holder(path)
+            if holder is not None and _held(holder, name) is not value:
+                with suppress(Exception):
+                    setattr(holder, name, value)
+        for path in gone:
+            holder, name = self._holder(path)
+            if holder is not None and _held(holder, name) is not MISSING:
+                with suppress(Exception):
+                    delattr(holder, name)
+
+    def forget(self) -> None:
+        self.shared.clear()
+        self.entries, self.refused = {}, {}
+
+    def _is_part(self, name: str, value: ModuleType) -> bool:
+        """Python sets a package's modules on it when they are imported."""
+        return sys.modules.get(f"{self.name}.{name}") is value
+
+    def _classes(self, found: dict[str, Any]) -> Iterator[tuple[str, type]]:
+        """Those that the module defines, also within each other."""
+        ahead = [(name, value) for name, value in found.items() if isinstance(value, type)]
+        for path, cls in ahead:
+            if cls.__module__ == self.name and cls.__qualname__ == path and len(ahead) < _CLASSES:
+                yield path, cls
+                held = type.__getattribute__(cls, "__dict__")
+                ahead += [(f"{path}.{name}", value) for name, value in held.items() if isinstance(value, type)]
+
+    def _holder(self, path: str) -> tuple[Any, str]:
+        *classes, name = path.split(".")
+        holder: Any = self.module
+        for one in classes:
+            holder = _held(holder, one) if holder is not None else None
+            if not isinstance(holder, type):
+                return None, name
+        return holder, name
+
+
+def _held(holder: Any, name: str) -> Any:
+    held = type.__getattribute__(holder, "__dict__") if isinstance(holder, type) else vars(holder)
+    return held.get(name, MISSING)
+
+
+_STATES: dict[str, ModuleState] = {}
+_PLACES: dict[int, tuple[Any, Place]] = {}
+"""identity of what files made → it, and where"""
+
+
+def state_of(name: str) -> ModuleState:
+    return _STATES.setdefault(name, ModuleState(name))
+
+
+def states() -> list[ModuleState]:
+    """Of one that is no longer there, nothing is held."""
+    for state in _STATES.values():
+        if state.base is not None and state.module is None:
+            forget_places(state.name)
+            state.base, state.made, state.places = None, None, {}
+            state.forget()
+    return [state for state in _STATES.values() if state.base is not None and state.module is not None]
+
+
+def named(name: str) -> ModuleState | None:
+    """By the name under which it travels."""
+    return _STATES.get(name.removeprefix(MODULE)) if name.startswith(MODULE) else None
+
+
+def note_place(identity: int, obj: Any, place: Place) -> None:
+    _PLACES.setdefault(identity, (obj, place))
+
+
+def forget_places(module: str) -> None:
+    for identity in [identity for identity, (_, place) in _PLACES.items() if place[0] == module]:
+        del _PLACES[identity]
+
+
+def has_places() -> bool:
+    return bool(_PLACES)
+
+
+def place_of(identity: int) -> Place | None:
+    found = _PLACES.get(identity)
+    return None if found is None else found[1]
+
+
+def made_at(place: Place) -> Any:
+    """What this side's execution of the same text made there; `MISSING`: nothing."""
+    name, text, way = place
+    state = _STATES.get(name)
+    return MISSING if state is None or state.text != text else state.places.get(way, MISSING)
+
+
+class State(Kind):
+    """What was changed in a module by hand, by its functions, or by a cell."""
+
+    name = "module state"
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        return node.obj.name
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        if args not in sys.modules:
+            with suppress(Exception):  # then it cannot be imported here by anybody else either, who will say so
+                importlib.import_module(args)
+        return state_of(args)
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        state: ModuleState = node.obj
+        paths, values = list(state.entries), list(state.entries.values())
+        gone = sorted(state.shared - state.entries.keys() - state.refused.keys())
+        seen = node.seen
+        if seen is not None and seen[0] == paths and same_items(values, seen[1]) and seen[2] == gone:
+            return None
+        node.seen = paths, values, gone
+        return paths, list(map(walk.encode, values)), gone
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        paths, values, gone = state
+        own: ModuleState = node.obj
+        own.entries = dict(zip(paths, map(arrival.decode, values), strict=True))
+        own.shared.update(paths, gone)
+        own.set(own.entries, gone)
+        node.seen = None
+
+
+def same(now: Any, then: Any) -> bool:
+    """Whether it is what the file gave: the very object, or an equal one of those that nobody can change."""
+    if now is then:
+        return True
+    with suppress(Exception):
+        return type(now) is type(then) and type(now) in ATOMS and bool(now == then)
+    return False
+
+
+STATE = State()

@@ -1,0 +1,1 @@
+"""What came of running one cell in several ways."""

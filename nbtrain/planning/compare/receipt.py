@@ -1,0 +1,190 @@
+"""Whether a cell gives under its strategy what one process gives: plain data, and how it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from nbtrain import tables
+
+SHOWN = 10
+"""losses and weights that a table shows"""
+EQUAL, DIFFERS, FAILED, UNKNOWN = "equal", "differs", "failed", "not compared"
+SIGNS = {EQUAL: "✓", DIFFERS: "✗", FAILED: "✗", UNKNOWN: "?"}
+COLOURS = {EQUAL: "#2e7d32", DIFFERS: "#c62828", FAILED: "#c62828", UNKNOWN: "#9a6700"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """One tensor of a model."""
+
+    name: str
+    difference: float
+    """between ranks and one process, at the most"""
+    moved: float
+    """by the steps, in one process, at the most"""
+    allowed: float
+    """what rounding explains"""
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= self.allowed  # False for NaN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Number:
+    """What a name of the cell holds when the steps are over: each rank's, and one process's."""
+
+    name: str
+    ranks: tuple[float, ...]
+    alone: float
+    how: str
+    """of the ranks' numbers to one process's: `sum`, `mean`, or empty where none is"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """Of one cell."""
+
+    line: str
+    """the options, as they are typed"""
+    strategy: str = ""
+    ranks: int = 0
+    steps: int = 0
+    state: str = ""
+    """EQUAL, DIFFERS, FAILED or UNKNOWN; empty while it is being found out"""
+    doing: str = ""
+    """meanwhile"""
+    samples: str = ""
+    """a sentence"""
+    samples_agree: bool = True
+    losses: tuple[tuple[float, float], ...] = ()
+    """for each backward: the mean of the ranks' losses, and one process's"""
+    weights: tuple[Weight, ...] = ()
+    numbers: tuple[Number, ...] = ()
+    """names that hold a number of each rank's own"""
+    causes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        return bool(self.state)
+
+    def data(self) -> dict[str, Any]:
+        """For a front end."""
+        return {
+            "state": self.state,
+            "doing": self.doing,
+            "text": repr(self),
+            "rows": [list(row) for row in _rows(self)],
+        }
+
+    def __repr__(self) -> str:
+        if not self.over:
+            return f"{_title(self)} … {self.doing}"
+        lines = [_title(self), ""]
+        width = max(len(name) for name, _ in _rows(self)) if _rows(self) else 0
+        lines += [f"{name.ljust(width)}  {said}" for name, said in _rows(self)]
+        if self.losses:
+            lines += ["", tables.text(*_losses(self.losses))]
+        if worst := _worst(self):
+            lines += ["", tables.text(*_weights(worst))]
+        return "\n".join([*lines, "", f"{SIGNS[self.state]} {_verdict(self)}", *self.causes])
+
+    def _repr_html_(self) -> str:
+        if not self.over:
+            return f"<p>{escape(_title(self))} … {escape(self.doing)}</p>"
+        body = "".join(
+            f"<tr><th>{escape(name)}</th><td style='white-space:normal'>{escape(said)}</td></tr>"
+            for name, said in _rows(self)
+        )
+        verdict = f"{SIGNS[self.state]} {_verdict(self)}"
+        causes = "".join(f"<p>{escape(cause)}</p>" for cause in self.causes)
+        parts = [f"<p>{escape(_title(self))}</p>"]
+        parts.append(f'<p style="color:{COLOURS[self.state]}"><b>{escape(verdict)}</b></p>{causes}')
+        parts.append(f'<table class="nbt-table"><tbody>{body}</tbody></table>')
+        if worst := _worst(self):
+            parts.append(tables.html(*_weights(worst)))
+        if self.losses:
+            parts.append(
+                f"<details><summary>losses side by side</summary>{tables.html(*_losses(self.losses))}</details>"
+            )
+        return f"{tables.STYLE}<div style='max-width:760px;overflow-x:auto'>{''.join(parts)}</div>"
+
+
+def _title(receipt: Receipt) -> str:
+    who = f"{receipt.strategy or receipt.line}"
+    if not receipt.ranks:
+        return f"{who} against one process"
+    ranks = f"{receipt.ranks} rank{'s' * (receipt.ranks != 1)}"
+    if not receipt.steps:
+        return f"{who} on {ranks} against one process"
+    return f"{who} on {ranks} against one process · {receipt.steps} step{'s' * (receipt.steps != 1)} of each"
+
+
+def _rows(receipt: Receipt) -> list[tuple[str, str]]:
+    found = []
+    if receipt.samples:
+        found.append(("samples", receipt.samples))
+    if receipt.losses:
+        worst = max(abs(a - b) for a, b in receipt.losses)
+        found.append(("losses", f"{len(receipt.losses)} compared, the largest difference is {worst:.2g}"))
+    if receipt.weights:
+        worst_weight = max(receipt.weights, key=_share)
+        found.append(
+            (
+                "weights",
+                f"{len(receipt.weights)} compared; the largest difference is {worst_weight.difference:.2g}, in "
+                f"{worst_weight.name}, which the steps moved by {worst_weight.moved:.2g}",
+            )
+        )
+    found += [(number.name, _own(number)) for number in receipt.numbers]
+    return found
+
+
+def _own(number: Number) -> str:
+    each = ", ".join(f"{value:.6g}" for value in number.ranks)
+    said = f"{each} on the ranks, {number.alone:.6g} in one process"
+    if number.how == "sum":
+        return f'{said}: write {number.name} = reduce({number.name}, "sum") before it is shown'
+    if number.how == "mean":
+        return f"{said}: the ranks' mean is that number, reduce({number.name})"
+    return said
+
+
+def _share(weight: Weight) -> float:
+    """How far it is beyond what rounding explains; NaN is beyond everything."""
+    if weight.difference != weight.difference:
+        return float("inf")
+    return weight.difference / weight.allowed if weight.allowed else weight.difference
+
+
+def _worst(receipt: Receipt) -> list[Weight]:
+    """Those that differ, the farthest first."""
+    return sorted((one for one in receipt.weights if not one.equal), key=_share, reverse=True)[:SHOWN]
+
+
+def _weights(worst: Sequence[Weight]) -> tuple[tables.Row, list[tables.Row]]:
+    rows: list[tables.Row] = [
+        (one.name, f"{one.difference:.3g}", f"{one.moved:.3g}", f"{one.allowed:.1g}") for one in worst
+    ]
+    return ("weight", "difference", "moved by the steps", "explained by rounding"), rows
+
+
+def _losses(losses: Sequence[tuple[float, float]]) -> tuple[tables.Row, list[tables.Row]]:
+    rows: list[tables.Row] = [
+        (str(at + 1), f"{a:.6g}", f"{b:.6g}", f"{a - b:+.2g}") for at, (a, b) in enumerate(losses[:SHOWN])
+    ]  # fmt: skip
+    return ("backward", "the ranks' mean", "one process", "difference"), rows
+
+
+def _verdict(receipt: Receipt) -> str:
+    if receipt.state == EQUAL:
+        return "equal: under this strategy the cell gives what one process gives on the same samples"
+    if receipt.state == DIFFERS:
+        return "differs from one process on the same samples"
+    if receipt.state == UNKNOWN:
+        return "cannot be compared with one process"
+    return "it failed"

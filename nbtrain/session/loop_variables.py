@@ -1,0 +1,40 @@
+"""Names that a cell's loops leave behind: `x, y` of `for x, y in loader`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+          ast.GeneratorExp)  # fmt: skip
+"""What happens in these is no business of the names outside."""
+
+
+def loop_variables(code: str) -> frozenset[str]:
+    """Those that nothing else gives a value to, but inside of their own loop (`x = x.to(device)`)."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):  # a top-level await, say
+        return frozenset()
+    passing: set[str] = set()
+    others: set[str] = set()
+    _look(tree, frozenset(), passing, others)
+    return frozenset(passing - others)
+
+
+def _look(node: ast.AST, of_loops: frozenset[str], passing: set[str], others: set[str]) -> None:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.For, ast.AsyncFor)):
+            targets = frozenset(_stored(child.target))
+            passing |= targets
+            for part in (*child.body, *child.orelse):
+                _look(ast.Module([part], []), of_loops | targets, passing, others)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            if child.id not in of_loops:
+                others.add(child.id)
+        elif not isinstance(child, SCOPES):
+            _look(child, of_loops, passing, others)
+
+
+def _stored(target: ast.AST) -> Iterator[str]:
+    return (node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))

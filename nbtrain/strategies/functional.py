@@ -1,0 +1,54 @@
+"""`torch.func.functional_call(model, weights, x)`: a model that is in pieces, called with other weights.
+
+fully_shard's hooks would put the model's own in their place. So it is called without them: weights that are in pieces
+are whole when they meet the batch (`mixing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nbtrain.compat.pytree import tree_map_only
+from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.fully_sharded import Tree
+from nbtrain.strategies.mixing import whole_of
+
+
+class HasTrees(Protocol):
+    trees: list[Tree]
+
+
+def on(owner: HasTrees) -> None:
+    _while.on(owner)
+
+
+def off(owner: HasTrees) -> None:
+    _while.off(owner)
+
+
+def _put(listeners: Listeners) -> None:
+    for name in ("func", "nn.utils.stateless"):
+        listeners.listen(f"torch.{name}.functional_call", "pieces", _called)
+
+
+_while: While[HasTrees] = While(_put)
+
+
+def _called(old: Callable[..., Any]) -> Callable[..., Any]:
+    def functional_call(module: nn.Module, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = set(map(id, module.modules()))
+        trees = [tree for owner in _while.owners for tree in owner.trees if tree.dress.worn and tree.parts & parts]
+        for tree in trees:
+            tree.reshard()
+            tree.undress()
+        try:
+            return old(module, tree_map_only(DTensor, whole_of, weights) if trees else weights, *args, **kwargs)
+        finally:
+            for tree in trees:
+                tree.dress.on()
+
+    return functional_call

@@ -1,0 +1,91 @@
+"""The learning rate for as many batches as the ranks see together (`--scale-lr`), while an optimizer steps.
+
+At all other times its groups hold the user's own number: schedulers count from it, the notebook shows it, and the next
+cell does not multiply once more. Without the option the arithmetic is said once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+RULES = {"linear": float, "sqrt": math.sqrt}
+"""How a rate grows with the batch: with it, as plain SGD wants it, or with its square root, as Adam does."""
+
+
+class ScaledRate:
+    """Of one rank. `begin` and `end` around a cell."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._stepping: Optimizer | None = None
+        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []
+        """group, the user's own rate, what stands in its place"""
+
+    def begin(self, rule: str, batches: int) -> None:
+        """`batches`: of one process's, so many make a step."""
+        self.factor = RULES[rule](batches) if rule else 1.0
+
+    def end(self) -> None:
+        self.back()
+        self.factor = 1.0
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Of one within another's step the rates are the outer one's: a strategy may step for the user's."""
+        if self._stepping is not None and self._stepping is not optimizer:
+            return
+        self.back()
+        self._stepping = optimizer
+        for group in filter(_scales, optimizer.param_groups):
+            own = group["lr"]
+            group["lr"] = own * self.factor
+            self._scaled.append((group, own, group["lr"]))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is self._stepping:
+            self.back()
+
+    def back(self) -> None:
+        """After a step, also one that has raised."""
+        self._stepping = None
+        for group, own, scaled in self._scaled:
+            # An optimizer may have found another one by itself.
+            group["lr"] = own if group["lr"] is scaled else group["lr"] / self.factor
+        self._scaled.clear()
+
+
+def notes(optimizers: Iterable[Optimizer], rule: str, batches: int) -> list[str]:
+    """For the first line of a cell."""
+    if not rule:
+        return []
+    if batches == 1:
+        return ["learning rate × 1: a step's batch is one process's"]
+    times = f"× {batches}" if rule == "linear" else f"× √{batches}"
+    return [f"learning rate {rate:g} {times} = {rate * RULES[rule](batches):.4g}" for rate in rates(optimizers)]
+
+
+def advice(rates: Sequence[float], batches: int) -> str:
+    """The arithmetic; empty where there is none."""
+    if batches == 1 or not rates:
+        return ""
+    linear, root = (f"{rates[0] * rule(batches):.3g}" for rule in RULES.values())
+    return (
+        f"a step takes {batches} batches of one process's. Was the learning rate {rates[0]:g} chosen for one, the "
+        f"linear rule (SGD) says {linear} and the square-root rule (Adam) {root}: --scale-lr linear or sqrt steps "
+        "with it"
+    )
+
+
+def rates(optimizers: Iterable[Optimizer]) -> list[float]:
+    """The user's own, those from which schedules count, each once."""
+    groups = [group for one in optimizers for group in one.param_groups if _scales(group)]
+    found = (float(group.get("initial_lr", group["lr"])) for group in groups)
+    return list(dict.fromkeys(float(f"{rate:g}") for rate in found))
+
+
+def _scales(group: dict[str, Any]) -> bool:
+    return isinstance(group.get("lr"), float | int | torch.Tensor)

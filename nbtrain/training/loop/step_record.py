@@ -1,0 +1,311 @@
+"""What the steps of a trial saw and made, written down so that two trials can be compared: one under a strategy, one as
+a single process on the same samples.
+
+Each rank writes the keys of its samples, its losses, and the numbers that the cell's names hold; rank 0 the weights, as
+whole tensors, as `state_dict` gives them in a cell under every strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
+
+import nbtrain.intercept as intercept
+from nbtrain.specs import Record
+from nbtrain.strategies.placed import gathered
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BEFORE, AFTER = "before.pt", "after.pt"
+
+
+class StepRecord:
+    """One trial's, on one rank."""
+
+    def __init__(self, record: Record, rank: int, models: Callable[[], Mapping[str, Any]]) -> None:
+        """`models`: what the cell uses, by name."""
+        self.asked = record
+        self.share = 0
+        """which part of the samples this rank sees; ranks of one share see the same"""
+        self._folder = Path(record.folder)
+        self._rank = rank
+        self._models = models
+        self._losses: list[float] = []
+        self._samples: list[tuple[int, int, list[Any]]] = []
+        """number of the loader, epoch, keys: for each batch"""
+        self._loaders: list[Any] = []
+        self._epochs: dict[int, int] = {}
+        self._latest: dict[int, list[list[Any]]] = {}
+        """by the number of a loader: what its last sampler has given so far"""
+
+    def begin(self) -> None:
+        """The cell's objects are set up."""
+        for name in self.asked.without:
+            for model in self._modules().values():
+                SWITCHES[name](model)
+        if self.asked.stands_for:
+            self._write_weights(BEFORE)
+
+    # -- what the rank tells it --------------------------------------------------------------------
+
+    def loss(self, tensors: Any) -> None:
+        """A backward begins from these."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if all(isinstance(root, torch.Tensor) and root.numel() == 1 for root in roots):
+            self._losses.append(sum(float(root.detach()) for root in roots))
+
+    def drawing(self, loader: Any, batches: Any) -> Any:
+        """A loader's batch sampler, whose batches are noted."""
+        return _Noted(batches, self._latest, self._number(loader), self.asked.turned)
+
+    def opened(self, iterator: Any, loader: Any, dealt: bool, whole: bool) -> None:
+        """A pass through a loader begins. `dealt`: nbtrain says which batches this rank gets; `whole`: all of them, as
+        every rank does where a loop evaluates."""
+        number = self._number(loader)
+        self._epochs[number] = self._epochs.get(number, -1) + 1
+        drawn = self._latest.get(number, [])
+        trains = not whole and (dealt or torch.is_grad_enabled())
+        counts = trains or (whole and self.share == 0)
+        iterator.nbtrain_record = _Pass(loader, number, self._epochs[number], drawn, trains and not dealt, counts)
+
+    def next_batch(self, take: Callable[[Any], Any], iterator: Any) -> Any:
+        """`take(iterator)`; for one process, as many batches as the ranks would get of a loader that nbtrain does not
+        share out."""
+        first = take(iterator)
+        count = self.asked.stands_for
+        going: _Pass | None = getattr(iterator, "nbtrain_record", None)
+        if going is None:
+            return first
+        if count > 1 and going.joins:
+            parts = [first]
+            while len(parts) < count:
+                try:
+                    parts.append(take(iterator))
+                except StopIteration:
+                    break
+            first = _turned(joined(parts)) if self.asked.turned else joined(parts)
+        else:
+            parts = [first]
+        if not going.counts:
+            return first
+        # Of data that is iterated nobody knows an index: a sample is known by its content.
+        if isinstance(going.loader.dataset, IterableDataset):
+            keys: list[Any] = contents(first)
+        else:
+            keys = [key for batch in going.drawn[going.taken : going.taken + len(parts)] for key in batch]
+        going.taken += len(parts)
+        self._samples.append((going.number, going.epoch, keys))
+        return first
+
+    # -- when the steps are over --------------------------------------------------------------------
+
+    def write(self, namespace: Mapping[str, Any], drew: bool) -> None:
+        """Collective. `drew`: this rank has drawn random numbers of its own."""
+        self._write_weights(AFTER)
+        numbers = {
+            name: number for name in self.asked.numbers if (number := as_number(namespace.get(name))) is not None
+        }
+        modules = [module for model in self._modules().values() for module in model.modules()]
+        found = {
+            "losses": self._losses,
+            "samples": self._samples,
+            "numbers": numbers,
+            "share": self.share,
+            "drew": drew,
+            "dropout": any(drops(module) for module in modules),
+            "batch norm": any(isinstance(m, BATCH_NORMS) and m.training for m in modules),
+        }
+        (self._folder / f"rank{self._rank}.json").write_text(json.dumps(found, default=str))
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {name: item for name, item in self._models().items() if isinstance(item, nn.Module)}
+
+    def _write_weights(self, file: str) -> None:
+        held = {
+            f"{name}.{key}": value
+            for name, model in self._modules().items()
+            for key, value in model.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        plain = {key: _whole(value) for key, value in gathered(held).items()}  # collective
+        if self._rank:
+            return
+        save = intercept.original("torch.save")  # the cell's own is switched off while it is tried
+        save(plain, self._folder / file)
+
+    def _number(self, loader: Any) -> int:
+        """In the order in which they are first used, which is the same in every trial."""
+        for number, known in enumerate(self._loaders):
+            if known is loader:
+                return number
+        self._loaders.append(loader)
+        return len(self._loaders) - 1
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One through a loader."""
+
+    loader: Any
+    number: int
+    epoch: int
+    drawn: list[list[Any]]
+    """what its sampler has given so far: workers run ahead"""
+    joins: bool
+    """nobody deals it out: one process takes what each of the ranks would take"""
+    counts: bool
+    """its samples are noted"""
+    taken: int = 0
+    """so many of these have become batches"""
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of all ranks' parts."""
+    held = tensor.detach()
+    return held.full_tensor() if isinstance(held, DTensor) else held
+
+
+class _Noted:
+    """A batch sampler that notes what it gives."""
+
+    def __init__(self, batches: Any, latest: dict[int, list[list[Any]]], number: int, turned: bool) -> None:
+        self._batches = batches
+        self._latest = latest
+        self._number = number
+        self._turned = turned
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        given: list[list[Any]] = []
+        self._latest[self._number] = given
+        return self._noted(iter(self._batches), given)
+
+    def _noted(self, batches: Iterator[Any], noted: list[list[Any]]) -> Iterator[Any]:
+        for batch in batches:
+            if isinstance(batch, (list, tuple)):
+                given = list(reversed(batch)) if self._turned else list(batch)
+                noted.append([key if isinstance(key, (int, str)) else str(key) for key in given])
+                yield given
+            else:  # single samples
+                noted.append([batch if isinstance(batch, (int, str)) else str(batch)])
+                yield batch
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Batches one after another as one: tensors along their first dimension, at whatever depth they lie."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(tuple(batches)) if first.dim() else torch.stack(tuple(batches))
+    if isinstance(first, Mapping):
+        return {key: joined([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (list, tuple)) and any(
+        isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in first
+    ):
+        parts = [joined(column) for column in zip(*batches, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*parts)
+        return type(first)(parts)
+    if isinstance(first, list):
+        return [part for batch in batches for part in batch]
+    return first
+
+
+def _turned(batch: Any) -> Any:
+    """Its samples in the opposite order."""
+    if isinstance(batch, torch.Tensor):
+        return batch.flip(0) if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: _turned(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        if any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in batch):
+            parts = [_turned(part) for part in batch]
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return type(batch)(reversed(batch))
+    return batch
+
+
+def contents(batch: Any) -> list[str]:
+    """A short name for each sample, made of what is in it."""
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        rows = batch.detach().cpu().contiguous()
+        return [_digest(row.reshape(-1).view(torch.uint8).numpy().tobytes()) for row in rows]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        parts = [contents(part) for part in batch]
+        longest = max(map(len, parts), default=0)
+        same = [part for part in parts if len(part) == longest]
+        return [_digest("".join(names).encode()) for names in zip(*same, strict=True)]
+    return [_digest(repr(batch).encode())]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def as_number(value: Any) -> float | None:
+    """What can be compared with another process's."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.detach())
+    if hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "size", 0) == 1:  # numpy's
+        return as_number(value.item())
+    return None
+
+
+# -- switches ---------------------------------------------------------------------------------------
+
+
+def rates(module: nn.Module) -> list[str]:
+    """The attributes that say how much of it drops: `p` of torch's own, `dropout`, `attn_drop` and so on of others."""
+    of_torch = ["p"] if "Dropout" in type(module).__name__ else []
+    held = vars(module)
+    return [
+        name
+        for name in (*of_torch, *(name for name in held if "drop" in name.lower()))
+        if isinstance(held.get(name), float) and held[name] > 0
+    ]
+
+
+def drops(module: nn.Module) -> bool:
+    return module.training and bool(rates(module))
+
+
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        for name in rates(module):
+            setattr(module, name, 0.0)
+
+
+def without_batch_norm(model: nn.Module) -> None:
+    """Their running statistics are used, and stay as they are."""
+    for module in model.modules():
+        if isinstance(module, BATCH_NORMS):
+            module.eval()
+            module.train = types.MethodType(_stay, module)  # type: ignore[method-assign]
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+SWITCHES: Mapping[str, Callable[[nn.Module], None]] = {
+    "dropout": without_dropout,
+    "batch norm": without_batch_norm,
+}

@@ -1,0 +1,183 @@
+"""Settings of Python and of libraries that a program makes by calls: a cell on the ranks has the notebook's.
+
+They follow the notebook and never lead it: what a cell changes of them ends with it. Nothing is imported to read them.
+"""
+
+from __future__ import annotations
+
+import decimal
+import locale
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from nbtrain.compat import pandas, python, tensors
+from nbtrain.exchange.kinds.containers import same_items
+
+Settings = dict[str, Any]
+_OF_THE_SCREEN = frozenset(("backend", "backend_fallback", "interactive", "toolbar", "timezone"))
+"""Of matplotlib's: how figures get to the notebook is each side's own."""
+
+
+def _warnings() -> list[Any]:
+    return list(warnings.filters)
+
+
+def _set_warnings(wanted: Any) -> None:
+    """A rank's own come first: they are about what only a rank does."""
+    own = [one for one in (*_born, *python.own_filters) if one not in wanted]
+    warnings.resetwarnings()  # so that Python looks at them anew
+    warnings.filters[:] = [*own, *wanted]  # type: ignore[index]
+
+
+_born: list[Any] = []
+"""the filters of a rank, before it was told any"""
+
+
+def _logging() -> dict[str, int]:
+    manager = logging.root.manager
+    found = {
+        name: logger.level
+        for name, logger in list(manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return {"": logging.root.level, " ": manager.disable, **found}
+
+
+def _set_logging(wanted: Any) -> None:
+    for name, level in _logging().items():
+        if name not in wanted and level:
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    for name, level in wanted.items():
+        if name == " ":
+            logging.disable(level)
+        else:
+            logging.getLogger(name or None).setLevel(level)
+
+
+def _decimal() -> Any:
+    held = decimal.getcontext().copy()
+    held.clear_flags()
+    return held.__reduce__()[1]
+
+
+def _set_decimal(wanted: Any) -> None:
+    decimal.setcontext(decimal.Context(*wanted))
+
+
+def _numpy() -> Any:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "get_printoptions"):
+        return None
+    shown = numpy.get_printoptions()
+    return numpy.geterr(), {name: value for name, value in shown.items() if name != "override_repr"}
+
+
+def _set_numpy(wanted: Any) -> None:
+    numpy: Any = sys.modules["numpy"]
+    numpy.seterr(**wanted[0])
+    numpy.set_printoptions(**wanted[1])
+
+
+def _torch() -> Any:
+    return tensors.print_options()
+
+
+def _set_torch(wanted: Any) -> None:
+    import torch
+
+    torch.set_printoptions(**wanted)
+
+
+def _set_pandas(wanted: Any) -> None:
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an option that goes out of use: the notebook has warned of it
+        for name in (pandas.options() or {}).keys() - wanted.keys():
+            pd.reset_option(f"^{name}$")
+        for name, value in wanted.items():
+            pd.set_option(name, value)
+
+
+def _matplotlib() -> dict[str, Any] | None:
+    matplotlib: Any = sys.modules.get("matplotlib")
+    if matplotlib is None or not hasattr(matplotlib, "rcParamsDefault"):
+        return None
+    default = matplotlib.rcParamsDefault
+    values = list(dict.values(matplotlib.rcParams))
+    if not same_items(values, _drawn[0]):
+        _drawn[:] = values, _drawn_so(matplotlib.rcParams, default)
+    return _drawn[1]  # type: ignore[no-any-return]
+
+
+_drawn: list[Any] = [[], {}]
+"""the values that were there at the last look, and those of them that somebody has set"""
+
+
+def _drawn_so(now: Any, default: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in dict.items(now)
+        if name not in _OF_THE_SCREEN and not name.startswith("webagg") and value != dict.get(default, name)
+    }
+
+
+def _set_matplotlib(wanted: Any) -> None:
+    import matplotlib
+
+    default: Any = matplotlib.rcParamsDefault
+    for name in (_matplotlib() or {}).keys() - wanted.keys():
+        dict.__setitem__(matplotlib.rcParams, name, dict.get(default, name))
+    for name, value in wanted.items():
+        dict.__setitem__(matplotlib.rcParams, name, value)
+
+
+_KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "warnings": (_warnings, _set_warnings),
+    "logging": (_logging, _set_logging),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL), lambda wanted: _set_locale(wanted)),
+    "decimal": (_decimal, _set_decimal),
+    "numpy": (_numpy, _set_numpy),
+    "torch": (_torch, _set_torch),
+    "pandas": (pandas.options, _set_pandas),
+    "matplotlib": (_matplotlib, _set_matplotlib),
+}
+LIBRARIES = frozenset(("numpy", "torch", "pandas", "matplotlib"))
+
+
+def _set_locale(wanted: str) -> None:
+    locale.setlocale(locale.LC_ALL, wanted)
+
+
+def read() -> Settings:
+    """Those of this process, as far as their libraries are loaded."""
+    found: Settings = {}
+    for name, (look, _) in _KINDS.items():
+        with suppress(Exception):  # a library of another version
+            value = look()
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def be_born() -> None:
+    """A rank, before it is told any."""
+    _born[:] = warnings.filters
+
+
+def put(wanted: Mapping[str, Any]) -> None:
+    """Have these. A library that is not loaded is loaded only where its settings are not those that it begins with."""
+    for name, value in wanted.items():
+        if name in LIBRARIES and name not in sys.modules and (not value or name in ("numpy", "torch")):
+            continue
+        look, change = _KINDS[name]
+        with suppress(Exception):
+            now = look()
+            if name == "warnings":
+                now = [one for one in now if one in value or one not in (*_born, *python.own_filters)]
+            if now != value:
+                change(value)

@@ -1,0 +1,49 @@
+"""docs/edits.md: a table of edits and strategies, and below it each sentence once, with a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tests.fuzz.common_edits import STRATEGIES, TABLE
+from tests.fuzz.player import ROOT
+
+PAGE = ROOT / "docs" / "edits.md"
+Entries = dict[str, dict[str, str]]
+"""edit → strategy → `right`, or the sentence"""
+
+HEAD = """\
+# What you edit around a step, and what each strategy makes of it
+
+Written by `.ci/edits`, which plays each line in two cells on two CPU ranks and compares weights, the optimizer's state
+and what the cell collected with one process that sees the same batches. ✓ is: equal but for rounding. A number is the
+sentence with which the cell is refused, below the table. The programs are in `tests/fuzz/common_edits.py`.
+"""
+
+
+def page(entries: Mapping[str, Mapping[str, str]]) -> str:
+    numbers: dict[str, int] = {}
+
+    def cell(text: str) -> str:
+        if not text or text == "right":
+            return "✓" if text else ""
+        return str(numbers.setdefault(text, len(numbers) + 1))
+
+    lines = ["| | " + " | ".join(STRATEGIES) + " |", "|---|" + "---|" * len(STRATEGIES)]
+    for edit in TABLE:
+        found = entries.get(edit.words, {})
+        lines.append(f"| {edit.words} | " + " | ".join(cell(found.get(name, "")) for name in STRATEGIES) + " |")
+    sentences = [f"{number}. {text}" for text, number in numbers.items()]
+    return "\n".join([HEAD, *lines, "", *sentences]) + "\n"
+
+
+def read(text: str) -> Entries:
+    """What `page` was made of."""
+    sentences = dict(re.findall(r"(?m)^(\d+)\. (.*)$", text))
+    found: Entries = {}
+    for row in re.findall(r"(?m)^\| (.+?) \|((?: [✓\d]* ?\|)+)$", text):
+        cells = [one.strip() for one in row[1].split("|")][: len(STRATEGIES)]
+        found[row[0]] = {
+            name: "right" if one == "✓" else sentences[one] for name, one in zip(STRATEGIES, cells, strict=True) if one
+        }
+    return found

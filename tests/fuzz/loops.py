@@ -1,0 +1,402 @@
+"""The forms of a training loop, and optimizers. `[step]` is a place where edits may stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    text: str
+    weight: int = 2
+    """how often it is drawn"""
+    first: str = ""
+    """what it needs in the notebook"""
+    brings_optimizer: bool = False
+    smooth: bool = False
+
+
+LOOPS: dict[str, Loop] = {
+    "plain": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        x.requires_grad_(x.is_floating_point())
+        [batch]
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+""",
+        12,
+    ),
+    "zero_grad first": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        opt.zero_grad()
+        [zero]
+        x.requires_grad_(x.is_floating_point())
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+    [end]
+""",
+        4,
+    ),
+    "accumulation": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        x.requires_grad_(x.is_floating_point())
+        [batch]
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        (loss / 2).backward()
+        if i % 2:
+            [grad]
+            opt.step()
+            [step]
+            opt.zero_grad()
+            [zero]
+    [end]
+""",
+        5,
+    ),
+    "accumulation, edits in between": Loop(
+        """
+for epoch in range({epochs}):
+    for i, (x, y) in enumerate(loader):
+        x.requires_grad_(x.is_floating_point())
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        (loss / 2).backward()
+        [grad]
+        if i % 2:
+            opt.step()
+            opt.zero_grad()
+        [zero]
+    [end]
+"""
+    ),
+    "a function of the notebook": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        [batch]
+        loss = train_step(x, y)
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+""",
+        first="def train_step(x, y):\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n    opt.step()\n    return loss",
+    ),
+    "closure": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        x.requires_grad_(x.is_floating_point())
+        [batch]
+        def closure():
+            opt.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            [loss]
+            loss.backward()
+            [grad]
+            return loss
+        loss = opt.step(closure)
+        [step]
+    [end]
+"""
+    ),
+    "two backwards": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        [batch]
+        F.cross_entropy(model(x), y).backward()
+        out = model(x)
+        loss = 0.1 * out.square().mean()
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+"""
+    ),
+    "one forward, two backwards": Loop(
+        """
+for epoch in range({epochs}):
+    for i, (x, y) in enumerate(loader):
+        out = model(x)
+        (0.1 * out.square().mean()).backward(retain_graph=True)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+""",
+        1,
+    ),
+    "two optimizers": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        x.requires_grad_(x.is_floating_point())
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+        opt2.step()
+        opt.zero_grad(); opt2.zero_grad()
+        [zero]
+    [end]
+""",
+        first="opt = torch.optim.Adam([*model.parameters()][::2], lr=0.01, eps=1e-4)\n"
+        "opt2 = torch.optim.SGD([*model.parameters()][1::2], lr=0.05, momentum=0.9)",
+        brings_optimizer=True,
+    ),
+    "no optimizer": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        [grad]
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None: p -= 0.05 * p.grad
+        [step]
+        model.zero_grad()
+        [zero]
+    [end]
+""",
+        first="opt = torch.optim.SGD(model.parameters(), lr=0.05)",
+        brings_optimizer=True,
+    ),
+    "gradients by autograd.grad": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        learning = [p for p in model.parameters() if p.requires_grad]
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        grads = torch.autograd.grad(loss, learning, allow_unused=True)
+        for p, g in zip(learning, grads): p.grad = g
+        [grad]
+        opt.step()
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+""",
+        1,
+    ),
+    "gradient penalty on weights": Loop(
+        """
+for epoch in range({epochs}):
+    for i, (x, y) in enumerate(loader):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], create_graph=True, allow_unused=True)
+        loss = loss + 0 * sum(g.square().sum() for g in grads if g is not None)
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+""",
+        1,
+        smooth=True,
+    ),
+    "sharpness-aware": Loop(
+        """
+for epoch in range({epochs}):
+    for i, (x, y) in enumerate(loader):
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            steps = [None if p.grad is None else 0.05 * p.grad for p in model.parameters()]
+            for p, e in zip(model.parameters(), steps):
+                if e is not None: p.add_(e)
+        opt.zero_grad()
+        [zero]
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        with torch.no_grad():
+            for p, e in zip(model.parameters(), steps):
+                if e is not None: p.sub_(e)
+        [grad]
+        opt.step()
+        opt.zero_grad()
+        [step]
+    [end]
+""",
+        1,
+    ),
+    "all data at once": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i in range(3):
+        x, y = X, Y
+        [batch]
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        opt.zero_grad()
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+    [end]
+""",
+        1,
+    ),
+    "two models": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        [batch]
+        out = model(x)
+        loss = F.cross_entropy(judge(out), y)
+        [loss]
+        opt.zero_grad(); opt2.zero_grad()
+        loss.backward()
+        [grad]
+        opt.step(); opt2.step()
+        [step]
+        opt2.zero_grad()
+        F.cross_entropy(judge(model(x).detach()), y).backward()
+        opt2.step()
+        [zero]
+    [end]
+""",
+        first="judge = nn.Linear(3, 3).to(model(X[:2]).dtype)\nopt2 = torch.optim.SGD(judge.parameters(), lr=0.05)",
+    ),
+    "LBFGS": Loop(
+        """
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        def closure():
+            opt.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            [loss]
+            loss.backward()
+            return loss
+        loss = opt.step(closure)
+        [step]
+    [end]
+""",
+        1,
+        first="opt = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], lr=0.1, max_iter=3)",
+        brings_optimizer=True,
+    ),
+    "optimizer made in the cell": Loop(
+        """
+opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+for epoch in range({epochs}):
+    [epoch]
+    for i, (x, y) in enumerate(loader):
+        [batch]
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        [loss]
+        loss.backward()
+        [grad]
+        opt.step()
+        [step]
+        opt.zero_grad()
+        [zero]
+    [end]
+""",
+        first="opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)",
+        brings_optimizer=True,
+    ),
+    "next by hand": Loop(
+        """
+batches, epoch = iter(loader), 0
+for i in range(6):
+    try:
+        x, y = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        x, y = next(batches)
+    [batch]
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    [loss]
+    loss.backward()
+    [grad]
+    opt.step()
+    [step]
+    opt.zero_grad()
+    [zero]
+""",
+        1,
+    ),
+}  # fmt: skip
+# ruff: noqa: E501 — a line of a cell is one line
+
+OPTIMIZERS: dict[str, str] = {
+    "SGD": "torch.optim.SGD(model.parameters(), lr=0.05)",
+    "SGD with momentum": "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+    "Adam": "torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)",
+    "AdamW": "torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4)",
+    "SGD, nesterov and decay": "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01)",
+    "SGD of named parameters": "torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.5)",
+    "SGD of what learns": "torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.05, momentum=0.5)",
+    "Adam, amsgrad": "torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4, amsgrad=True)",
+    "Adam, foreach": "torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4, foreach=True)",
+    "RMSprop": "torch.optim.RMSprop(model.parameters(), lr=0.005, eps=1e-4)",
+    "RMSprop, centered with momentum": "torch.optim.RMSprop(model.parameters(), lr=0.005, eps=1e-3, momentum=0.5, centered=True)",
+    "Adagrad": "torch.optim.Adagrad(model.parameters(), lr=0.02, eps=1e-4)",
+    "NAdam": "torch.optim.NAdam(model.parameters(), lr=0.01, eps=1e-4)",
+    "Adamax": "torch.optim.Adamax(model.parameters(), lr=0.01, eps=1e-4)",
+    "two groups": "torch.optim.AdamW([{'params': [p for p in model.parameters() if p.dim() > 1], 'lr': 0.02, 'weight_decay': 0.1}, {'params': [p for p in model.parameters() if p.dim() <= 1]}], lr=0.005, eps=1e-4)",
+    "groups with keys of one's own": "torch.optim.SGD([{'params': [p], 'name': n, 'factor': 0.5} for n, p in model.named_parameters()], lr=0.05, momentum=0.5)",
+}  # fmt: skip
+"""In the order in which shrinking goes towards them: the first is the simplest."""

@@ -1,0 +1,119 @@
+"""Weights, gradients, buffers and states that a cell reads and edits by hand under `pipeline`: as in one process,
+whichever stage has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Kernel
+from tests.notebook import Notebook
+
+pytestmark = pytest.mark.kernel
+
+START = """
+import copy, torch, torch.nn as nn, torch.nn.functional as F
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+    @torch.no_grad()
+    def step(self):
+        held = [p for group in self.param_groups for p in group["params"]]
+        total = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            state = self.state[p]
+            state.setdefault("average", torch.zeros_like(p)).mul_(0.9).add_(p.grad / (1 + total))
+            p.add_(state["average"], alpha=-0.1)
+torch.manual_seed(3)
+batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(4)]
+def fresh():
+    global model, opt, out, average
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    average = copy.deepcopy(model)
+    out = []
+def kept(value):
+    if isinstance(value, (list, tuple)):
+        return [one for part in value for one in kept(part)]
+    if isinstance(value, dict):
+        return [one for part in value.values() for one in kept(part)]
+    return [torch.as_tensor(value).detach().double().clone()]
+def outcome():
+    return kept([list(model.parameters()), list(average.parameters()), opt.state_dict()["state"], out])
+"""
+BACKWARD = "for x, y in batches:\n    F.cross_entropy(model(x), y).backward()\n"
+STEP = "    opt.step(); opt.zero_grad()\n"
+EDITS = {
+    "norms": BACKWARD + "    out.append([p.norm().item() for p in model.parameters()])\n"
+    "    out.append(max(p.detach().abs().max() for p in model.parameters()))\n" + STEP,
+    "copies": "out.append({n: p.clone() for n, p in model.named_parameters()})\n" + BACKWARD + STEP,
+    "an average made before": BACKWARD + STEP + "    with torch.no_grad():\n"
+    "        for a, p in zip(average.parameters(), model.parameters()): a.lerp_(p, 0.1)\n",
+    "an average made in the cell": "average = copy.deepcopy(model)\n" + BACKWARD + STEP + "    with torch.no_grad():\n"
+    "        for a, p in zip(average.parameters(), model.parameters()): a.mul_(0.9).add_(p, alpha=0.1)\n",
+    "an average by state_dict": BACKWARD + STEP + "    now = model.state_dict()\n"
+    "    for key, value in average.state_dict().items(): value.copy_(0.9 * value + 0.1 * now[key])\n",
+    "a penalty": "for x, y in batches:\n    penalty = sum(p.pow(2).sum() + p.abs().sum() for p in model.parameters())\n"
+    "    (F.cross_entropy(model(x), y) + 1e-2 * penalty).backward()\n    out.append(penalty.item())\n" + STEP,
+    "gradients": BACKWARD + "    out.append([p.grad.norm().item() for p in model.parameters()])\n"
+    "    for p in model.parameters():\n        p.grad.mul_(0.5); p.grad = p.grad.clamp(-0.01, 0.01)\n" + STEP,
+    "weights": "torch.manual_seed(1)\n" + BACKWARD + STEP + "    with torch.no_grad():\n"
+    "        for p in model.parameters():\n"
+    "            p.data.add_(torch.randn_like(p), alpha=0.01); p[0] = 0; p.view(-1)[1:].mul_(0.9)\n"
+    "        torch.clamp(model[5].weight, -0.2, 0.2, out=model[5].weight)\n",
+    "drawn": "torch.manual_seed(1)\nfor p in model.parameters(): nn.init.normal_(p)\nmodel[4].reset_parameters()\n"
+    "nn.init.xavier_uniform_(model[2].weight)\n" + BACKWARD + STEP,
+    "views that are held": "held = [p.data for p in model.parameters()]; now = model.state_dict()\n" + BACKWARD + STEP
+    + "held[4].mul_(2)\nout.append([v.norm().item() for v in (*held, *now.values())])\n",
+    "a vector": BACKWARD + STEP + "    v = nn.utils.parameters_to_vector(model.parameters()) * 0.9\n"
+    "    nn.utils.vector_to_parameters(v, model.parameters())\n",
+    "states": "best = copy.deepcopy(model.state_dict())\n" + BACKWARD + STEP
+    + "held = copy.deepcopy(opt.state_dict())\n"
+    "opt.load_state_dict(held); model.load_state_dict(best)\n" + BACKWARD + STEP
+    + "out.append(held['state']); out.append(best)\n",
+    "an optimizer of one's own": "opt = Mine(model.parameters())\n" + BACKWARD + STEP,
+    "arrays": BACKWARD + STEP + "    out.append([p.detach().numpy().sum() for p in model.parameters()])\n",
+    "moved after a backward": BACKWARD + "    model.float(); model.cpu(); model.to('cpu')\n" + STEP,
+    "frozen, clipped": "for i, (x, y) in enumerate(batches):\n    model[4].requires_grad_(i % 2 == 0)\n"
+    "    model[5].requires_grad_(i % 2 == 0)\n    F.cross_entropy(model(x), y).backward()\n"
+    "    out.append([nn.utils.clip_grad_norm_(model.parameters(), 0.1, k).item() for k in (1, 2, float('inf'), 0)])\n"
+    + STEP,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def notebook(module_kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(module_kernel, START)
+    made("%%distributed -s pipeline -d 2\npass")
+    yield made
+    made("%distributed stop")
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_it_is_as_in_one_process(notebook: Notebook, name: str) -> None:
+    notebook("fresh()")
+    notebook(EDITS[name])
+    notebook("wanted = outcome(); fresh()")
+    notebook("%%distributed -s pipeline -d 2\n" + EDITS[name])
+    shown = notebook(
+        "found = outcome()\nprint(len(found) == len(wanted) > 10 and all(a.shape == b.shape and"
+        " torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(found, wanted)))"
+    )
+    assert shown.text.strip() == "True"
+
+
+REFUSED = {
+    "if rank == 0: print(model[5].weight.norm())": "on every rank, above `if rank == 0:`",
+    "h = model[5].weight.register_hook(abs)\nF.cross_entropy(model(x), y).backward()": "hook on its gradient",
+    "[p.share_memory_() for p in model.parameters()]": "share_memory_() was asked of a weight",
+}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_cannot_be_is_one_sentence(notebook: Notebook, code: str) -> None:
+    notebook("fresh(); x, y = batches[0]")
+    error = notebook.fails("%%distributed -s pipeline -d 2\n" + code)
+    assert error.ename == "NotSupported"
+    assert REFUSED[code] in error.evalue
