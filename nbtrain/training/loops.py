@@ -9,17 +9,16 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from nbtrain.compat import python
+from nbtrain.installed import is_installed
 
 TRAINS = {"backward", "step"}
 WITHOUT_GRADIENT = {"no_grad", "inference_mode", "set_grad_enabled"}
@@ -30,10 +29,6 @@ TOGETHER = {
 FUNCTIONS = 200
 """Functions that one question looks into."""
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple(
-    {*(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OURS, "<frozen"}
-)
 _SHELL = re.compile(r"^(\s*)(?:%{1,2}|!|\?)")
 _NOTHING = object()
 
@@ -90,7 +85,7 @@ def places() -> list[Place]:
     found = []
     frame: FrameType | None = python.caller()
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES) and (scope := _scope(frame.f_code, frame.f_globals)):
+        if not is_installed(frame.f_code.co_filename) and (scope := _scope(frame.f_code, frame.f_globals)):
             found.append(Place(frame, scope))
         frame = frame.f_back
     return found
@@ -346,7 +341,7 @@ class Reached:
             not isinstance(function, FunctionType)
             or id(function) in self._seen
             or len(self._seen) >= FUNCTIONS
-            or function.__code__.co_filename.startswith(_LIBRARIES)
+            or is_installed(function.__code__.co_filename)
         ):
             return
         self._seen.add(id(function))

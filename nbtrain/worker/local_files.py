@@ -6,14 +6,12 @@ Read by `%load_ext`, so it loads nothing but the standard library until such a f
 from __future__ import annotations
 
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
-from functools import cache
 from types import ModuleType
 
 from nbtrain.compat import python
+from nbtrain.installed import is_installed
 
 Stamp = tuple[int, int, int]
 
@@ -27,18 +25,8 @@ def stamp(path: str) -> Stamp | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-@cache
-def _elsewhere() -> tuple[str, ...]:
-    """Where modules lie that are nobody's work in progress; nbtrain's own would pull the rug from under the rank."""
-    paths = sysconfig.get_paths()
-    found = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found += [*site.getsitepackages(), site.getusersitepackages()]
-    found.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return tuple({os.path.join(directory, "") for path in found for directory in (path, os.path.realpath(path))})
-
-
 def local(path: str) -> bool:
-    return path.endswith(".py") and not path.startswith(_elsewhere()) and "site-packages" not in path
+    return path.endswith(".py") and not is_installed(path)
 
 
 def local_modules() -> Iterator[tuple[str, str]]:
@@ -62,9 +50,25 @@ def note_executed(late: bool = True) -> None:
             taken_late(sys.modules[name], path, stamp(path))
 
 
+_waiting: list[tuple[ModuleType, Stamp | None]] = []
+_taking = False
+
+
 def _executed(module: ModuleType) -> None:
+    """What notes them imports torch and more, so this may be called in the middle of itself, by this thread or another:
+    then it waits for the one that is at it."""
+    global _taking
     path = getattr(module, "__file__", None)
-    if isinstance(path, str) and local(path):
+    if not isinstance(path, str) or not local(path):
+        return
+    _waiting.append((module, stamp(path)))
+    if _taking:
+        return
+    _taking = True
+    try:
         from nbtrain.exchange.baseline import take
 
-        take(module, stamp(path))
+        while _waiting:
+            take(*_waiting.pop(0))
+    finally:
+        _taking = False

@@ -8,10 +8,6 @@ looked at. It is looked at with each call, so it has to be quick.
 from __future__ import annotations
 
 import dis
-import os
-import site
-import sys
-import sysconfig
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +17,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import modules
+from nbtrain.installed import is_installed
 from nbtrain.strategies._pipeline.plan import Line
 from nbtrain.strategies.route import plain_class
 
@@ -31,20 +28,6 @@ LONGEST = 256
 """A list or dict that is longer counts as data: it is known by which it is and how long."""
 DEEPEST = 3
 """`CONFIG.model.scale`"""
-
-
-def installed_places() -> tuple[str, ...]:
-    """Folders of packages, wherever this Python finds them: of a venv and of the Python below it, of the user, named by
-    a `.pth`; and torch's own."""
-    found = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found |= {*site.getsitepackages(), site.getusersitepackages()}
-    found |= {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
-    found |= {os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))}
-    return tuple(sorted({one + os.sep for path in found if path for one in (path, os.path.realpath(path))}))
-
-
-INSTALLED = installed_places()
-"""What lies there is taken to stay as it is."""
 OWN = frozenset(vars(nn.Module()))
 MOST = 4096
 """codes whose names are kept"""
@@ -176,7 +159,7 @@ class _Looked:
         if not isinstance(function, FunctionType) or id(function) in self.seen:
             return
         code = function.__code__
-        if not forced and code.co_filename.startswith(INSTALLED):
+        if not forced and is_installed(code.co_filename):
             return
         self.seen.add(id(function))
         order, names = _named(code)
@@ -236,9 +219,8 @@ def _same(value: Any) -> Any:
 
 
 def _is_installed(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        return (getattr(value, "__file__", None) or INSTALLED[0]).startswith(INSTALLED)
-    return False
+    """What is installed is taken to stay as it is."""
+    return isinstance(value, ModuleType) and is_installed(getattr(value, "__file__", None) or "<frozen")
 
 
 def _named(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
