@@ -120,6 +120,13 @@ def test_it_is_what_was_installed_that_runs(environment: Environment, notebook: 
     )
 
 
+def test_replies_do_not_pass_by_the_stream_that_reads_requests(notebook: Notebook) -> None:
+    """ipykernel 7.0 to 7.3 have a socket there, and miss a cell in some hundred."""
+    notebook("kernel = get_ipython().kernel; thread = getattr(kernel, 'shell_channel_thread', None)")
+    socket = "getattr(getattr(thread, '_manager', None), '_shell_socket', kernel.shell_stream)"
+    assert notebook(f"{socket} is kernel.shell_stream").value == "True"
+
+
 def test_a_cell_trains_and_the_weights_come_home(notebook: Notebook) -> None:
     notebook("import copy; alone = copy.deepcopy((model, opt)); state = torch.get_rng_state()")
     shown = notebook(CELL + LOOP + "print('heard', rank)\nlast = loss.item()\ndisplay({'a': rank})")

@@ -30,6 +30,7 @@ INSTEAD = {"distributed": "nbtrain", "rank": "nbtrain_rank"}
 def load(shell: InteractiveShell, *, doctor: Callable[[], str], open_session: OpenSession | None = None) -> None:
     """`doctor` writes the report of `%distributed doctor`; `open_session` makes what runs the cells."""
     if shell not in _LOADED:
+        kernel.reply_through_stream(getattr(shell, "kernel", None))
         _LOADED[shell] = Extension(shell, State(shell, open_session or _open_session, doctor))
 
 

@@ -353,6 +353,14 @@ def _door() -> None:
     kernel.busy(ip)
 
 
+def _replies() -> None:
+    ip = get_ipython().kernel  # type: ignore[name-defined]  # noqa: F821
+    kernel.reply_through_stream(ip)
+    manager = getattr(getattr(ip, "shell_channel_thread", None), "_manager", None)
+    assert getattr(manager, "_shell_socket", ip.shell_stream) is ip.shell_stream
+    kernel.reply_through_stream(None)
+
+
 def _panel() -> None:
     import anywidget
 
@@ -366,4 +374,5 @@ def _panel() -> None:
 @pytest.mark.kernel
 def test_a_kernels_door_and_its_widgets(shared_kernel: Kernel) -> None:
     inside(_door, shared_kernel)
+    inside(_replies, shared_kernel)
     inside(_panel, shared_kernel)
