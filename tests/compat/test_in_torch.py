@@ -567,6 +567,9 @@ def test_hooks_of_strategies_are_told_from_the_users() -> None:
     assert tensors.users_hooks(weight, tensors.ACCUMULATED_HOOKS) == []
     assert tensors.is_users_hook(abs)
     assert not tensors.is_users_hook(theirs)
+    norm = next(iter(modules.call_hooks(torch.nn.utils.spectral_norm(nn.Linear(2, 2)))))
+    assert tensors.is_users_hook(norm)
+    assert not tensors.is_users_hook(norm, tensors.BY_LIBRARIES)
 
 
 # --- optimizers ----------------------------------------------------------------------------------
