@@ -102,7 +102,7 @@ class Wrapped:
             self.randomness.apart()
             self.steps.backward()
             if self.summed.looks and self.steps.batch:
-                self.summed.look(tensors, self.steps.batch, self._shapes())
+                self.summed.look(tensors, self.steps.batch, self._shapes(), grad_tensors, self.steps.batches)
             if self.record is not None:
                 self.record.loss(tensors)
             if self.same_work.on:
