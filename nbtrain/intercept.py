@@ -85,7 +85,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "torch.autograd.grad",
         {
-            "step": "what it gives is this rank's own: added to an averaged gradient, that is averaged again",
+            "step": "what it gives is this rank's own: added to an averaged gradient, that is averaged again; used "
+            "otherwise, that is said",
             "pipeline": "gradients by name are refused, and no parameter gets one meanwhile",
             "pieces": "by weights in pieces: it is asked of what is gathered, and each rank gets its part of the mean",
             "deepspeed": "what DeepSpeed cannot follow is said in words",
@@ -99,7 +100,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.{}.functional_call",
-        {"pieces": "a model in pieces is called with the weights given, without what gathers its own"},
+        {
+            "step": "what it takes in the place of weights is known for such",
+            "pieces": "a model in pieces is called with the weights given, without what gathers its own",
+        },
         names=("func", "nn.utils.stateless"),
         imported=True,
     ),

@@ -17,6 +17,9 @@ _task = its.name("torch._C._current_graph_task_id")
 _keeps = its.name("torch._C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = its.name("torch._C._autograd._top_saved_tensors_default_hooks")
 _functorch_level = its.name("torch._C._functorch.peek_interpreter_stack")
+_is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
+_unwrapped = its.name("torch._C._functorch.get_unwrapped")
+_is_batched = its.name("torch._C._functorch.is_batchedtensor")
 its.members("torch.autograd.Variable._execution_engine", "queue_callback")
 
 
@@ -45,6 +48,19 @@ def in_functional_transform() -> bool:
     return _functorch_level() is not None
 
 
+def unwrapped(value: Any) -> Any:
+    """Of what `torch.func.grad` differentiates, the tensor that it was given; anything else as it is. Where samples are
+    mapped (`vmap`), theirs stay as they are."""
+    while isinstance(value, torch.Tensor) and _is_wrapped(value) and not _is_batched(value):
+        value = _unwrapped(value)
+    return value
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Its numbers can be read."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapped(tensor)
+
+
 def nodes_below(root: torch.Tensor) -> Iterator[Any]:
     """The graph by which it was computed."""
     todo = [root.grad_fn]
@@ -70,10 +86,21 @@ LINEAR = frozenset(f"{name}Backward0" for name in ("Add", "Sub", "Mul", "Neg", "
 """nodes of a graph behind which what was added up is still a sum"""
 DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 """by a tensor, which a Python number may be, too, and by a number"""
+COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0"})
+LEAF = "torch::autograd::AccumulateGrad"
+"""the name of a node that puts a gradient into a parameter; a function of the user's may have a `variable`, too"""
 
 
 def node_name(node: Any) -> str:
     return str(node.name())
+
+
+def copied(tensor: torch.Tensor) -> Any:
+    """The parameter that it is a copy of, or None."""
+    node: Any = tensor.grad_fn
+    while node is not None and node_name(node) in COPIES:
+        node = node.next_functions[0][0]
+    return node.variable if node is not None and node_name(node) == LEAF else None
 
 
 def was_summed(node: Any) -> bool:

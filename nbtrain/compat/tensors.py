@@ -106,10 +106,13 @@ def hook_table(tensor: Any, name: str) -> dict[int, Any] | None:
 
 BY_STRATEGIES = ("nbtrain.", "deepspeed.")
 """modules of the hooks by which a strategy averages gradients"""
+BY_LIBRARIES = (*BY_STRATEGIES, "torch.")
+"""and, on modules, of those by which torch computes weights (spectral_norm)"""
 
 
-def is_users_hook(hook: Any) -> bool:
-    return not (getattr(hook, "__module__", "") or "").startswith(BY_STRATEGIES)
+def is_users_hook(hook: Any, others: tuple[str, ...] = BY_STRATEGIES) -> bool:
+    """`others`: modules of hooks that are not."""
+    return not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(others)
 
 
 def users_hooks(tensor: Any, name: str) -> list[tuple[int, Any]]:

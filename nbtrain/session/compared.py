@@ -22,6 +22,13 @@ OTHER_DIVISORS = (
     "they count, (y != -100).sum() or weight[y].sum(); reduce(mean) for a mean"
 )
 
+OWN_GRADIENTS = (
+    "torch.autograd.grad gives each rank the gradients of its own share of a batch. They are averaged where they are "
+    "put into p.grad; what else is made of them (fast weights, a penalty, a norm) is of that share, and not what one "
+    "process has. Write grads = [reduce(g) for g in grads], which can be differentiated again, unless each rank works "
+    "on tasks of its own"
+)
+
 
 def compared(finished: Iterable[Finished]) -> dict[str, str]:
     """Name → sentence."""
@@ -40,4 +47,6 @@ def compared(finished: Iterable[Finished]) -> dict[str, str]:
     differ = {name for name in everywhere if len({numbers[name] for numbers in ended}) > 1}
     if any(f"{name} for each" in differ for name in differ):
         found["divisors"] = OTHER_DIVISORS
+    if len({numbers["asked"] for numbers in ended if "asked" in numbers}) > 1:
+        found["own gradients"] = OWN_GRADIENTS
     return found

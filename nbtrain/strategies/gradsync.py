@@ -25,6 +25,10 @@ from nbtrain.errors import NotSupported
 from nbtrain.strategies.wire import Dtype, Wire
 
 TRAINABLE = attrgetter("requires_grad")
+TOO_EARLY = (
+    "a parameter has a register_post_accumulate_grad_hook, which sees this rank's gradient before it is averaged: "
+    "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
+)
 
 
 class Bucket:
@@ -92,10 +96,7 @@ class GradSync:
             room -= size
             if id(p) not in self.handles:
                 if tensors.hook_tables(p)[1]:
-                    raise NotSupported(
-                        "a parameter has a register_post_accumulate_grad_hook, which would see this rank's gradient "
-                        "before it is averaged: work on the gradients between loss.backward() and optimizer.step()"
-                    )
+                    raise NotSupported(TOO_EARLY)
                 self.handles[id(p)] = p.register_post_accumulate_grad_hook(self.arrived)
         self.buckets = [Bucket(group) for group in groups]
         self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}

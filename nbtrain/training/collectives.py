@@ -29,6 +29,8 @@ def reduce(value: Any, op: str = "mean") -> Any:
 
     `op` is mean, sum, min or max. `reduce(correct, "sum") / len(dataset)` is the accuracy over all ranks. (Under ddp2
     and pipeline, where several ranks see the same batch, one of them speaks for all: see `speakers`.)
+    Nothing is differentiated through it, but for what `torch.autograd.grad(…, create_graph=True)` gave: see
+    `own_gradients`.
     """
     check(value, op)
     if isinstance(value, torch.Tensor):

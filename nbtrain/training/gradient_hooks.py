@@ -19,16 +19,13 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
+from nbtrain.strategies.gradsync import TOO_EARLY
 from nbtrain.training.prepare import Workshop
 
 OWN_SHARE = (
     "a hook on a parameter's gradient (register_hook) sees each rank's own gradient, before it is averaged: that is "
     "right for a mask or a factor. To clip gradients or to measure them, write it between loss.backward() and "
     "optimizer.step()"
-)
-TOO_EARLY = (
-    "a parameter has a register_post_accumulate_grad_hook, which sees this rank's gradient before it is averaged: "
-    "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
 )
 
 

@@ -212,6 +212,7 @@ class Runtime:
         self._batches = run.accumulate * (1 if run.split_batches else deal.count)
         self.wrapped.rate.begin(run.scale_lr, self._batches)
         self.wrapped.summed.begin(1 if self.strategy.hands_off or run.ranks is not None else count, run.split_batches)
+        self.wrapped.own.begin(self.info.world_size > 1 and run.ranks is None and run.trial is None)
         if self.trying is not None:
             self._begin_trying(self.trying, count)
         if not self.strategy.hands_off and run.ranks is None:
@@ -323,12 +324,13 @@ class Runtime:
         another one (session/compared.py)."""
         work, data = self.wrapped.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
-        return found | self.wrapped.summed.divisors()
+        return found | self.wrapped.summed.divisors() | self.wrapped.own.number()
 
     def builtins(self) -> dict[str, Any]:
         """The names every cell may use."""
         speakers = Speakers(self.strategy, self.info.rank, self.info.world_size).names()
         self._reduce = speakers["reduce"]
+        speakers["reduce"] = self.wrapped.own.reducing(self._reduce)
         return {
             "rank": self.info.rank,
             "world_size": self.info.world_size,

@@ -24,8 +24,6 @@ NODES = 3000
 """of a graph that are looked at, from the loss on."""
 LEAVES = 8
 """Parameters found there, one of which is chosen."""
-LEAF = "torch::autograd::AccumulateGrad"
-"""the name of a node that puts a gradient into a parameter; a function of the user's may have a `variable`, too"""
 LARGE = 1 << 16
 """Elements of a gradient that are read at the most."""
 
@@ -101,7 +99,7 @@ def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
     seen = set(waiting)
     while waiting and len(seen) < NODES:
         node = waiting.popleft()
-        if isinstance(getattr(node, "variable", None), torch.Tensor) and engine.node_name(node) == LEAF:
+        if isinstance(getattr(node, "variable", None), torch.Tensor) and engine.node_name(node) == engine.LEAF:
             yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

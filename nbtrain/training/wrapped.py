@@ -19,6 +19,7 @@ from nbtrain.training.accumulate import Accumulation
 from nbtrain.training.board import BACKWARD, STEP
 from nbtrain.training.learning_rate import ScaledRate
 from nbtrain.training.loop.step_record import StepRecord
+from nbtrain.training.own_gradients import OwnGradients
 from nbtrain.training.phases import Phases
 from nbtrain.training.prepare import Workshop
 from nbtrain.training.randomness import Randomness
@@ -53,6 +54,7 @@ class Wrapped:
         self.same_work = SameWork()
         self.rate = ScaledRate()
         self.summed = Summed()
+        self.own = OwnGradients(workshop)
         self.running = False
         self._in_backward = False
         self._in_step = False
@@ -61,6 +63,8 @@ class Wrapped:
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.autograd.backward", "step", self._backward)
         listeners.listen("torch.autograd.grad", "step", self._grad)
+        for name in ("func", "nn.utils.stateless"):
+            listeners.listen(f"torch.{name}.functional_call", "step", self.own.called)
         listeners.listen("torch.nn.utils.clip_grad_norm_", "step", self._clip_norm)
         listeners.listen("torch.nn.utils.clip_grad_value_", "step", self._clip_value)
         listeners.listen("torch.amp.GradScaler.scale", "step", self._scaler_scale)
@@ -98,7 +102,7 @@ class Wrapped:
             self.randomness.apart()
             self.steps.backward()
             if self.summed.looks and self.steps.batch:
-                self.summed.look(tensors, self.steps.batch, self._shapes())
+                self.summed.look(tensors, self.steps.batch, self._shapes(), grad_tensors, self.steps.batches)
             if self.record is not None:
                 self.record.loss(tensors)
             if self.same_work.on:
@@ -127,11 +131,15 @@ class Wrapped:
 
     def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.running or self._in_backward:
+                return old(outputs, inputs, *args, **kwargs)
+            if not isinstance(inputs, torch.Tensor | tuple):  # `model.parameters()` can be gone through once
+                inputs = list(inputs)
             found = old(outputs, inputs, *args, **kwargs)
-            if self.running and not self._in_backward and isinstance(inputs, (torch.Tensor, list, tuple)):
-                held = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-                for prepared in self.workshop.prepared:
-                    prepared.differentiated(held)
+            held = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+            for prepared in self.workshop.prepared:
+                prepared.differentiated(held)
+            self.own.asked(held, found, bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False)))
             return found
 
         return grad
@@ -143,6 +151,8 @@ class Wrapped:
             held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if self.accumulation is not None and not self.accumulation.due:
                 max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
+            if self.own.open:
+                self.own.settle()
             for prepared in self.workshop.prepared:
                 norm = prepared.clip(held, max_norm, norm_type)
                 if norm is not None:
@@ -157,6 +167,8 @@ class Wrapped:
                 return None
             if self.running:
                 parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                if self.own.open:
+                    self.own.settle()
                 for prepared in self.workshop.prepared:
                     prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
             return old(parameters, *args, **kwargs)
@@ -172,6 +184,8 @@ class Wrapped:
             self.phases.mark(phases.OPTIMIZER)
         if self.rate.factor != 1:
             self.rate.before_step(optimizer)
+        if self.own.open:
+            self.own.settle()
         several = self.info.world_size > 1 and not self.strategy.hands_off
         if several:
             self.workshop.guard(optimizer)

@@ -132,6 +132,29 @@ def test_the_graph_below_a_tensor() -> None:
     assert list(engine.nodes_below(torch.ones(2))) == []
 
 
+def test_what_a_transform_differentiates_is_known_again() -> None:
+    weight, mapped = torch.ones(2, requires_grad=True), torch.ones(3, 2)
+    found: list[Any] = []
+
+    def inner(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        found.append((engine.unwrapped(w) is weight, engine.is_plain(engine.unwrapped(x)), engine.is_plain(w)))
+        return (w * x).sum()
+
+    torch.func.grad(inner)(weight, mapped)
+    torch.func.vmap(torch.func.grad(inner), (None, 0))(weight, mapped)
+    assert found == [(True, True, False), (True, False, False)]
+    assert engine.unwrapped(weight) is weight
+    assert engine.unwrapped("w") == "w"
+
+
+def test_a_copy_of_a_parameter() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    for copied in (weight.clone(), weight.view(1, 2), weight.double().clone()):
+        assert engine.copied(copied) is weight
+    for other in (weight, weight * 2, weight.detach()):
+        assert engine.copied(other) is None
+
+
 def test_ninja_is_run_by_a_function_that_takes_a_folder() -> None:
     assert extensions.check() == []
 
@@ -544,6 +567,9 @@ def test_hooks_of_strategies_are_told_from_the_users() -> None:
     assert tensors.users_hooks(weight, tensors.ACCUMULATED_HOOKS) == []
     assert tensors.is_users_hook(abs)
     assert not tensors.is_users_hook(theirs)
+    norm = next(iter(modules.call_hooks(torch.nn.utils.spectral_norm(nn.Linear(2, 2)))))
+    assert tensors.is_users_hook(norm)
+    assert not tensors.is_users_hook(norm, tensors.BY_LIBRARIES)
 
 
 # --- optimizers ----------------------------------------------------------------------------------

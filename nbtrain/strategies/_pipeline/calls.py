@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from nbtrain.compat import compiler, modules, pytree
-from nbtrain.strategies._pipeline.compared import evaluated, fits, is_users_hook
+from nbtrain.compat.tensors import BY_LIBRARIES, is_users_hook
+from nbtrain.strategies._pipeline.compared import evaluated, fits
 from nbtrain.strategies._pipeline.criterion import Loss, Waiting
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.forms import form_of
@@ -177,7 +178,7 @@ class Calls:
             return
         for part, stage in self.line.owners():
             for module in part.modules():
-                if any(map(is_users_hook, modules.call_hooks(module))):
+                if any(is_users_hook(hook, BY_LIBRARIES) for hook in modules.call_hooks(module)):
                     self.hooked = True
                     name = next(name for name, m in self.line.root.named_modules() if m is module)
                     print(HOOKED.format(part=f"{name} ({type(module).__name__})", rank=stage))

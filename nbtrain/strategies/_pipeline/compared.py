@@ -136,7 +136,8 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
         for module in root.modules():
             for name in modules.FORWARD_HOOKS:
                 table = vars(module)[name]
-                vars(module)[name] = type(table)((key, hook) for key, hook in table.items() if not is_users_hook(hook))
+                theirs = [pair for pair in table.items() if not tensors.is_users_hook(pair[1], tensors.BY_LIBRARIES)]
+                vars(module)[name] = type(table)(theirs)
         with torch.random.fork_rng(devices=cuda), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
@@ -153,7 +154,3 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
         random.setstate(drawn)
         if numpy:
             numpy.random.set_state(drawn_too)
-
-
-def is_users_hook(hook: Any) -> bool:
-    return not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(("torch.", "nbtrain."))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nbtrain.compat import engine, fairscale, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._sharded.elsewhere import Elsewhere
-from nbtrain.strategies.gradsync import GradSync
+from nbtrain.strategies.gradsync import TOO_EARLY, GradSync
 
 REDUCED = "nbtrain_reduced"
 """The attribute of a gradient that is averaged, and here: it goes with it."""
@@ -55,11 +55,7 @@ class Reducing:
         self.reduce = fairscale.refresh(self.parallel)
         for p in self.order:
             if tensors.hook_table(p, tensors.ACCUMULATED_HOOKS):
-                raise NotSupported(
-                    "a parameter has a register_post_accumulate_grad_hook, which would see this rank's gradient "
-                    "before it is averaged: work on the gradients between loss.backward() and optimizer.step() under "
-                    "--strategy ddp"
-                )
+                raise NotSupported(TOO_EARLY)
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.order]
         self.forget()
 
