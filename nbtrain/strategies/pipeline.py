@@ -25,6 +25,7 @@ from nbtrain.strategies._pipeline.calls import Calls
 from nbtrain.strategies._pipeline.criterion import Loss
 from nbtrain.strategies._pipeline.dicts import Dicts
 from nbtrain.strategies._pipeline.estimate import estimate
+from nbtrain.strategies._pipeline.failing import is_everywhere
 from nbtrain.strategies._pipeline.holding import Holding
 from nbtrain.strategies._pipeline.norms import clip_norm
 from nbtrain.strategies._pipeline.one_by_one import OneByOne
@@ -110,11 +111,12 @@ class Staged(Prepared):
         self.one_by_one = OneByOne(
             units, place.rank, lambda: place.inside, place.stream, lambda: self.asked.accumulates
         )
-        self.one_by_one.lifted = self.placing.lifted
+        self.one_by_one.lifted, self.one_by_one.failures = self.placing.lifted, place.failures
         own = [p for p in component.parameters() if not self.holding.foreign(p)]
         self.shared = SharedGradients(
             self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
         )
+        self.shared.failures = place.failures
 
     def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
@@ -240,16 +242,24 @@ class Staged(Prepared):
     def reset(self) -> None:
         self.place.inside = self.stepping = False
         self.place.channel.forget()
+        self.place.failures.forget()
         self.holding.put_back()
 
     # --- the loop --------------------------------------------------------------------------------
 
     @contextmanager
     def backward(self) -> Iterator[float]:
+        self.holding.check_half(self.place.device)
         self.holding.set_aside()
         try:
             with self.shared.backward():
                 yield 1.0
+        except Exception as error:
+            if is_everywhere(error):  # a cell may catch it, and look at what gradients there are
+                self.holding.put_back()
+                self.holding.tell_gradients(self.place.device)
+                self.holding.half = self.holding.own_gradients()
+            raise
         finally:
             self.holding.put_back()
         self.holding.tell_gradients(self.place.device)
@@ -265,6 +275,8 @@ class Staged(Prepared):
             return clip_norm(held, set(self.owners.of), foreign, max_norm, norm_type, self.place.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holding.knows(optimizer):
+            self.holding.check_half(self.place.device)
         if self.holding.learns(optimizer) and self._per_parameter(optimizer):
             self.stepping = True
             self.holding.set_aside()

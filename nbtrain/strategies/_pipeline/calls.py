@@ -83,6 +83,8 @@ class Calls:
         self.looked = self.hooked = False
         """for hooks of parts, in this cell; and they were told of"""
         self.warned = self.told = False
+        self.reason = ""
+        """why it runs part by part"""
         self.new = False
         """it was found out just now what such a call does"""
 
@@ -125,7 +127,9 @@ class Calls:
             if self.new:
                 meet(self.place, leaves, self.name, UNDIVIDED)  # every rank goes this way, and none waits for a stage
                 self.new = False
-            return plain_class(module).forward(module, *args, **kwargs)
+            returned = plain_class(module).forward(module, *args, **kwargs)
+            self._warn(SLOWLY.format(name=self.name, reason=self.reason))  # what fails does so for its own reason
+            return returned
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
             first = Flow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
@@ -135,6 +139,7 @@ class Calls:
                 self.programs.clear()
                 return self._forward(module, args, kwargs)
         flow = Flow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
+        flow.failed = self.known.clear  # it was not seen whether what fails can be cut
         given = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss is not None and torch.is_grad_enabled() and not given:
             return Waiting.of(flow, self.loss)
@@ -163,12 +168,8 @@ class Calls:
 
     def _compared(self, batches: list[list[Any]], tree: Any, cut: Cut) -> bool:
         root = self.line.root
-        warned, self.warned = self.warned, True  # that it cannot be written down when evaluated is no news
         with evaluated(root):
-            try:
-                programs = [self._program(given, tree) for given in batches]
-            finally:
-                self.warned = warned
+            programs = [self._program(given, tree) for given in batches]
             return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
 
     def _tell_hooks(self) -> None:
@@ -214,12 +215,12 @@ class Calls:
         except NeedsWhole as error:
             tensors = error.tensors
         except CannotRecord as error:
-            self._warn(SLOWLY.format(name=self.name, reason=error))
+            self.reason = str(error)
             return None
         except OutOfOrder:
             if not self.in_order:
                 raise
-            self._warn(SLOWLY.format(name=self.name, reason="a part is given what a later stage makes"))
+            self.reason = "a part is given what a later stage makes"
             return None
         finally:
             self.place.inside = before

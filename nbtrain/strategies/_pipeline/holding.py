@@ -27,6 +27,11 @@ TOGETHER = (
     "them write `(loss * 0).backward()` on all, or use --strategy ddp"
 )
 
+HALF = (
+    "a backward failed and was caught, and the gradients that it left are about to be used: under pipeline they are "
+    "those of some stages and micro-batches only. Write `optimizer.zero_grad()` where the error is caught"
+)
+
 Layout = list[tuple[Any, Any]]
 """of one parameter's state: (key, (shape, dtype, device) or a value that is no tensor)"""
 
@@ -43,6 +48,8 @@ class Holding:
         self._told: dict[tuple[int, int], Layout] = {}
         """(id of the optimizer, of the parameter) → what the others know of its state"""
         self._aside: list[tuple[torch.Tensor, Any]] = []
+        self.half: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """the gradients that a backward has left that failed; on every rank or on none"""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -132,6 +139,23 @@ class Holding:
                     p.grad = None
                 elif self.foreign(p) and not is_placed(p.grad):
                     p.grad = gradient_elsewhere(p, self.placing, self.owners.of[id(p)], there > 1)
+
+    def own_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        with tensors.as_plain_tensors():
+            return [(p, p.grad) for p in self.trained if not self.foreign(p) and p.grad is not None]
+
+    def check_half(self, device: torch.device) -> None:
+        """Before gradients are added to, or used: some micro-batches have brought theirs, and some not. Collective, if
+        a backward has failed."""
+        if self.half is None:
+            return
+        with tensors.as_plain_tensors():
+            left = torch.tensor([int(any(p.grad is g and bool(g.to_dense().any()) for p, g in self.half))])
+        left = left.to(device)
+        dist.all_reduce(left, op=dist.ReduceOp.MAX)
+        if left.item():
+            raise NotSupported(HALF)
+        self.half = None
 
     def set_aside(self) -> None:
         """Before an optimizer steps, or a backward adds: no foreign gradients."""
@@ -233,6 +257,7 @@ class Holding:
     @torch.no_grad()
     def let_gradients_go(self) -> None:
         """Between cells a parameter that is another rank's has none here."""
+        self.half = None
         for p in self.trained:
             if self.foreign(p):
                 p.grad = None
