@@ -99,7 +99,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.{}.functional_call",
-        {"pieces": "a model in pieces is called with the weights given, without what gathers its own"},
+        {
+            "pipeline": "a model in stages is called with the weights given: every rank computes all of it",
+            "pieces": "a model in pieces is called with the weights given, without what gathers its own",
+        },
         names=("func", "nn.utils.stateless"),
         imported=True,
     ),

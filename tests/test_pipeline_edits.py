@@ -93,7 +93,39 @@ for x, y in batches:
         x.requires_grad_(False); one.fails = ""; opt.zero_grad()
     F.cross_entropy(model(x), y).backward()
 """
+HOOKS = """
+torch.manual_seed(1); model = {model}; opt = torch.optim.AdamW(model.parameters(), 1e-2); seen, store = [], {{}}
+last = [m for m in model.modules() if isinstance(m, Touchy)][1]
+linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+handles = [m.register_forward_hook(lambda m, i, o: seen.append(o.detach())) for m in linears]
+handles.append(last.inner.register_forward_hook(lambda m, i, o: store.update(h=o)))
+handles.append(last.register_full_backward_hook(lambda m, i, o: store.update(g=o[0])))
+for x, y in batches:
+    (F.cross_entropy(model(x), y) + store["h"].square().mean()).backward()
+    out.append(store["g"])
+    out.append(torch.autograd.grad(model(x)[:, 1].sum(), store["h"])[0])
+    opt.step(); opt.zero_grad()
+while handles: handles.pop().remove()
+for x, y in batches: F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+out.append(seen); store = 0
+"""
+FUNCTIONAL = """
+for x, y in batches:
+    weights = {k: v * 0.5 for k, v in model.named_parameters()}
+    found = [torch.func.functional_call(model, w, (x,)) for w in (weights, {"2.weight": weights["2.weight"]})]
+    out.append(found); sum(F.cross_entropy(h, y) for h in found).backward()
+    copies = {k: v.detach().clone() for k, v in model.named_parameters()}
+    out.append(list(torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(copies).values()))
+    opt.step(); opt.zero_grad()
+weights = found = copies = 0
+"""
 EDITS = {
+    "other weights in a call": FUNCTIONAL,
+    "states that are thrown away": "opt = Mine(model.parameters()); held = list(model.parameters())\n" + BACKWARD + STEP
+    + "    del opt.state[held[0]], opt.state[held[-1]]\n    out.append([s['average'] for s in opt.state.values()])\n"
+    "held = 0\n",
+    "hooks that store, in a chain": HOOKS.format(model="chain()"),
+    "hooks that store, in blocks": HOOKS.format(model="Blocks(False)"),
     "errors of stages that are caught": CAUGHT.format(model="chain()") + STEP,
     "errors of blocks that are caught": CAUGHT.format(model="Blocks(False)") + STEP,
     "errors of parts that are caught": CAUGHT.format(model="Blocks(True)") + STEP,
@@ -156,6 +188,8 @@ def test_it_is_as_in_one_process(notebook: Notebook, name: str) -> None:
 
 
 REFUSED = {
+    "loss = lambda w: torch.func.functional_call(model, w, (x,)).sum()\n"
+    "torch.func.grad(loss)(dict(model.named_parameters()))": "p.detach().clone() for n, p in",
     "model = chain(); opt = torch.optim.AdamW(model.parameters())\nmodel[3].fails = 'backward'\n"
     "try: model(x).sum().backward()\nexcept Fails: pass\nopt.step()": "`optimizer.zero_grad()` where the error is",
     "if rank == 0: print(model[5].weight.norm())": "on every rank, above `if rank == 0:`",

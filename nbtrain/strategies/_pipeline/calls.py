@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import compiler, modules, pytree
-from nbtrain.strategies._pipeline.compared import evaluated, fits, is_users_hook
+from nbtrain.compat import compiler, pytree
+from nbtrain.strategies._pipeline.compared import evaluated, fits
 from nbtrain.strategies._pipeline.criterion import Loss, Waiting
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.forms import form_of
@@ -39,8 +39,8 @@ UNCUT = (
     "loss is computed from, and compute the loss in the loop"
 )
 HOOKED = (
-    "pipeline: a hook of {part} runs on rank {rank} alone, where the module lies, and once for each micro-batch: what "
-    "it returns counts, what it collects stays there. Collect from what the model returns, or use --strategy ddp"
+    "pipeline: {part} has a hook, which runs on every rank, once for a batch. For that the parts of {name} compute one "
+    "after the other, each on its rank, and ranks wait for each other: handle.remove() where the hook is not needed"
 )
 LARGE = 16
 """MB that go to every rank without a word"""
@@ -63,9 +63,10 @@ class Calls:
         share: Callable[[list[torch.Tensor]], None],
         move: Callable[[Line, list[int]], None],
         reorder: Callable[[Line, list[int]], None],
+        hooked: Callable[[Line], nn.Module | None],
     ) -> None:
         """`busy`: a call is under way. `is_owned`: only one rank has this. `share`: every rank is to have these.
-        `move`: stages are to be others. `reorder`: so are the parts, in this order."""
+        `move`: stages are to be others. `reorder`: so are the parts, in this order. `hooked`: a module with a hook."""
         self.line, self.place, self.microbatches = line, place, microbatches
         self.busy, self.is_owned, self.share, self.move, self.reorder = busy, is_owned, share, move, reorder
         self.in_order = False
@@ -80,9 +81,9 @@ class Calls:
         self.loss: Loss | None = None
         """what `--loss` names"""
         self.on = False
-        self.looked = self.hooked = False
-        """for hooks of parts, in this cell; and they were told of"""
-        self.warned = self.told = False
+        self.hooked, self.around = hooked, False
+        """whether the call before went part by part, for the sake of a hook"""
+        self.warned = self.told = self.hooks_told = False
         self.reason = ""
         """why it runs part by part"""
         self.new = False
@@ -93,12 +94,11 @@ class Calls:
         route(root, self._through)
         routed: Any = type(root)
         routed.forward = lambda module, *args, **kwargs: self._forward(module, args, kwargs)
-        self.on, self.looked = True, False
+        self.on = True
 
     def leave(self) -> None:
         if self.on:
             self.on = False
-            self._tell_hooks()
             unroute(self.line.root)
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
@@ -109,9 +109,9 @@ class Calls:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.line.root or self.busy():
             return plain_class(module).forward(module, *args, **kwargs)
-        if not self.looked:
-            self.looked = True
-            self._tell_hooks()
+        if (hooked := self.hooked(self.line)) is not None:
+            return self._around(hooked, module, args, kwargs)
+        self.around = False
         leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
         cut = Cut.of(leaves, self.microbatches, self.place.ranks)
         slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
@@ -172,17 +172,16 @@ class Calls:
             programs = [self._program(given, tree) for given in batches]
             return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
 
-    def _tell_hooks(self) -> None:
-        """Parts are computed, and so their hooks run, on one rank."""
-        if self.hooked or self.place.rank:
-            return
-        for part, stage in self.line.owners():
-            for module in part.modules():
-                if any(map(is_users_hook, modules.call_hooks(module))):
-                    self.hooked = True
-                    name = next(name for name, m in self.line.root.named_modules() if m is module)
-                    print(HOOKED.format(part=f"{name} ({type(module).__name__})", rank=stage))
-                    return
+    def _around(self, found: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Part by part, with the hook of `found` on every rank."""
+        if not self.around:
+            self.around = True
+            meet(self.place, pytree.tree_leaves((args, kwargs)), self.name, UNDIVIDED)  # the others have it, too
+            if self.place.rank == 0 and not self.hooks_told:
+                self.hooks_told = True
+                name = next(name for name, m in self.line.root.named_modules() if m is found)
+                print(HOOKED.format(part=f"{name} ({type(found).__name__})", name=self.name))
+        return plain_class(module).forward(module, *args, **kwargs)
 
     def _tell_size(self, returned: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]

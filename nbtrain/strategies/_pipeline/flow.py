@@ -31,8 +31,8 @@ APART = (
 
 OTHER_PLANS = (
     "the forward of {name} does not do the same on every rank: something that it reads (a global, an attribute, a "
-    "file, `rank`) differs between them, and under pipeline each rank computes a part of one forward. Let nothing in a "
-    "forward depend on the rank, or use --strategy ddp"
+    "file, `rank`), or a hook in it, differs between them, and under pipeline each rank computes a part of one "
+    "forward. Let nothing in a forward depend on the rank, or use --strategy ddp"
 )
 
 

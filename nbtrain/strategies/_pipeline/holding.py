@@ -32,8 +32,8 @@ HALF = (
     "those of some stages and micro-batches only. Write `optimizer.zero_grad()` where the error is caught"
 )
 
-Layout = list[tuple[Any, Any]]
-"""of one parameter's state: (key, (shape, dtype, device) or a value that is no tensor)"""
+Layout = list[tuple[Any, Any]] | None
+"""of one parameter's state: (key, (shape, dtype, device) or a value that is no tensor); None where there is none"""
 
 
 class Holding:
@@ -116,12 +116,16 @@ class Holding:
         with tensors.as_plain_tensors():
             for p in self._of(optimizer):
                 if not self.foreign(p):
-                    if not optimizer.state.get(p):  # the cell may have thrown it away: all have, and it comes anew
-                        self._told.pop(_key(optimizer, p), None)
                     found += [value for _, value in _tensors(optimizer.state.get(p))]
                     if p.grad is not None:
                         found.append(p.grad)
         return found
+
+    def missed(self, optimizer: Optimizer) -> None:
+        """Before it steps: the cell may have thrown states away. All ranks have, and what comes anew is told anew."""
+        for p in self._of(optimizer):
+            if not self.foreign(p) and not optimizer.state.get(p):
+                self._told[_key(optimizer, p)] = _layout(optimizer.state.get(p))
 
     # --- gradients -----------------------------------------------------------------------------
 
@@ -296,13 +300,20 @@ def _tensors(state: Any) -> list[tuple[Any, torch.Tensor]]:
 
 
 def _layout(state: Any) -> Layout:
-    return [
-        (key, (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else value)
-        for key, value in (state or {}).items()
-    ]
+    return (
+        None
+        if state is None
+        else [
+            (key, (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else value)
+            for key, value in state.items()
+        ]
+    )
 
 
 def _apply(optimizer: Optimizer, p: torch.Tensor, layout: Layout) -> None:
+    if layout is None:
+        optimizer.state.pop(p, None)
+        return
     state = optimizer.state[p]
     for key in [key for key in state if key not in dict(layout)]:
         del state[key]

@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.asked import AGAIN
 from nbtrain.strategies._pipeline.failing import Failure, Failures
+from nbtrain.strategies._pipeline.hooks import is_users_hook
 from nbtrain.strategies.own_stream import OwnStream
 
 ALONE = (
@@ -61,9 +62,7 @@ class OneByOne:
     ) -> None:
         """`units`: (module, the rank that owns it). `busy`: stages are being run, calls are theirs. `accumulates`: a
         backward that runs now leaves gradients in parameters."""
-        # Without anything to hold, a module is none of a rank's: it is run by all, in the stream of all.
-        self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
-        self.numbers = {number: i for i, number in enumerate(self.units)}
+        self.units: dict[int, tuple[nn.Module, int]] = {}
         self.rank = rank
         self.busy = busy
         self.stream = stream
@@ -74,6 +73,17 @@ class OneByOne:
         """this rank's weights are ordinary tensors meanwhile"""
         self.failures = Failures(rank)
         self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+        self.take(units)
+
+    def take(self, units: Iterable[tuple[nn.Module, int]]) -> None:
+        """These are the units from now on."""
+        worn = bool(self._worn)
+        self.leave()
+        # Without anything to hold, a module is none of a rank's: it is run by all, in the stream of all.
+        self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
+        self.numbers = {number: i for i, number in enumerate(self.units)}
+        if worn:
+            self.enter()
 
     def enter(self) -> None:
         self.leave()
@@ -97,7 +107,18 @@ class OneByOne:
 
         def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(layers.call_as_class_does, plain, module)
-            if self.inside or id(module) not in self.units or self.busy():
+            if self.inside or id(module) not in self.units or self.busy() or around(module):
+                return as_it_is(*args, **kwargs)
+            return self._call(module, as_it_is, args, kwargs)
+
+        def around(module: nn.Module) -> bool:
+            """Its hooks run on every rank, and its forward on its own."""
+            return "forward" not in vars(module) and any(map(is_users_hook, modules.call_hooks(module)))
+
+        @wraps(plain.forward)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            as_it_is = partial(plain.forward, module)
+            if self.inside or id(module) not in self.units or self.busy() or not around(module):
                 return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
 
@@ -108,6 +129,7 @@ class OneByOne:
         body = {
             "__call__": call,  # below it is what `--precision` does around calls: that is to be done on all ranks
             modules.CALL: call_impl,
+            "forward": forward,
             "__reduce_ex__": reduce,
             "__module__": plain.__module__,
             "__qualname__": plain.__qualname__,
