@@ -19,6 +19,9 @@ All of them survive pickling, because ranks raise them too.
 
 from __future__ import annotations
 
+RAISED_BY = "_nbtrain_raised_by"
+"""The attribute of an error that every rank raises because the code of one did: which one."""
+
 
 class NbtrainError(Exception):
     """Base of everything nbtrain raises on purpose."""

@@ -130,6 +130,8 @@ class Failed(Event):
     """of one that was: file, line and function, the innermost call first"""
     interrupted: bool = False
     """by us: it was stopped, or waited for one that failed"""
+    relayed: bool = False
+    """the code of another rank raised it, and this one was told"""
     steps: int = 0
     """how many it has taken"""
     calls: int = 0

@@ -102,6 +102,7 @@ TABLE: tuple[Row, ...] = (
         "torch.{}.functional_call",
         {
             "step": "what it takes in the place of weights is known for such",
+            "pipeline": "a model in stages is called with the weights given: every rank computes all of it",
             "pieces": "a model in pieces is called with the weights given, without what gathers its own",
         },
         names=("func", "nn.utils.stateless"),

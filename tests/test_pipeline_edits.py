@@ -25,6 +25,33 @@ class Mine(torch.optim.Optimizer):
             state = self.state[p]
             state.setdefault("average", torch.zeros_like(p)).mul_(0.9).add_(p.grad / (1 + total))
             p.add_(state["average"], alpha=-0.1)
+class Fails(Exception):
+    def __init__(self, code):
+        super().__init__(f"code {code}"); self.code = code
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h): return h * 1
+    @staticmethod
+    def backward(ctx, grad): raise Fails(2)
+class Touchy(nn.Module):
+    fails = ""
+    def __init__(self):
+        super().__init__(); self.inner = nn.Linear(8, 8)
+    def forward(self, h):
+        h = self.inner(h)
+        if self.fails == "forward" and len(h) == 1: raise Fails(1)
+        return Back.apply(h) if self.fails == "backward" else h
+class Blocks(nn.Module):
+    def __init__(self, looks):
+        super().__init__(); self.looks = looks
+        self.blocks = nn.ModuleList([nn.Linear(4, 8), Touchy(), nn.Linear(8, 8), Touchy(), nn.Linear(8, 3)])
+    def forward(self, h):
+        for block in self.blocks:
+            h = block(h)
+            if self.looks and h.sum() > 1e9: break
+        return h
+def chain():
+    return nn.Sequential(nn.Linear(4, 8), Touchy(), nn.Linear(8, 8), Touchy(), nn.Linear(8, 3))
 torch.manual_seed(3)
 batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(4)]
 def fresh():
@@ -45,7 +72,63 @@ def outcome():
 """
 BACKWARD = "for x, y in batches:\n    F.cross_entropy(model(x), y).backward()\n"
 STEP = "    opt.step(); opt.zero_grad()\n"
+CAUGHT = """
+torch.manual_seed(1); model = {model}; touchy = [m for m in model.modules() if isinstance(m, Touchy)]
+opt = torch.optim.AdamW(model.parameters(), 1e-2)
+for x, y in batches:
+    for wrong in (x[:, :3], x[:1]):
+        for one in touchy:
+            one.fails = "forward"
+            try: model(wrong)
+            except RuntimeError: out.append(1)
+            except Fails as error: out.append(1 + error.code)
+            one.fails = ""
+    for one in touchy:
+        one.fails = "backward"
+        try: F.cross_entropy(model(x), y).backward()
+        except Fails as error: out.append(1 + error.code)
+        x.requires_grad_()
+        try: torch.autograd.grad(model(x).sum(), x)
+        except Fails as error: out.append(1 + error.code)
+        x.requires_grad_(False); one.fails = ""; opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+"""
+HOOKS = """
+torch.manual_seed(1); model = {model}; opt = torch.optim.AdamW(model.parameters(), 1e-2); seen, store = [], {{}}
+last = [m for m in model.modules() if isinstance(m, Touchy)][1]
+linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+handles = [m.register_forward_hook(lambda m, i, o: seen.append(o.detach())) for m in linears]
+handles.append(last.inner.register_forward_hook(lambda m, i, o: store.update(h=o)))
+handles.append(last.register_full_backward_hook(lambda m, i, o: store.update(g=o[0])))
+for x, y in batches:
+    (F.cross_entropy(model(x), y) + store["h"].square().mean()).backward()
+    out.append(store["g"])
+    out.append(torch.autograd.grad(model(x)[:, 1].sum(), store["h"])[0])
+    opt.step(); opt.zero_grad()
+while handles: handles.pop().remove()
+for x, y in batches: F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+out.append(seen); store = 0
+"""
+FUNCTIONAL = """
+for x, y in batches:
+    weights = {k: v * 0.5 for k, v in model.named_parameters()}
+    found = [torch.func.functional_call(model, w, (x,)) for w in (weights, {"2.weight": weights["2.weight"]})]
+    out.append(found); sum(F.cross_entropy(h, y) for h in found).backward()
+    copies = {k: v.detach().clone() for k, v in model.named_parameters()}
+    out.append(list(torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(copies).values()))
+    opt.step(); opt.zero_grad()
+weights = found = copies = 0
+"""
 EDITS = {
+    "other weights in a call": FUNCTIONAL,
+    "states that are thrown away": "opt = Mine(model.parameters()); held = list(model.parameters())\n" + BACKWARD + STEP
+    + "    del opt.state[held[0]], opt.state[held[-1]]\n    out.append([s['average'] for s in opt.state.values()])\n"
+    "held = 0\n",
+    "hooks that store, in a chain": HOOKS.format(model="chain()"),
+    "hooks that store, in blocks": HOOKS.format(model="Blocks(False)"),
+    "errors of stages that are caught": CAUGHT.format(model="chain()") + STEP,
+    "errors of blocks that are caught": CAUGHT.format(model="Blocks(False)") + STEP,
+    "errors of parts that are caught": CAUGHT.format(model="Blocks(True)") + STEP,
     "norms": BACKWARD + "    out.append([p.norm().item() for p in model.parameters()])\n"
     "    out.append(max(p.detach().abs().max() for p in model.parameters()))\n" + STEP,
     "copies": "out.append({n: p.clone() for n, p in model.named_parameters()})\n" + BACKWARD + STEP,
@@ -105,6 +188,10 @@ def test_it_is_as_in_one_process(notebook: Notebook, name: str) -> None:
 
 
 REFUSED = {
+    "loss = lambda w: torch.func.functional_call(model, w, (x,)).sum()\n"
+    "torch.func.grad(loss)(dict(model.named_parameters()))": "p.detach().clone() for n, p in",
+    "model = chain(); opt = torch.optim.AdamW(model.parameters())\nmodel[3].fails = 'backward'\n"
+    "try: model(x).sum().backward()\nexcept Fails: pass\nopt.step()": "`optimizer.zero_grad()` where the error is",
     "if rank == 0: print(model[5].weight.norm())": "on every rank, above `if rank == 0:`",
     "h = model[5].weight.register_hook(abs)\nF.cross_entropy(model(x), y).backward()": "hook on its gradient",
     "[p.share_memory_() for p in model.parameters()]": "share_memory_() was asked of a weight",
@@ -117,3 +204,12 @@ def test_what_cannot_be_is_one_sentence(notebook: Notebook, code: str) -> None:
     error = notebook.fails("%%distributed -s pipeline -d 2\n" + code)
     assert error.ename == "NotSupported"
     assert REFUSED[code] in error.evalue
+
+
+def test_an_error_is_told_by_the_rank_whose_stage_raised_it(notebook: Notebook) -> None:
+    notebook(
+        "x, y = batches[0]; model = chain(); model[3].fails = 'forward'\nopt = torch.optim.AdamW(model.parameters())"
+    )
+    shown = notebook.kernel.run("%%distributed -s pipeline -d 2\nmodel(x[:1])").text
+    assert "raised on rank 1." in shown
+    assert "in Touchy.forward(self, h)" in shown

@@ -16,6 +16,8 @@ check = its.check
 _task = its.name("torch._C._current_graph_task_id")
 _keeps = its.name("torch._C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = its.name("torch._C._autograd._top_saved_tensors_default_hooks")
+_is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
+_unwrapped = its.name("torch._C._functorch.get_unwrapped")
 _functorch_level = its.name("torch._C._functorch.peek_interpreter_stack")
 _is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
 _unwrapped = its.name("torch._C._functorch.get_unwrapped")
@@ -140,3 +142,10 @@ def divisor(node: Any) -> float | None:
 
 def _is_number(tensor: torch.Tensor) -> bool:
     return not tensor.dim() and not tensor.requires_grad and not tensor.is_complex() and tensor.device.type == "cpu"
+
+
+def below_transforms(tensor: Any) -> Any:
+    """What `torch.func.grad` and `vmap` were given, of what they give to the function."""
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor

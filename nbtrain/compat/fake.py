@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +33,18 @@ SWITCHES = frozenset({"_set_grad_enabled", "set_grad_enabled", "_enter_autocast"
 """Calls that a function mode sees when `no_grad` and `autocast` are entered and left."""
 
 aten = torch.ops.aten
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What goes wrong there is told by us."""
+    logger = logging.getLogger(LOGGER)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def current_mode() -> Any:

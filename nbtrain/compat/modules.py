@@ -54,6 +54,13 @@ its.fields("torch.utils.hooks.RemovableHandle", "id")
 its.members("torch.utils.hooks.RemovableHandle", "next_id")
 
 
+def hooks_made() -> int:
+    """How many this process has registered so far, wherever."""
+    from torch.utils.hooks import RemovableHandle
+
+    return int(RemovableHandle.next_id)
+
+
 def parameters(module: Any) -> dict[str, Any]:
     """Its own, by name, those that are None among them; what is written into it is what the module has."""
     table: dict[str, Any] = module._parameters

@@ -6,9 +6,7 @@ look at numbers (`if loss.item() > 1`), or use code that knows nothing of such t
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.compat.fake import LOGGER, FakeTensorMode
+from nbtrain.compat.fake import FakeTensorMode, quiet
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile_call import Call, find_call
 from nbtrain.planning.profile_left import Left
@@ -133,7 +131,7 @@ def _on_shapes(
 
     # What the forward makes itself lies where torch is told to make it, but everything is on the CPU here.
     elsewhere = torch.get_default_device().type != "cpu"
-    with _quiet(), lent(model, others, attribute), torch.device("cpu") if elsewhere else nullcontext(), shapes.mode:
+    with quiet(), lent(model, others, attribute), torch.device("cpu") if elsewhere else nullcontext(), shapes.mode:
         traced = trace(model, given, shapes.form, recompute)
     left.watch(traced.watched)
     return _stepped(traced, weights, optimizer)
@@ -152,15 +150,3 @@ def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimi
     with torch.inference_mode(False), torch.enable_grad():
         stepped = step(optimizer, weights)
     return _Looked(traced, stepped, {key: size(fake) for key, fake in weights.items()})
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What goes wrong there is told by us."""
-    logger = logging.getLogger(LOGGER)
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before

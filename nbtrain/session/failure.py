@@ -28,9 +28,10 @@ def exception(
 ) -> BaseException:
     """The first failure that was not an interruption by us, raised as what it was. `held`: what is left on the ranks.
     `hint`: what else is to be said. `numbers`: of the notebook's cells. `stuck`: who had to be ended."""
-    first = min(failed.values(), key=lambda f: (f.interrupted, f.time))
-    same = sorted(f.rank for f in failed.values() if (f.name, f.text) == (first.name, first.text))
-    others = sorted(f.rank for f in failed.values() if f.rank not in same and not f.interrupted)
+    first = min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
+    like = first.name, first.text, first.relayed
+    same = sorted(f.rank for f in failed.values() if (f.name, f.text, f.relayed) == like)
+    others = sorted(f.rank for f in failed.values() if f.rank not in same and not (f.interrupted or f.relayed))
     error = _original(first, open_packed)
     freed: dict[str, list[int]] = {}
     for rank in sorted(failed):

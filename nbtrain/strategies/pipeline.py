@@ -25,7 +25,10 @@ from nbtrain.strategies._pipeline.calls import Calls
 from nbtrain.strategies._pipeline.criterion import Loss
 from nbtrain.strategies._pipeline.dicts import Dicts
 from nbtrain.strategies._pipeline.estimate import estimate
+from nbtrain.strategies._pipeline.failing import is_everywhere
+from nbtrain.strategies._pipeline.functional import Functional
 from nbtrain.strategies._pipeline.holding import Holding
+from nbtrain.strategies._pipeline.hooks import Hooks
 from nbtrain.strategies._pipeline.norms import clip_norm
 from nbtrain.strategies._pipeline.one_by_one import OneByOne
 from nbtrain.strategies._pipeline.plan import Line, callable_by_itself, cut, describe, find_owners, make_lines, size
@@ -64,17 +67,19 @@ class Staged(Prepared):
         self.lines, small = make_lines(roots, self.place.ranks, options.balance)
         for model in small:
             self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
+        self.hooks = Hooks(self.lines)
         self.promoted: set[int] = set()
         self.calls = [
             Calls(
                 line,
                 self.place,
                 options.microbatches,
-                self._inside,
+                lambda: self._inside() or self.functional.inside,
                 lambda t: id(t) in self.owners.of,
                 self._share,
                 self._move,
                 self._reorder,
+                self._hooked,
             )
             for line in self.lines
         ]
@@ -87,6 +92,7 @@ class Staged(Prepared):
             for calls in self.calls:
                 calls.measure = options.balance
         self.handles: list[Any] = []
+        self.functional = Functional(line.root for line in self.lines)
         self.stepping = False
         """a closure's backward runs inside of a step"""
         self.asked = Asked(component.parameters(), self._inside)
@@ -100,21 +106,21 @@ class Staged(Prepared):
     def _hold(self) -> None:
         """As the lines are cut now."""
         component, place = self.component, self.place
+        self.hooks.look()
         self.owners = find_owners(self.lines, component.parameters(), component.buffers(), self.promoted)
         self.holding = Holding(self.owners, component.optimizers.values(), place.rank, self.placing)
         self.holding.hide()
         self.dicts = Dicts(self.holding)
         foreign = [p for p in component.parameters() if self.holding.foreign(p)]
         place.accumulates = lambda: self.asked.accumulates
-        units = [pair for line in self.lines for pair in line.owners()]
-        self.one_by_one = OneByOne(
-            units, place.rank, lambda: place.inside, place.stream, lambda: self.asked.accumulates
-        )
-        self.one_by_one.lifted = self.placing.lifted
+        units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
+        self.one_by_one = OneByOne(units, place.rank, self._busy, place.stream, lambda: self.asked.accumulates)
+        self.one_by_one.lifted, self.one_by_one.failures = self.placing.lifted, place.failures
         own = [p for p in component.parameters() if not self.holding.foreign(p)]
         self.shared = SharedGradients(
             self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
         )
+        self.shared.failures = place.failures
 
     def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
@@ -145,6 +151,13 @@ class Staged(Prepared):
             name = type(line.root).__name__
             print(f"{name} calls its parts in another order than it registers them: {_described(line)}")
 
+    def _hooked(self, line: Line) -> nn.Module | None:
+        """A module of it that has a hook of the user's."""
+        if self.hooks.look():
+            units = self.hooks.apart(pair for each in self.lines for pair in each.owners())
+            self.one_by_one.take(units)
+        return self.hooks.below(line.root)
+
     def _hold_anew(self) -> None:
         self.shared.leave()
         self.one_by_one.leave()
@@ -159,6 +172,10 @@ class Staged(Prepared):
         """From now on tensors of one rank are read and written on all."""
         self.placing.on(self.holding.places())
         self.placing.learn(self.holding.states())
+
+    def _busy(self) -> bool:
+        """Units are called as they are."""
+        return self.place.inside or self.functional.inside
 
     def _inside(self) -> bool:
         return self.place.inside or self.one_by_one.inside
@@ -201,6 +218,7 @@ class Staged(Prepared):
         self.place.stream.begin()
         self.dicts.on()
         self.asked.on()
+        self.functional.on()
         self.one_by_one.enter()
         self.shared.enter()
         for calls in self.calls:
@@ -235,21 +253,30 @@ class Staged(Prepared):
         self.shared.leave()
         self.one_by_one.leave()
         self.asked.off()
+        self.functional.off()
         self.dicts.off()
 
     def reset(self) -> None:
         self.place.inside = self.stepping = False
         self.place.channel.forget()
+        self.place.failures.forget()
         self.holding.put_back()
 
     # --- the loop --------------------------------------------------------------------------------
 
     @contextmanager
     def backward(self) -> Iterator[float]:
+        self.holding.check_half(self.place.device)
         self.holding.set_aside()
         try:
             with self.shared.backward():
                 yield 1.0
+        except Exception as error:
+            if is_everywhere(error):  # a cell may catch it, and look at what gradients there are
+                self.holding.put_back()
+                self.holding.tell_gradients(self.place.device)
+                self.holding.half = self.holding.own_gradients()
+            raise
         finally:
             self.holding.put_back()
         self.holding.tell_gradients(self.place.device)
@@ -265,6 +292,9 @@ class Staged(Prepared):
             return clip_norm(held, set(self.owners.of), foreign, max_norm, norm_type, self.place.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holding.knows(optimizer):
+            self.holding.check_half(self.place.device)
+            self.holding.missed(optimizer)
         if self.holding.learns(optimizer) and self._per_parameter(optimizer):
             self.stepping = True
             self.holding.set_aside()

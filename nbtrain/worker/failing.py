@@ -9,7 +9,7 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 from nbtrain.compat import fit
-from nbtrain.errors import CannotTravel, NbtrainError
+from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.worker.interrupts import cut_a_step_short
@@ -29,6 +29,7 @@ class Failing:
         return Failed(
             rank=self._rank, time=time.time(), name=type(error).__name__, text=_text(error), lines=tuple(lines),
             exception=None if interrupted else self._packed(error), interrupted=interrupted,
+            relayed=getattr(error, RAISED_BY, self._rank) != self._rank,
             frames=_frames(error.__traceback__) if interrupted else (),
         )  # fmt: skip
 

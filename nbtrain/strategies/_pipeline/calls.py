@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import compiler, modules, pytree
-from nbtrain.compat.tensors import BY_LIBRARIES, is_users_hook
+from nbtrain.compat import compiler, pytree
 from nbtrain.strategies._pipeline.compared import evaluated, fits
 from nbtrain.strategies._pipeline.criterion import Loss, Waiting
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
@@ -40,8 +39,8 @@ UNCUT = (
     "loss is computed from, and compute the loss in the loop"
 )
 HOOKED = (
-    "pipeline: a hook of {part} runs on rank {rank} alone, where the module lies, and once for each micro-batch: what "
-    "it returns counts, what it collects stays there. Collect from what the model returns, or use --strategy ddp"
+    "pipeline: {part} has a hook, which runs on every rank, once for a batch. For that the parts of {name} compute one "
+    "after the other, each on its rank, and ranks wait for each other: handle.remove() where the hook is not needed"
 )
 LARGE = 16
 """MB that go to every rank without a word"""
@@ -64,9 +63,10 @@ class Calls:
         share: Callable[[list[torch.Tensor]], None],
         move: Callable[[Line, list[int]], None],
         reorder: Callable[[Line, list[int]], None],
+        hooked: Callable[[Line], nn.Module | None],
     ) -> None:
         """`busy`: a call is under way. `is_owned`: only one rank has this. `share`: every rank is to have these.
-        `move`: stages are to be others. `reorder`: so are the parts, in this order."""
+        `move`: stages are to be others. `reorder`: so are the parts, in this order. `hooked`: a module with a hook."""
         self.line, self.place, self.microbatches = line, place, microbatches
         self.busy, self.is_owned, self.share, self.move, self.reorder = busy, is_owned, share, move, reorder
         self.in_order = False
@@ -81,9 +81,11 @@ class Calls:
         self.loss: Loss | None = None
         """what `--loss` names"""
         self.on = False
-        self.looked = self.hooked = False
-        """for hooks of parts, in this cell; and they were told of"""
-        self.warned = self.told = False
+        self.hooked, self.around = hooked, False
+        """whether the call before went part by part, for the sake of a hook"""
+        self.warned = self.told = self.hooks_told = False
+        self.reason = ""
+        """why it runs part by part"""
         self.new = False
         """it was found out just now what such a call does"""
 
@@ -92,12 +94,11 @@ class Calls:
         route(root, self._through)
         routed: Any = type(root)
         routed.forward = lambda module, *args, **kwargs: self._forward(module, args, kwargs)
-        self.on, self.looked = True, False
+        self.on = True
 
     def leave(self) -> None:
         if self.on:
             self.on = False
-            self._tell_hooks()
             unroute(self.line.root)
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
@@ -108,9 +109,9 @@ class Calls:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.line.root or self.busy():
             return plain_class(module).forward(module, *args, **kwargs)
-        if not self.looked:
-            self.looked = True
-            self._tell_hooks()
+        if (hooked := self.hooked(self.line)) is not None:
+            return self._around(hooked, module, args, kwargs)
+        self.around = False
         leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
         cut = Cut.of(leaves, self.microbatches, self.place.ranks)
         slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
@@ -126,7 +127,9 @@ class Calls:
             if self.new:
                 meet(self.place, leaves, self.name, UNDIVIDED)  # every rank goes this way, and none waits for a stage
                 self.new = False
-            return plain_class(module).forward(module, *args, **kwargs)
+            returned = plain_class(module).forward(module, *args, **kwargs)
+            self._warn(SLOWLY.format(name=self.name, reason=self.reason))  # what fails does so for its own reason
+            return returned
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
             first = Flow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
@@ -136,6 +139,7 @@ class Calls:
                 self.programs.clear()
                 return self._forward(module, args, kwargs)
         flow = Flow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
+        flow.failed = self.known.clear  # it was not seen whether what fails can be cut
         given = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss is not None and torch.is_grad_enabled() and not given:
             return Waiting.of(flow, self.loss)
@@ -164,25 +168,20 @@ class Calls:
 
     def _compared(self, batches: list[list[Any]], tree: Any, cut: Cut) -> bool:
         root = self.line.root
-        warned, self.warned = self.warned, True  # that it cannot be written down when evaluated is no news
         with evaluated(root):
-            try:
-                programs = [self._program(given, tree) for given in batches]
-            finally:
-                self.warned = warned
+            programs = [self._program(given, tree) for given in batches]
             return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
 
-    def _tell_hooks(self) -> None:
-        """Parts are computed, and so their hooks run, on one rank."""
-        if self.hooked or self.place.rank:
-            return
-        for part, stage in self.line.owners():
-            for module in part.modules():
-                if any(is_users_hook(hook, BY_LIBRARIES) for hook in modules.call_hooks(module)):
-                    self.hooked = True
-                    name = next(name for name, m in self.line.root.named_modules() if m is module)
-                    print(HOOKED.format(part=f"{name} ({type(module).__name__})", rank=stage))
-                    return
+    def _around(self, found: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Part by part, with the hook of `found` on every rank."""
+        if not self.around:
+            self.around = True
+            meet(self.place, pytree.tree_leaves((args, kwargs)), self.name, UNDIVIDED)  # the others have it, too
+            if self.place.rank == 0 and not self.hooks_told:
+                self.hooks_told = True
+                name = next(name for name, m in self.line.root.named_modules() if m is found)
+                print(HOOKED.format(part=f"{name} ({type(found).__name__})", name=self.name))
+        return plain_class(module).forward(module, *args, **kwargs)
 
     def _tell_size(self, returned: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -215,12 +214,12 @@ class Calls:
         except NeedsWhole as error:
             tensors = error.tensors
         except CannotRecord as error:
-            self._warn(SLOWLY.format(name=self.name, reason=error))
+            self.reason = str(error)
             return None
         except OutOfOrder:
             if not self.in_order:
                 raise
-            self._warn(SLOWLY.format(name=self.name, reason="a part is given what a later stage makes"))
+            self.reason = "a part is given what a later stage makes"
             return None
         finally:
             self.place.inside = before

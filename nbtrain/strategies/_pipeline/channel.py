@@ -23,6 +23,9 @@ THIN = (
 )
 
 
+Wires = tuple[bytes, list[torch.Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Stands for a tensor."""
@@ -44,8 +47,10 @@ class Channel:
         self._back: tuple[Any, Any] = (None, None)
 
     def send(self, value: Any, to: int, back: bool = False) -> None:
-        said, tensors = _packed(value)
-        for wire in (*self._heads(said), *tensors):
+        self.put(packed(value), to, back)
+
+    def put(self, wires: Wires, to: int, back: bool = False) -> None:
+        for wire in (*self._heads(wires[0]), *wires[1]):
             if wire.numel():
                 work = dist.isend(wire, to, group=self._group(back), tag=int(back))
                 self._under_way.append((work, wire))
@@ -56,10 +61,10 @@ class Channel:
 
         return self._receive(get)
 
-    def share(self, value: Any, source: int) -> Any:
-        """From one rank to all."""
+    def share(self, value: Any, source: int, wires: Wires | None = None) -> Any:
+        """From one rank to all. `wires`: it is packed already."""
         if dist.get_rank() == source:
-            said, tensors = _packed(value)
+            said, tensors = wires or packed(value)
             for wire in (*self._heads(said), *tensors):
                 if wire.numel():
                     dist.broadcast(wire.reshape(-1).view(torch.uint8), source)
@@ -114,7 +119,8 @@ def _share(wire: torch.Tensor, source: int) -> None:
     dist.broadcast(wire.reshape(-1).view(torch.uint8), source)
 
 
-def _packed(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+def packed(value: Any) -> Wires:
+    """As it is sent. Raises where it cannot be."""
     tensors: list[torch.Tensor] = []
 
     def slot(tensor: torch.Tensor) -> Slot:

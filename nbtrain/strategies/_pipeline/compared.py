@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import modules, pytree, tensors
+from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.flow import meet, plan_of
 from nbtrain.strategies._pipeline.program import Program
@@ -121,7 +121,7 @@ def _coarse(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
-    """No random number, no print, no hook of the user's, no buffer or attribute."""
+    """No random number, no print, no buffer or attribute. Where the user has hooks, nothing is compared (hooks.py)."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None
     stream, place.stream.states = place.stream.states, list(place.stream.states)
@@ -133,11 +133,6 @@ def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)  # it would keep weights without a graph, and use them afterwards
     cuda: list[int] | None = None if place.device.type == "cuda" else []
     try:
-        for module in root.modules():
-            for name in modules.FORWARD_HOOKS:
-                table = vars(module)[name]
-                theirs = [pair for pair in table.items() if not tensors.is_users_hook(pair[1], tensors.BY_LIBRARIES)]
-                vars(module)[name] = type(table)(theirs)
         with torch.random.fork_rng(devices=cuda), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:

@@ -184,10 +184,15 @@ class OneByTurns:
             with tensors.as_plain_tensors():
                 for p, grad in zip(self.parameters, before, strict=True):
                     p.grad = grad
-        loss = torch.stack(self.losses).sum() if place.rank == place.last else None
-        if loss is not None and self.check:
-            self._compare(loss)
-        found: torch.Tensor = place.channel.share(loss, place.last)
+        said: Any = place.failures.found
+        if place.rank == place.last and said is None:
+            try:
+                said = torch.stack(self.losses).sum()
+                if self.check:
+                    self._compare(said)
+            except Exception as error:  # the criterion's, too: the others wait for what is shared
+                said = place.failures.take(error)
+        found: torch.Tensor = flow.agreed(place.channel.share(said, place.last))
         return found
 
     @torch.no_grad()
@@ -223,21 +228,27 @@ class OneByTurns:
         flow, place = self.flow, self.flow.place
         with flow.surroundings():
             stretch, result = flow.stages[number].forward(flow.slices[number])
-        if place.rank == place.last:
-            with place.computing(True):
-                output = pytree.tree_map_only(torch.Tensor, _raised, result)
-                loss = self.criterion(output, *self.targets[number])
-                if self.check:
-                    self.outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
-                if not isinstance(loss, torch.Tensor) or loss.dim():
-                    what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                    raise NotSupported(SUMMED.format(what=what))
-                if not self.weights[number]:  # all of it is left out: the mean of nothing is not a number
-                    loss = sum(leaf.sum() * 0 for leaf in pytree.tree_leaves(output))
-                loss = loss * self.weights[number]
-            self.losses.append(loss.detach())
-            stretch.ends = [loss]
+        if place.rank == place.last and place.failures.found is None:
+            try:
+                with place.computing(True):
+                    stretch.ends = [self._judged(number, result)]
+                self.losses.append(stretch.ends[0].detach())
+            except Exception as error:  # the other stages wait for its gradients
+                place.failures.take(error)
         return stretch
+
+    def _judged(self, number: int, result: Any) -> torch.Tensor:
+        """What the criterion says of this micro-batch's output, by what it counts."""
+        output = pytree.tree_map_only(torch.Tensor, _raised, result)
+        loss = self.criterion(output, *self.targets[number])
+        if self.check:
+            self.outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise NotSupported(SUMMED.format(what=what))
+        if not self.weights[number]:  # all of it is left out: the mean of nothing is not a number
+            loss = sum(leaf.sum() * 0 for leaf in pytree.tree_leaves(output))
+        return loss * self.weights[number]
 
 
 def _raised(tensor: torch.Tensor) -> torch.Tensor:

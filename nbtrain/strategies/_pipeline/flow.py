@@ -7,6 +7,7 @@ the whole call is one node, whose backward runs the stages the other way.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from nbtrain.compat import engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.asked import AGAIN
+from nbtrain.strategies._pipeline.channel import Wires, packed
+from nbtrain.strategies._pipeline.failing import Failure
 from nbtrain.strategies._pipeline.one_by_one import ALONE
 from nbtrain.strategies._pipeline.program import Program
 from nbtrain.strategies._pipeline.slices import Cut, Joined, gradients, join
@@ -28,8 +31,8 @@ APART = (
 
 OTHER_PLANS = (
     "the forward of {name} does not do the same on every rank: something that it reads (a global, an attribute, a "
-    "file, `rank`) differs between them, and under pipeline each rank computes a part of one forward. Let nothing in a "
-    "forward depend on the rank, or use --strategy ddp"
+    "file, `rank`), or a hook in it, differs between them, and under pipeline each rank computes a part of one "
+    "forward. Let nothing in a forward depend on the rank, or use --strategy ddp"
 )
 
 
@@ -45,6 +48,8 @@ class Flow:
         self.stretches: list[Stretch | None] = []
         self.joined: Joined | None = None
         self.stages: list[Stage] = []
+        self.failed: Callable[[], None] = lambda: None
+        """called before a failure of a stage is raised"""
         kind = place.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
@@ -68,19 +73,26 @@ class Flow:
             stretch, result = stage.forward(given)
             self.stretches.append(stretch if graph else None)
             results.append(result)
-        said: Any = None
-        if place.rank == place.last:
+        said: Any = place.failures.found
+        wires: Wires | None = None
+        if place.rank == place.last and said is None:
             try:
                 found = join(results, self.cut, self.name)
                 said = found.output, found.differ
+                wires = packed(said)
             except NotSupported as error:  # the others wait for what is shared
-                said = str(error)
+                said = place.failures.take(error)
         place.channel.settle()
-        said = place.channel.share(said, place.last)
-        if isinstance(said, str):
-            raise NotSupported(said)
+        said = self.agreed(place.channel.share(said, place.last, wires))
         self.joined = joined = Joined(*said)
         return joined
+
+    def agreed(self, said: Any) -> Any:
+        """What all ranks were told, if no stage has failed."""
+        if isinstance(said, Failure):
+            self.failed()
+            self.place.failures.fail(said)
+        return said
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -98,7 +110,10 @@ class Flow:
                 stretch.ends = []
             kept.append(stretch)
         place.channel.settle()
-        return self._of_inputs(kept, wanted)
+        found = self._of_inputs(kept, wanted)
+        if not place.accumulates():  # no backward of all parameters follows, where ranks would hear of a failure
+            meet(place, [], self.name)
+        return found
 
     def _of_inputs(self, stretches: list[Stretch], wanted: list[bool]) -> list[Any]:
         """What all stages have made of the gradients of what the model was given."""
@@ -137,12 +152,15 @@ def meet(place: Place, leaves: list[Any], name: str, plan: int = 0) -> None:
             if leaf.device.type == "cpu" and leaf.numel() and leaf.layout is torch.strided:
                 part = leaf.detach().reshape(-1)[: 1 << 16]
                 number = zlib.crc32(repr(part.sum(dtype=_exact(part.dtype)).item()).encode(), number)
-    both = torch.tensor([number, -number, plan, -plan], device=place.device)
+    failed = int(place.failures.found is not None)
+    both = torch.tensor([number, -number, plan, -plan, failed], device=place.device)
     try:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
     except NotSupported as error:
         raise NotSupported(f"{error}. {ALONE}") from None
-    largest, smallest, plan, other = both.tolist()
+    largest, smallest, plan, other, failed = both.tolist()
+    if failed:
+        place.failures.agree()
     if largest != -smallest:
         raise NotSupported(APART.format(name=name))
     if plan != -other:

@@ -27,8 +27,13 @@ TOGETHER = (
     "them write `(loss * 0).backward()` on all, or use --strategy ddp"
 )
 
-Layout = list[tuple[Any, Any]]
-"""of one parameter's state: (key, (shape, dtype, device) or a value that is no tensor)"""
+HALF = (
+    "a backward failed and was caught, and the gradients that it left are about to be used: under pipeline they are "
+    "those of some stages and micro-batches only. Write `optimizer.zero_grad()` where the error is caught"
+)
+
+Layout = list[tuple[Any, Any]] | None
+"""of one parameter's state: (key, (shape, dtype, device) or a value that is no tensor); None where there is none"""
 
 
 class Holding:
@@ -43,6 +48,8 @@ class Holding:
         self._told: dict[tuple[int, int], Layout] = {}
         """(id of the optimizer, of the parameter) → what the others know of its state"""
         self._aside: list[tuple[torch.Tensor, Any]] = []
+        self.half: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """the gradients that a backward has left that failed; on every rank or on none"""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -109,12 +116,16 @@ class Holding:
         with tensors.as_plain_tensors():
             for p in self._of(optimizer):
                 if not self.foreign(p):
-                    if not optimizer.state.get(p):  # the cell may have thrown it away: all have, and it comes anew
-                        self._told.pop(_key(optimizer, p), None)
                     found += [value for _, value in _tensors(optimizer.state.get(p))]
                     if p.grad is not None:
                         found.append(p.grad)
         return found
+
+    def missed(self, optimizer: Optimizer) -> None:
+        """Before it steps: the cell may have thrown states away. All ranks have, and what comes anew is told anew."""
+        for p in self._of(optimizer):
+            if not self.foreign(p) and not optimizer.state.get(p):
+                self._told[_key(optimizer, p)] = _layout(optimizer.state.get(p))
 
     # --- gradients -----------------------------------------------------------------------------
 
@@ -132,6 +143,23 @@ class Holding:
                     p.grad = None
                 elif self.foreign(p) and not is_placed(p.grad):
                     p.grad = gradient_elsewhere(p, self.placing, self.owners.of[id(p)], there > 1)
+
+    def own_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        with tensors.as_plain_tensors():
+            return [(p, p.grad) for p in self.trained if not self.foreign(p) and p.grad is not None]
+
+    def check_half(self, device: torch.device) -> None:
+        """Before gradients are added to, or used: some micro-batches have brought theirs, and some not. Collective, if
+        a backward has failed."""
+        if self.half is None:
+            return
+        with tensors.as_plain_tensors():
+            left = torch.tensor([int(any(p.grad is g and bool(g.to_dense().any()) for p, g in self.half))])
+        left = left.to(device)
+        dist.all_reduce(left, op=dist.ReduceOp.MAX)
+        if left.item():
+            raise NotSupported(HALF)
+        self.half = None
 
     def set_aside(self) -> None:
         """Before an optimizer steps, or a backward adds: no foreign gradients."""
@@ -233,6 +261,7 @@ class Holding:
     @torch.no_grad()
     def let_gradients_go(self) -> None:
         """Between cells a parameter that is another rank's has none here."""
+        self.half = None
         for p in self.trained:
             if self.foreign(p):
                 p.grad = None
@@ -271,13 +300,20 @@ def _tensors(state: Any) -> list[tuple[Any, torch.Tensor]]:
 
 
 def _layout(state: Any) -> Layout:
-    return [
-        (key, (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else value)
-        for key, value in (state or {}).items()
-    ]
+    return (
+        None
+        if state is None
+        else [
+            (key, (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else value)
+            for key, value in state.items()
+        ]
+    )
 
 
 def _apply(optimizer: Optimizer, p: torch.Tensor, layout: Layout) -> None:
+    if layout is None:
+        optimizer.state.pop(p, None)
+        return
     state = optimizer.state[p]
     for key in [key for key in state if key not in dict(layout)]:
         del state[key]

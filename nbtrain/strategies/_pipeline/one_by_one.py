@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch import nn
 from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.asked import AGAIN
+from nbtrain.strategies._pipeline.failing import Failure, Failures
+from nbtrain.strategies._pipeline.hooks import has_users_hook
 from nbtrain.strategies.own_stream import OwnStream
 
 ALONE = (
@@ -60,9 +62,7 @@ class OneByOne:
     ) -> None:
         """`units`: (module, the rank that owns it). `busy`: stages are being run, calls are theirs. `accumulates`: a
         backward that runs now leaves gradients in parameters."""
-        # Without anything to hold, a module is none of a rank's: it is run by all, in the stream of all.
-        self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
-        self.numbers = {number: i for i, number in enumerate(self.units)}
+        self.units: dict[int, tuple[nn.Module, int]] = {}
         self.rank = rank
         self.busy = busy
         self.stream = stream
@@ -71,7 +71,19 @@ class OneByOne:
         """this rank runs a unit of its own, or its backward"""
         self.lifted: Callable[[], Any] = nullcontext
         """this rank's weights are ordinary tensors meanwhile"""
+        self.failures = Failures(rank)
         self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+        self.take(units)
+
+    def take(self, units: Iterable[tuple[nn.Module, int]]) -> None:
+        """These are the units from now on."""
+        worn = bool(self._worn)
+        self.leave()
+        # Without anything to hold, a module is none of a rank's: it is run by all, in the stream of all.
+        self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
+        self.numbers = {number: i for i, number in enumerate(self.units)}
+        if worn:
+            self.enter()
 
     def enter(self) -> None:
         self.leave()
@@ -95,7 +107,18 @@ class OneByOne:
 
         def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(layers.call_as_class_does, plain, module)
-            if self.inside or id(module) not in self.units or self.busy():
+            if self.inside or id(module) not in self.units or self.busy() or around(module):
+                return as_it_is(*args, **kwargs)
+            return self._call(module, as_it_is, args, kwargs)
+
+        def around(module: nn.Module) -> bool:
+            """Its hooks run on every rank, and its forward on its own."""
+            return "forward" not in vars(module) and has_users_hook(module)
+
+        @wraps(plain.forward)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            as_it_is = partial(plain.forward, module)
+            if self.inside or id(module) not in self.units or self.busy() or not around(module):
                 return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
 
@@ -106,6 +129,7 @@ class OneByOne:
         body = {
             "__call__": call,  # below it is what `--precision` does around calls: that is to be done on all ranks
             modules.CALL: call_impl,
+            "forward": forward,
             "__reduce_ex__": reduce,
             "__module__": plain.__module__,
             "__qualname__": plain.__qualname__,
@@ -133,12 +157,16 @@ class OneByOne:
                 some = t.detach().reshape(-1)[: 1 << 16]
                 sum_of_some = some.sum(dtype=torch.float64 if t.is_floating_point() else None)
                 number = zlib.crc32(repr(sum_of_some.item()).encode(), number)
-        both = torch.tensor([number, -number], device=next(iter([*module.parameters(), *module.buffers()])).device)
+        failed = int(self.failures.found is not None)
+        device = next(iter([*module.parameters(), *module.buffers()])).device
+        both = torch.tensor([number, -number, failed], device=device)
         try:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
         except NotSupported as error:
             raise NotSupported(f"{error}. {ALONE}") from None
-        largest, smallest = both.tolist()
+        largest, smallest, failed = both.tolist()
+        if failed:
+            self.failures.agree()
         if largest != -smallest:
             raise NotSupported(APART.format(name=type(module).__name__))
 
@@ -192,6 +220,8 @@ class Call:
         outputs, said = self._compute(given, graph) if self.mine else ([], b"")
         said = self._tell(said)
         refused, self.returned, layouts = pickle.loads(said)
+        if isinstance(refused, Failure):
+            self.units.failures.fail(refused)
         if refused:
             raise NotSupported(refused)
         sizes = [one.bytes for one in layouts]
@@ -219,6 +249,8 @@ class Call:
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
                 )
                 returned = self.as_it_is(*args, **kwargs)
+        except Exception as error:  # whatever the user's module raises: the others wait for what it returns
+            return [], pickle.dumps((units.failures.take(error), None, []))
         finally:
             units.inside = False
         outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -262,7 +294,23 @@ class Call:
 
     def backward(self, grads: list[torch.Tensor | None], wanted: list[tuple[bool, Any]]) -> list[torch.Tensor | None]:
         """`wanted`: for each tensor that it was given, whether its gradient is, and the layout of it."""
-        found = self._differentiate(grads) if self.mine else []
+        found: list[torch.Tensor | None] = [None] * len(wanted)
+        failures = self.units.failures
+        if self.mine and failures.found is None:
+            try:
+                found = self._differentiate(grads)
+            except Exception as error:  # a hook's, or an autograd function's of the user's
+                failures.take(error)
+        taken = self._share(found, wanted)
+        if not self.units.accumulates():  # no backward of all parameters follows, where ranks would hear of a failure
+            failed = torch.tensor([int(failures.found is not None)], device=self.device)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if failed.item():
+                failures.agree()
+        return taken
+
+    def _share(self, found: list[torch.Tensor | None], wanted: list[tuple[bool, Any]]) -> list[torch.Tensor | None]:
+        """The owner's, on every rank."""
         sizes = [layout.bytes for wants, layout in wanted if wants]
         if not sizes:
             return [None] * len(wanted)

@@ -67,7 +67,7 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # autocast would keep weights without numbers, and use them afterwards
     try:
-        with mode:
+        with fake.quiet(), mode:
             fakes = [mode.from_tensor(t.detach()) if isinstance(t, torch.Tensor) else t for t in leaves]
             for number, leaf in enumerate(fakes):
                 writer.values.append(leaf)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
+from nbtrain.strategies._pipeline.failing import Failures
 from nbtrain.strategies._pipeline.one_by_one import ALONE
 
 DIRECT = (
@@ -62,6 +63,7 @@ class SharedGradients:
         self.inside = inside
         self.roots = roots
         self.device = torch.device(device)
+        self.failures = Failures(rank)
         self._hooks: list[Any] = []
 
     def enter(self) -> None:
@@ -106,7 +108,9 @@ class SharedGradients:
         for _, wire, _ in wires:
             _together(wire)
         (_, _, first), *_ = wires
-        losses, used = first[-2].tolist(), first[-1].tolist()
+        losses, used, (failed,) = (part.tolist() for part in first[-3:])
+        if failed:
+            self.failures.agree()
         self._compare(losses, roots)
         for places, _, views in wires:
             for place, view, some in zip(places, views, used, strict=False):
@@ -148,7 +152,8 @@ class SharedGradients:
         for number, ((dtype, device), places) in enumerate(groups.items()):
             held = [_dense(brought[place], self.parameters[place], dtype) for place in places]
             if not number:
-                held += [losses.to(device, dtype), torch.tensor(used, dtype=dtype, device=device)]
+                marks = used, [float(self.failures.found is not None)]
+                held += [losses.to(device, dtype), *(torch.tensor(m, dtype=dtype, device=device) for m in marks)]
             flat = tensors.flatten(held)
             wires.append((places, flat, tensors.unflatten(flat, held)))
         return wires

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from nbtrain import intercept
 from nbtrain.compat import pytree
-from nbtrain.strategies._pipeline.channel import Channel
+from nbtrain.strategies._pipeline.channel import Channel, Wires, packed
+from nbtrain.strategies._pipeline.failing import Failures
 from nbtrain.strategies._pipeline.one_by_one import saved_as_they_are
 from nbtrain.strategies._pipeline.program import Program, Step
 from nbtrain.strategies.own_stream import OwnStream
@@ -29,6 +30,7 @@ class Place:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.channel = Channel(device)
+        self.failures = Failures(self.rank)
         self.stream = OwnStream(self.rank + 1)
         self.inside = False
         """a stage computes, or its backward does"""
@@ -106,12 +108,27 @@ class Stage:
     def __init__(self, place: Place, program: Program, graph: bool) -> None:
         self.place, self.program, self.graph = place, program, graph
 
-    def forward(self, given: list[Any], keeps: bool = True) -> tuple[Stretch, Any]:
+    def forward(self, given: list[Any]) -> tuple[Stretch, Any]:
         """`given`: what the model is given of this micro-batch. On the last rank also what it returns, with its
-        graph."""
+        graph. Nothing, where some stage has failed: the others are told all the same, for they wait."""
         place, stretch = self.place, Stretch()
-        values: dict[int, Any] = {}
         incoming = place.channel.receive(place.rank - 1) if place.rank else []
+        place.failures.know(incoming)
+        result: Any = None
+        wires: Wires | None = None
+        if place.failures.found is None:
+            try:
+                result, wires = self._compute(given, incoming, stretch)
+            except Exception as error:  # whatever the user's modules raise
+                place.failures.take(error)
+        if place.rank != place.last:
+            place.channel.put(wires or packed(place.failures.found), place.rank + 1)
+        return stretch, result
+
+    def _compute(self, given: list[Any], incoming: list[Any], stretch: Stretch) -> tuple[Any, Wires | None]:
+        """What the last stage returns; what others send."""
+        place = self.place
+        values: dict[int, Any] = {}
         with place.computing(self.graph):
             for number, leaf in enumerate(given):
                 if self.graph and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -126,11 +143,10 @@ class Stage:
         if place.rank == place.last:
             result = self.program.result(values)
             stretch.ends = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            return stretch, result
+            return result, None
         leaving = [values[number] for number in self.program.crossing[place.rank]]
-        place.channel.send(leaving, place.rank + 1)
         stretch.ends = [t for t in pytree.tree_leaves(leaving) if isinstance(t, torch.Tensor) and t.requires_grad]
-        return stretch, None
+        return None, packed(leaving)
 
     def _enter(self, tensor: torch.Tensor, stretch: Stretch) -> Any:
         if tensor.requires_grad and self.graph:
@@ -142,6 +158,20 @@ class Stage:
         place = self.place
         if grads is None:
             grads = place.channel.receive(place.rank + 1, back=True)
+        place.failures.know(grads)
+        wires: Wires | None = None
+        if place.failures.found is None:
+            try:
+                self._backward(stretch, grads, again)
+                wires = packed([box.grad for box in stretch.boxes]) if place.rank else None
+            except Exception as error:  # a hook's, or an autograd function's of the user's
+                place.failures.take(error)
+        if place.rank:
+            place.channel.put(wires or packed(place.failures.found), place.rank - 1, back=True)
+            for box in stretch.boxes:
+                box.grad = None
+
+    def _backward(self, stretch: Stretch, grads: list[Any], again: bool) -> None:
         pairs = [
             (end, grad) for end, grad in zip(stretch.ends, grads, strict=True) if grad is not None and end.requires_grad
         ]
@@ -150,10 +180,6 @@ class Stage:
             box.grad = None
         if pairs:
             self._differentiate([end for end, _ in pairs], [grad for _, grad in pairs], boxes, again)
-        if place.rank:
-            place.channel.send([box.grad for box in stretch.boxes], place.rank - 1, back=True)
-            for box in stretch.boxes:
-                box.grad = None
 
     def _differentiate(self, ends: list[Any], grads: list[Any], boxes: list[Box], again: bool) -> None:
         with self.place.computing(False):
