@@ -167,6 +167,43 @@ def test_what_differs_between_ranks_is_written_to_nothing() -> None:
         assert all("differs between ranks" in one for one in said)
 
 
+class Sometimes(nn.Linear):
+    """With weights that a batch uses, or not, by what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 7)
+        self.gain, self.vain = nn.Parameter(torch.arange(7.0)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        return (h * self.gain if x.sum() > 0 else h).sum(1)
+
+
+def by_name(rank: int, count: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = Sometimes()
+    prepared = Stage(count > 1).set_up([model])
+    prepared.enter()
+    losses = [model(x) for x in [torch.ones(2, 5), -torch.ones(2, 5)][rank::count]]
+    loss, held = torch.stack(losses).mean(0), [model.weight, model.gain, model.vain]
+    found: list[Any] = []
+    plain = {"allow_unused": True}
+    for given in (plain, {"materialize_grads": True}, plain | {"is_grads_batched": True}):
+        at = torch.eye(2) if "is_grads_batched" in given else torch.ones(2)
+        found += torch.autograd.grad(loss, held, at, retain_graph=True, **given)
+    with pytest.raises(RuntimeError, match="allow_unused=True"):
+        torch.autograd.grad(loss.sum(), held)
+    found = [whole(t) if isinstance(t, DTensor) else t for t in found]
+    prepared.leave()
+    return found
+
+
+def test_gradients_by_name_of_what_some_batches_use() -> None:
+    wanted = by_name(0, 1)
+    for found in run_on_ranks(by_name, 2):
+        torch.testing.assert_close(found, wanted)
+
+
 # --- where the numbers come from, on ranks whose own streams differ -----------------------------------
 
 
