@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,43 @@ PENALTIES = [
     "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
     "torch.func.functional_call(model, half, torch.ones(2, 5)).sum().backward()",
 ]
-METHODS = ["model[0].twice()", "model[0].step_of(opt)"]
+METHODS = [
+    "model[0].twice()",
+    "model[0].step_of(opt)",
+    "model[0].renew(); opt.step(); result = model(torch.ones(2, 5)).detach()",
+]
+KEPT = [
+    "d = w.data; w.data = torch.ones(7, 5); opt.step(); result = d.clone()",
+    "d = w.data; w.data = w.data * 2; d.mul_(3); result = d.clone()",
+    "v = w.data * 2; w.data = v; v.add_(1); opt.step(); result = v.clone()",
+    "t = w.data; w.data = w.grad.data; w.grad.data = t; opt.step()",
+    "held = {n: p.data for n, p in model.named_parameters()}\n"
+    "for p in model.parameters(): p.data = p.data * 0.5\n"
+    "result = model(torch.ones(2, 5)).detach()\n"
+    "for n, p in model.named_parameters(): p.data = held[n]\n"
+    "opt.step()",
+    "model(torch.ones(2, 5)); w.data = torch.ones(7, 5); result = model(torch.ones(2, 5)).detach()",
+    "r = w.data[1]; r.data = torch.ones(5); r.mul_(2); result = r.clone()",
+    "with torch.no_grad(): r = w[1]\n" + "w.data = w.data * 2; result = r.clone()",
+    "copied = copy.deepcopy(model); result = copied[0].weight.detach().clone()",
+    "result = copy.deepcopy(w.data[1])",
+]
+ROWS = [
+    "r = w.data[1]; opt.step(); result = r.clone()",
+    "r = w.data[1]; opt.step(); r.mul_(2)",
+    "r = w.data[1]; opt.step(); result = torch.tensor([float(r[2]), float(f'{r[0]:.5f}')])",
+    "r = w.data[1]; model[0].twice(); result = torch.tensor(r.tolist())",
+    "r = w.data[1]; w.data[1] = r * 2 + 1; w.data[2] = r; result = r.clone()",
+    "r = w.data[1:4]; s = r[1]; opt.step(); s.mul_(2); result = r.clone()",
+    "r, q = w.data[1], w.data[1]; r.mul_(2); result = q + torch.ones(5)",
+    "r = w.grad[1]; model(torch.ones(2, 5)).sum().backward(); result = r.clone()",
+    "r = w.data[2:4]; opt.step(); r[r > 0] = 0",
+    "w.data[1].detach().mul_(2); w.data[2].unsqueeze(0).data.mul_(2); w.data[1:3].t().mul_(2)",
+    "w.data.split(2)[1].zero_(); w.data.diagonal().fill_(9); w.data.unfold(0, 2, 2)[1].zero_()",
+    "r = w.data[1]; torch.add(r, 1, out=r); torch._foreach_mul_([r], 2.)",
+    "w.data[1:3, [0, 2]] = 5; w.data[4:6][:, 1:3] = w.data[1:3, 0:2]",
+    "nn.init.orthogonal_(w); w.data.view_as(torch.ones(35))[3:5].zero_()",
+]
 
 
 class Own(nn.Linear):
@@ -107,6 +144,9 @@ class Own(nn.Linear):
 
     def twice(self) -> None:
         self.weight.data.mul_(2)
+
+    def renew(self) -> None:
+        self.weight.data = torch.ones(7, 5) * 0.5
 
     def step_of(self, opt: torch.optim.Optimizer) -> None:
         (self.weight**2).sum().backward()
@@ -123,7 +163,7 @@ def numbers(stage: Stage, line: str) -> list[torch.Tensor]:
     F.cross_entropy(model(x), y).backward()
     torch.manual_seed(3)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "model": model, "opt": opt, "w": model[0].weight}
-    names |= {"np": np, "st": safetensors.torch, "leaf": torch.ones((), requires_grad=True)}
+    names |= {"np": np, "copy": copy, "st": safetensors.torch, "leaf": torch.ones((), requires_grad=True)}
     exec(line, names)
     found = [t for p in model.parameters() for t in (p.detach(), p.grad, *opt.state.get(p, {}).values())]
     found += [names["result"]] if "result" in names else []
@@ -136,7 +176,9 @@ def on_a_rank(rank: int, lines: list[str]) -> list[list[torch.Tensor]]:
     return [[t.clone() for t in numbers(Stage(True), line)] for line in lines]
 
 
-@pytest.mark.parametrize("kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES"])
+@pytest.mark.parametrize(
+    "kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES", "KEPT", "ROWS"]
+)
 def test_as_in_one_process(kind: str) -> None:
     lines: list[str] = globals()[kind]
     wanted = [numbers(Stage(False), line) for line in lines]
