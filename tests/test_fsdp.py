@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -19,7 +20,7 @@ from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.strategies.gathered import gathered
+from nbtrain.strategies.gathered import everywhere, gathered
 from tests.ranks import run_on_ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -759,6 +760,32 @@ def saved(stage: Stage) -> Any:
 @pytest.mark.parametrize("options", [{}, {"sharding": "HYBRID_SHARD", "replicas": 2}], ids=str)
 def test_state_dicts_are_whole_on_rank_0(options: dict[str, Any]) -> None:
     assert on_ranks(saved, world_size=4, **options) == [1e-2, None, None, None]
+
+
+def for_each(rank: int, options: dict[str, Any]) -> None:
+    """What every rank writes by itself: weights, and what was computed from them."""
+    stage, model, square = Stage(True, **options), net(), nn.Linear(7, 7, bias=False)
+    wanted = [p.detach().clone() for p in (model.first.weight, square.weight)]
+    prepared = stage.set_up([model, square])
+    prepared.enter()
+    w, s = model.first.weight.detach(), square.weight.detach()
+    held = {"w": w, "tied": model.last.weight, "norm": w.norm(), "mean": w.mean(0), "s": s, "t": s.t()}
+    told = mock.patch.object(dist, "broadcast_object_list", side_effect=dist.broadcast_object_list)
+    with told as called:
+        found = everywhere(held)
+    assert called.call_count == 1, "not once for each rank"
+    assert found["tied"] is found["w"]
+    one, two = wanted
+    for key, whole in {"w": one, "norm": one.norm(), "mean": one.mean(0), "s": two, "t": two.t()}.items():
+        torch.testing.assert_close(found[key], whole)
+    for key, value in gathered(held, to=1).items():
+        assert value is None if rank != 1 else torch.equal(value, found[key])
+    prepared.leave()
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "HYBRID_SHARD", "replicas": 2}], ids=str)
+def test_every_rank_may_have_what_is_in_pieces_whole(options: dict[str, Any]) -> None:
+    run_on_ranks(for_each, options, world_size=4)
 
 
 def from_nothing(stage: Stage) -> None:

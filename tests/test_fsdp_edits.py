@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,43 @@ PENALTIES = [
     "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
     "torch.func.functional_call(model, half, torch.ones(2, 5)).sum().backward()",
 ]
-METHODS = ["model[0].twice()", "model[0].step_of(opt)"]
+METHODS = [
+    "model[0].twice()",
+    "model[0].step_of(opt)",
+    "model[0].renew(); opt.step(); result = model(torch.ones(2, 5)).detach()",
+]
+KEPT = [
+    "d = w.data; w.data = torch.ones(7, 5); opt.step(); result = d.clone()",
+    "d = w.data; w.data = w.data * 2; d.mul_(3); result = d.clone()",
+    "v = w.data * 2; w.data = v; v.add_(1); opt.step(); result = v.clone()",
+    "t = w.data; w.data = w.grad.data; w.grad.data = t; opt.step()",
+    "held = {n: p.data for n, p in model.named_parameters()}\n"
+    "for p in model.parameters(): p.data = p.data * 0.5\n"
+    "result = model(torch.ones(2, 5)).detach()\n"
+    "for n, p in model.named_parameters(): p.data = held[n]\n"
+    "opt.step()",
+    "model(torch.ones(2, 5)); w.data = torch.ones(7, 5); result = model(torch.ones(2, 5)).detach()",
+    "r = w.data[1]; r.data = torch.ones(5); r.mul_(2); result = r.clone()",
+    "with torch.no_grad(): r = w[1]\n" + "w.data = w.data * 2; result = r.clone()",
+    "copied = copy.deepcopy(model); result = copied[0].weight.detach().clone()",
+    "result = copy.deepcopy(w.data[1])",
+]
+ROWS = [
+    "r = w.data[1]; opt.step(); result = r.clone()",
+    "r = w.data[1]; opt.step(); r.mul_(2)",
+    "r = w.data[1]; opt.step(); result = torch.tensor([float(r[2]), float(f'{r[0]:.5f}')])",
+    "r = w.data[1]; model[0].twice(); result = torch.tensor(r.tolist())",
+    "r = w.data[1]; w.data[1] = r * 2 + 1; w.data[2] = r; result = r.clone()",
+    "r = w.data[1:4]; s = r[1]; opt.step(); s.mul_(2); result = r.clone()",
+    "r, q = w.data[1], w.data[1]; r.mul_(2); result = q + torch.ones(5)",
+    "r = w.grad[1]; model(torch.ones(2, 5)).sum().backward(); result = r.clone()",
+    "r = w.data[2:4]; opt.step(); r[r > 0] = 0",
+    "w.data[1].detach().mul_(2); w.data[2].unsqueeze(0).data.mul_(2); w.data[1:3].t().mul_(2)",
+    "w.data.split(2)[1].zero_(); w.data.diagonal().fill_(9); w.data.unfold(0, 2, 2)[1].zero_()",
+    "r = w.data[1]; torch.add(r, 1, out=r); torch._foreach_mul_([r], 2.)",
+    "w.data[1:3, [0, 2]] = 5; w.data[4:6][:, 1:3] = w.data[1:3, 0:2]",
+    "nn.init.orthogonal_(w); w.data.view_as(torch.ones(35))[3:5].zero_()",
+]
 
 
 class Own(nn.Linear):
@@ -107,6 +144,9 @@ class Own(nn.Linear):
 
     def twice(self) -> None:
         self.weight.data.mul_(2)
+
+    def renew(self) -> None:
+        self.weight.data = torch.ones(7, 5) * 0.5
 
     def step_of(self, opt: torch.optim.Optimizer) -> None:
         (self.weight**2).sum().backward()
@@ -123,7 +163,7 @@ def numbers(stage: Stage, line: str) -> list[torch.Tensor]:
     F.cross_entropy(model(x), y).backward()
     torch.manual_seed(3)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "model": model, "opt": opt, "w": model[0].weight}
-    names |= {"np": np, "st": safetensors.torch, "leaf": torch.ones((), requires_grad=True)}
+    names |= {"np": np, "copy": copy, "st": safetensors.torch, "leaf": torch.ones((), requires_grad=True)}
     exec(line, names)
     found = [t for p in model.parameters() for t in (p.detach(), p.grad, *opt.state.get(p, {}).values())]
     found += [names["result"]] if "result" in names else []
@@ -136,7 +176,9 @@ def on_a_rank(rank: int, lines: list[str]) -> list[list[torch.Tensor]]:
     return [[t.clone() for t in numbers(Stage(True), line)] for line in lines]
 
 
-@pytest.mark.parametrize("kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES"])
+@pytest.mark.parametrize(
+    "kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES", "KEPT", "ROWS"]
+)
 def test_as_in_one_process(kind: str) -> None:
     lines: list[str] = globals()[kind]
     wanted = [numbers(Stage(False), line) for line in lines]
@@ -165,6 +207,43 @@ def refused(rank: int) -> list[str]:
 def test_what_differs_between_ranks_is_written_to_nothing() -> None:
     for said in run_on_ranks(refused):
         assert all("differs between ranks" in one for one in said)
+
+
+class Sometimes(nn.Linear):
+    """With weights that a batch uses, or not, by what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 7)
+        self.gain, self.vain = nn.Parameter(torch.arange(7.0)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        return (h * self.gain if x.sum() > 0 else h).sum(1)
+
+
+def by_name(rank: int, count: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = Sometimes()
+    prepared = Stage(count > 1).set_up([model])
+    prepared.enter()
+    losses = [model(x) for x in [torch.ones(2, 5), -torch.ones(2, 5)][rank::count]]
+    loss, held = torch.stack(losses).mean(0), [model.weight, model.gain, model.vain]
+    found: list[Any] = []
+    plain = {"allow_unused": True}
+    for given in (plain, {"materialize_grads": True}, plain | {"is_grads_batched": True}):
+        at = torch.eye(2) if "is_grads_batched" in given else torch.ones(2)
+        found += torch.autograd.grad(loss, held, at, retain_graph=True, **given)
+    with pytest.raises(RuntimeError, match="allow_unused=True"):
+        torch.autograd.grad(loss.sum(), held)
+    found = [whole(t) if isinstance(t, DTensor) else t for t in found]
+    prepared.leave()
+    return found
+
+
+def test_gradients_by_name_of_what_some_batches_use() -> None:
+    wanted = by_name(0, 1)
+    for found in run_on_ranks(by_name, 2):
+        torch.testing.assert_close(found, wanted)
 
 
 # --- where the numbers come from, on ranks whose own streams differ -----------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.alike import differing, digest
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
@@ -240,6 +241,26 @@ def test_reduce_gather_equalise() -> None:
         assert found["ragged"] == [1, 2]
         assert found["gather"] == [{"rank": 0}, {"rank": 1}]
         assert found["equal"] == (2, [[0.0] * 3, [1.0, 1.0], 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(7,), (3, 1500)])
+def test_a_digest_knows_each_number_and_its_place(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    first = (torch.arange(torch.Size(shape).numel()) % 2).to(dtype).reshape(shape)
+    edited, moved = first.clone(), first.flatten().clone()
+    edited.view(-1)[-1] = edited.view(-1)[-1] == 0
+    moved[[0, 1, 2, 3]] = moved[[1, 0, 3, 2]]  # the same sum
+    numbers = [int(digest(one)) for one in (first, edited, moved.view(shape), first.clone())]
+    assert len(set(numbers)) == 3
+    assert numbers[0] == numbers[3]
+
+
+def _differ(rank: int) -> list[bool]:
+    return differing([torch.ones(3), torch.tensor(float(rank)), torch.tensor([]), torch.tensor([float("nan")])], "cpu")
+
+
+def test_what_differs_between_ranks() -> None:
+    assert run_on_ranks(_differ) == [[False, True, False, False]] * 2
 
 
 def test_alone_reduce_and_gather_need_no_group() -> None:

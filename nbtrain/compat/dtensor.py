@@ -87,11 +87,18 @@ RANDOM = (
 )  # fmt: skip
 """operations of aten that draw random numbers"""
 NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
-ROWS = ("select", "slice", "unbind", "view", "_unsafe_view")
-"""operations whose result shows a part of a tensor, or has its memory in another shape"""
+ROWS = (
+    "select", "slice", "unbind", "view", "_unsafe_view", "split", "split_with_sizes", "diagonal", "unfold",
+)  # fmt: skip
+"""operations whose result shows a part of a tensor, or has its memory in another shape; torch may copy it"""
+SHOWING = (
+    "alias", "detach", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "_reshape_alias", "view_as_real",
+    "view_as_complex", "_conj", "_neg_view",
+)  # fmt: skip
+"""operations whose result shows the same memory, always"""
 WITHOUT_RULE = (
     "index_put_", "index_fill_", "index_add_", "index_copy_", "scatter_", "masked_scatter_", "renorm_", "triu_",
-    "fill_diagonal_", "nonzero", "masked_select", "_unique2", "unfold", "_cdist_forward", "index_put",
+    "fill_diagonal_", "nonzero", "masked_select", "_unique2", "_cdist_forward", "index_put",
     "tril_", "eye", "fill_.Tensor",
 )  # fmt: skip
 """operations that torch does not compute by pieces, in some cases or in all"""

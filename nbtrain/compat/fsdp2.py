@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from nbtrain.compat import versions
+from nbtrain.compat.dtensor import local
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
@@ -38,6 +39,7 @@ its.members(f"{_FOLDER}._fsdp_param.FSDPParam", "_setattr_on_modules")
 its.members(_GROUP, "is_unsharded", "unshard", "wait_for_unshard", "post_backward", "_to_sharded")
 its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_reduce_output", "_post_forward_indices")
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
+its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs")
 
 _UNREDUCED = "unsharded_accumulated_grad"
 """What batches without communication have added up. An attribute until torch 2.14; from 2.15 on it is the gathered
@@ -83,6 +85,35 @@ def sharded(weight: Any) -> Any:
 def gathered(weight: Any) -> Any:
     """The parameter that a forward sees, with or without memory behind it; None before the first."""
     return getattr(weight, "_unsharded_param", None)
+
+
+def give_memory(weight: Any, part: torch.Tensor) -> None:
+    """From now on this is the part, and what is gathered: torch sends a flat tensor of the same memory, which is of one
+    size on all ranks, so that there may have to be more of it."""
+    sent: torch.Tensor = weight._sharded_param_data
+    mine = local(weight.sharded_param)
+    if type(sent) is not torch.Tensor:  # a class that says itself what is sent
+        mine.copy_(part)
+        return
+    pinned = sent.is_pinned()
+    if pinned != part.is_pinned() or not part.untyped_storage().resizable():
+        own = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device, pin_memory=pinned)
+        part = own[: part.numel()].view(part.shape).copy_(part)
+    size, memory = (int(part.storage_offset()) + sent.numel()) * part.itemsize, part.untyped_storage()
+    if memory.nbytes() < size:
+        memory.resize_(size)
+    mine.data = part
+    weight._sharded_param_data = part.as_strided((sent.numel(),), (1,))
+
+
+@torch.no_grad()
+def lay_where_gathered(weight: Any) -> None:
+    """What is gathered was given other memory (`.data = other`): with its numbers it is again where torch gathers to,
+    and would look for the next ones."""
+    whole, there = gathered(weight), weight.all_gather_outputs
+    if len(there) == 1 and whole.untyped_storage().data_ptr() != there[0].untyped_storage().data_ptr():
+        memory = there[0].as_strided(whole.shape, torch.empty(whole.shape, device="meta").stride())
+        whole.data = memory.copy_(whole)
 
 
 def forget(unit: nn.Module) -> None:

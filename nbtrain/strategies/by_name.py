@@ -1,7 +1,8 @@
 """`torch.autograd.grad(loss, weights)` where weights are in pieces.
 
 What the graph of a forward knows are the gathered weights: their gradients are asked for. A backward would leave the
-ranks' mean of them, each rank its part, so that is what is answered.
+ranks' mean of them, each rank its part, so that is what is answered. Which weights a rank's graph has may depend on its
+batch: a rank that did not use one gives zeros for it, as in a backward, and unused is what no rank has used.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbtrain.compat import dtensor
@@ -41,15 +43,41 @@ def gradients(
     asked = [*inputs, *(twin for twin in twins if twin is not None)]
     found = iter(dtensor.untouched(grad, asked, allow_unused=True, **kwargs))
     own = [next(found) for _ in inputs]
+    # Of a weight's gradient a rank has all, from its own batch; `here` is what it has, by the weight as graphs know it.
+    here: list[tuple[torch.Tensor, torch.Tensor | None] | None] = []
+    for number, (one, twin) in enumerate(zip(inputs, twins, strict=True)):
+        if twin is not None:
+            here.append((twin, next(found)))
+        elif not isinstance(one, DTensor) and mine(one):
+            here.append((one, own[number]))
+            own[number] = None
+        else:
+            here.append(None)
+    means = iter(_means([pair for pair in here if pair is not None], kwargs))
     answers: list[Any] = []
-    for one, gradient, twin in zip(inputs, own, twins, strict=True):
-        of_twin = None if twin is None else next(found)
-        if of_twin is not None:
-            part = part_of(mean_of_ranks(of_twin).to(one.dtype), one)
+    for one, gradient, pair in zip(inputs, own, here, strict=True):
+        mean = None if pair is None else next(means)
+        if mean is not None:
+            part = part_of(mean.to(one.dtype), one) if isinstance(one, DTensor) else mean
             gradient = part if gradient is None else gradient + part
-        elif gradient is not None and not isinstance(one, DTensor) and mine(one):
-            gradient = mean_of_ranks(gradient)
         if gradient is None and not unused:
             raise RuntimeError(UNUSED)
         answers.append(torch.zeros_like(one) if gradient is None and zeros else gradient)
     return tuple(answers)
+
+
+def _means(pairs: list[tuple[torch.Tensor, torch.Tensor | None]], kwargs: Any) -> list[torch.Tensor | None]:
+    """Of all ranks' gradients, by (weight, this rank's gradient); None where no rank has one. Collective."""
+    if not pairs:
+        return []
+    used = torch.tensor([float(gradient is not None) for _, gradient in pairs], device=pairs[0][0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    batch = (len(_first(kwargs["grad_outputs"])),) if kwargs.get("is_grads_batched") else ()
+    return [
+        mean_of_ranks(weight.new_zeros(batch + weight.shape) if gradient is None else gradient) if anywhere else None
+        for (weight, gradient), anywhere in zip(pairs, used.tolist(), strict=True)
+    ]
+
+
+def _first(given: Any) -> torch.Tensor:
+    return given if isinstance(given, torch.Tensor) else next(one for one in given if one is not None)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.shards import cut, fresh_storage, rebind, sum_of_powers
+from nbtrain.strategies.shown import counts
 
 
 def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -56,4 +57,5 @@ def clip_norm(held: list[torch.Tensor], mesh: DeviceMesh, max_norm: float, norm_
     share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in (*parts, *rest):
         grad.mul_(share.to(grad.device, grad.dtype))
+    counts[1] += 1
     return total.to(parts[0].device) if parts else total

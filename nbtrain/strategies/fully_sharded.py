@@ -34,10 +34,11 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
-from nbtrain.strategies import mixing
+from nbtrain.strategies import shown
 from nbtrain.strategies.alongside import together
 from nbtrain.strategies.drawing import one_stream
 from nbtrain.strategies.dress import Dress
+from nbtrain.strategies.mixing import OTHER
 from nbtrain.strategies.recurrent import FlatWeights
 from nbtrain.strategies.shards import cut, rows
 from nbtrain.strategies.units import callable_by_itself
@@ -74,6 +75,8 @@ class Tree:
         fsdp2.set_up(self.root)
         self.states = [fsdp2.state(unit) for unit in self.units]
         self.usage = Usage(self.states, self.device)
+        for weight in self.weights():
+            shown.know(weight)
         nested = set(map(id, self.units))
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
@@ -166,14 +169,14 @@ def _between_forwards(state: Any) -> None:
     pieces, as at any other time. What is written to what is gathered would be lost."""
     if fsdp2.is_gathered(state):
         fsdp2.show_pieces(state)
-        state.nbtrain_writes = mixing.writes()
+        state.nbtrain_writes = shown.counts[0]
 
 
 def _into_forward(state: Any) -> None:
     """What is gathered still is used, unless something has been written since."""
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
-        if written != mixing.writes():
+        if written != shown.counts[0]:
             fsdp2.let_go(state)
         if fsdp2.is_gathered(state):
             fsdp2.show_gathered(state)
@@ -260,6 +263,10 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usa
         try:
             with one_stream(stood_on) if drawn else nullcontext():
                 output = method(self, *args, **kwargs)
+            if writes:
+                for group in fsdp2.groups(state):
+                    for weight in fsdp2.weights(group):
+                        _where_gathered(weight)
         except BaseException:
             fsdp2.calm(state)
             raise
@@ -279,6 +286,14 @@ def _versions(weight: Any) -> tuple[int, int]:
     return tensors.version(local_part(fsdp2.sharded(weight))), tensors.version(fsdp2.gathered(weight))
 
 
+def _where_gathered(weight: Any) -> None:
+    """`self.weight.data = other` in a method: it lies where the next forward gathers it."""
+    part, whole = fsdp2.sharded(weight), fsdp2.gathered(weight)
+    if whole.shape != part.shape:
+        raise NotSupported(OTHER.format(tuple(whole.shape), whole.dtype, tuple(part.shape), part.dtype))
+    fsdp2.lay_where_gathered(weight)
+
+
 @torch.no_grad()
 def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> None:
     """What a method has written to gathered weights goes to the parts, as rank 0 has written it: what it drew is what
@@ -286,21 +301,25 @@ def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> Non
 
     `writes`: the method may write to `.data`, of which no version tells. Collective then, and where versions tell."""
     weights = [weight for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+    asked: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
     for weight, (part_stood, whole_stood) in zip(weights, stood, strict=True):
-        part, whole = fsdp2.sharded(weight), fsdp2.gathered(weight)
-        mine, version = local_part(part), _versions(weight)
+        part, whole, version = fsdp2.sharded(weight), fsdp2.gathered(weight), _versions(weight)
         if version[0] != part_stood or not (writes or version[1] != whole_stood):
             continue
-        if whole.untyped_storage().nbytes() == 0:  # let go of meanwhile
-            continue
-        start, stop = rows(part)
-        told = torch.tensor(float(not torch.equal(whole[start:stop], mine.to(whole))), device=whole.device)
-        dist.all_reduce(told)
-        if told:
+        if whole.untyped_storage().nbytes():  # not let go of meanwhile
+            asked.append((local_part(part), whole, slice(*rows(part))))
+    if not asked:
+        return
+    changed = [float(not torch.equal(whole[here], mine.to(whole))) for mine, whole, here in asked]
+    told = torch.tensor(changed, device=asked[0][1].device)
+    dist.all_reduce(told)
+    for (mine, whole, here), anywhere in zip(asked, told.tolist(), strict=True):
+        if anywhere:
             new = whole.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(new, src=0)
             whole.data.copy_(new)
-            mine.copy_(new[start:stop])
+            mine.copy_(new[here])
+            shown.counts[0] += 1
 
 
 def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:

@@ -6,7 +6,7 @@ One tensor at a time is gathered to the rank that writes, into its main memory; 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.strategies.shards import rows
+from nbtrain.strategies.shards import by_rows, rows, whole
 
 
 def holds_shards(value: Any) -> bool:
@@ -25,6 +25,16 @@ def holds_shards(value: Any) -> bool:
 def gathered(value: Any, to: int = 0) -> Any:
     """Collective: all ranks call it with the same structure. The structure with full tensors on rank `to`, and with
     None in their place on the others. What holds no sharded tensor is returned as it is."""
+    return _with(value, lambda shard: _to_one(shard, to))
+
+
+def everywhere(value: Any) -> Any:
+    """Collective, as `gathered`, with full tensors on every rank."""
+    return _with(value, lambda shard: whole(shard).cpu())
+
+
+def _with(value: Any, take: Callable[[DTensor], torch.Tensor | None]) -> Any:
+    """The structure with what is taken of each sharded tensor in its place."""
     shards = list(_shards(value, set()))
     if not shards:
         return value
@@ -34,13 +44,8 @@ def gathered(value: Any, to: int = 0) -> Any:
     dist.broadcast_object_list(told, src=0)
     full: dict[int, torch.Tensor | None] = {}
     for i, other in enumerate(told[0]):
-        full[id(shards[i])] = _to_one(shards[i], to) if other == i else full[id(shards[other])]
+        full[id(shards[i])] = take(shards[i]) if other == i else full[id(shards[other])]
     return _rebuilt(value, full, {})
-
-
-def everywhere(value: Any) -> Any:
-    """Collective, as `gathered`, with full tensors on every rank."""
-    return [gathered(value, to) for to in range(dist.get_world_size())][dist.get_rank()]
 
 
 def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
@@ -56,7 +61,8 @@ def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
 
 def _storage(tensor: DTensor) -> Any:
     local = local_part(tensor)
-    return local.untyped_storage().data_ptr() or id(tensor), local.storage_offset(), tensor.shape
+    memory = local.untyped_storage().data_ptr() or id(tensor)
+    return memory, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _rebuilt(value: Any, full: dict[int, torch.Tensor | None], done: dict[int, Any]) -> Any:
@@ -82,6 +88,9 @@ def _rebuilt(value: Any, full: dict[int, torch.Tensor | None], done: dict[int, A
 
 @torch.no_grad()
 def _to_one(tensor: DTensor, to: int) -> torch.Tensor | None:
+    if not by_rows(tensor):  # a norm, or a weight that was transposed
+        full = whole(tensor)
+        return full.cpu() if dist.get_rank() == to else None
     mesh = tensor.device_mesh
     last = mesh.ndim - 1
     group = mesh.get_group(last)

@@ -13,8 +13,8 @@ All of it needs every rank, as an operation on tensors in pieces may.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +22,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbtrain.compat import dtensor
+from nbtrain.compat import dtensor, tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
+from nbtrain.strategies import shown
+from nbtrain.strategies.alike import differing
 from nbtrain.strategies.as_whole import everywhere, put_together
 from nbtrain.strategies.shards import by_rows, cut
+from nbtrain.strategies.shown import WRITE_TOO, counts, tensors_in, written_by
 
+OTHER = (
+    "`p.data = tensor` of the form {} and {} in the place of {} and {}: under fsdp a weight in pieces keeps its "
+    "shape and dtype. Make the tensor alike, or change the model in the notebook before the cell"
+)
 DIFFERS = (
     "`{}` writes to a weight, gradient or state in pieces with a tensor that differs between ranks, and under fsdp "
     "each rank keeps its part of one tensor. Give all ranks the same: reduce(tensor), or for random numbers "
@@ -56,11 +63,6 @@ WHOLE_AT_ONCE = frozenset({"quantile", "nanquantile"})
 """Functions that torch computes by pieces with a warning."""
 PLAINLY = frozenset({"__get__", "__delete__", "grad"})
 """An attribute that is read; torch.autograd.grad, whose inputs are these very tensors."""
-WRITE_TOO = frozenset({
-    "__setitem__", "__imul__", "__iadd__", "__isub__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__",
-    "__ifloordiv__", "__imod__",
-})  # fmt: skip
-"""Functions that write to their first argument, besides those whose name ends with `_`."""
 ASKS = frozenset({"type_as", "to"})
 """Functions that ask another tensor for its dtype and device."""
 OF_MEMORY = frozenset({"tolist", "numpy", "__array__"})
@@ -70,14 +72,7 @@ ADDRESSES = frozenset({"data_ptr", "untyped_storage", "storage"})
 def put(listeners: Listeners) -> None:
     """While a cell runs."""
     listeners.listen(dtensor.FUNCTION, "values", _listener)
-
-
-def writes() -> int:
-    """How often something was written to tensors in pieces, at most."""
-    return _count[0]
-
-
-_count = [0]
+    listeners.listen("torch.distributed.tensor.DTensor.data", "values", _data)
 
 
 def _listener(plainly: Function) -> Function:
@@ -89,10 +84,10 @@ def _listener(plainly: Function) -> Function:
         if name in PLAINLY:
             return plainly(func, types, args, kwargs)
         if name == "__set__":
-            _count[0] += 1
+            counts[0] += 1
             return plainly(func, types, _set(func, args), kwargs)
         if (name[-1:] == "_" and (name[-2:] != "__" or name in WRITE_TOO)) or "out" in kwargs:
-            _count[0] += 1
+            counts[0] += 1
         special = _SPECIAL.get(name)
         if special is not None and isinstance(args[0], DTensor):
             return special(func, args, kwargs)
@@ -111,25 +106,17 @@ def _listener(plainly: Function) -> Function:
             found = plainly(func, types, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             elsewhere = isinstance(error, NbtrainError | torch.OutOfMemoryError | dist.DistError)
-            if elsewhere or _written(name, args, kwargs):
+            if elsewhere or written_by(name, args, kwargs):
                 raise
             return _on_the_whole(func, name, args, kwargs)
-        if recorded and any(isinstance(one, DTensor) and one.grad_fn is not None for one in _tensors((found,), {})):
-            return found if _written(name, args, kwargs) else _on_the_whole(func, name, args, kwargs)
+        if recorded and any(isinstance(one, DTensor) and one.grad_fn is not None for one in tensors_in((found,), {})):
+            return found if written_by(name, args, kwargs) else _on_the_whole(func, name, args, kwargs)
         return found
 
     return function
 
 
 # --- what is there --------------------------------------------------------------------------------
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from (inner for inner in one if isinstance(inner, torch.Tensor))
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -162,14 +149,6 @@ def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tenso
 def _mixed(others: list[torch.Tensor]) -> bool:
     """torch would not take one of these ordinary tensors. It takes numbers, where autograd is not to follow."""
     return any(one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()) for one in others)
-
-
-def _written(name: str, args: Any, kwargs: Any) -> list[DTensor]:
-    """The tensors in pieces that the function writes to."""
-    places = [kwargs["out"]] if kwargs.get("out") is not None else []
-    if args and (name in WRITE_TOO or (name.endswith("_") and not name.endswith("__"))):
-        places.append(args[0])
-    return [one for one in _tensors(places, {}) if isinstance(one, DTensor)]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -256,10 +235,10 @@ def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.dev
 
 def _computed(func: Any, name: str, types: Any, args: Any, kwargs: Any, plainly: Function) -> Any:
     """Tensors in pieces and ordinary ones."""
-    written = _written(name, args, kwargs)
+    written = written_by(name, args, kwargs)
     if not written:
         return _on_the_whole(func, name, args, kwargs)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in _tensors(args, kwargs)):
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args, kwargs)):
         if any(not one.is_leaf for one in written):
             raise NotSupported(COMPUTED.format(name))
         return plainly(func, types, args, kwargs)  # torch says that a leaf cannot be written to so
@@ -272,7 +251,7 @@ def _computed(func: Any, name: str, types: Any, args: Any, kwargs: Any, plainly:
 
 
 def _alike(first: DTensor, args: Any, kwargs: Any) -> bool:
-    return all(one.shape == first.shape or not one.ndim for one in _tensors(args, kwargs))
+    return all(one.shape == first.shape or not one.ndim for one in tensors_in(args, kwargs))
 
 
 @torch.no_grad()
@@ -292,17 +271,9 @@ def _written_whole(func: Any, written: list[DTensor], args: Any, kwargs: Any) ->
 
 
 def _refuse_differing(name: str, args: Any, kwargs: Any) -> None:
-    """A sum over what is ordinary, and whether it is the same on all ranks."""
-    total, device = 0, "cpu"
-    for one in _tensors(args, kwargs):
-        if isinstance(one, DTensor):
-            device = one.device_mesh.device_type
-        elif one.ndim:
-            bytes_of = one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
-            total = zlib.crc32(bytes_of.numpy(), total)
-    both = torch.tensor([total, -total], device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    if int(both[0]) != -int(both[1]):
+    found = list(tensors_in(args, kwargs))
+    device = next((one.device_mesh.device_type for one in found if isinstance(one, DTensor)), "cpu")
+    if any(differing([one for one in found if not isinstance(one, DTensor) and one.ndim], device)):
         raise NotSupported(DIFFERS.format(name))
 
 
@@ -324,6 +295,32 @@ def _set(func: Any, args: Any) -> Any:
 
 
 _SET_GRAD = getattr(torch.Tensor, "grad").__set__  # noqa: B009 — mypy takes it for a tensor
+
+
+def _data(old: property) -> property:
+    return property(old.fget, lambda tensor, value: _put_there(old, tensor, value))
+
+
+@torch.no_grad()
+def _put_there(old: property, tensor: DTensor, value: Any) -> None:
+    """`p.data = value`. Collective where the value is an ordinary tensor, or divided in another way. One in pieces is
+    shared, as in one process; of an ordinary one each rank has a copy of its part."""
+    if (
+        local_part(tensor).is_meta
+        or not isinstance(value, torch.Tensor)
+        or (isinstance(value, DTensor) and value.dtype != tensor.dtype)
+    ):
+        old.fset(tensor, value)  # type: ignore[misc]
+        return
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
+    if isinstance(value, DTensor) and value.placements == tensor.placements:
+        shown.give(tensor, local_part(value))
+        return
+    if not isinstance(value, DTensor):
+        _refuse_differing("p.data = tensor", (value, tensor), {})
+        value = everywhere(value.to(tensor.device_mesh.device_type), tensor)
+    shown.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
 
 
 # --- functions of the tensor's memory ---------------------------------------------------------------
@@ -360,6 +357,28 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     return func(local_part(args[0]), *args[1:], **kwargs)
 
 
+def _in_the_shape(name: str) -> Function:
+    """It asks another tensor for its shape only, and shows this one's memory."""
+    return lambda func, args, kwargs: getattr(args[0], name)((*args[1:], *kwargs.values())[0].shape)
+
+
+def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch would read at an address, for it takes rows of a tensor for memory. A copied parameter has no gradient."""
+    tensor, memo = args
+    if not tensor.is_leaf or id(tensor) in memo or isinstance(tensor, torch.nn.Parameter):
+        with tensors.as_plain_tensors():
+            gradient, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                if gradient is not None:
+                    tensor.grad = gradient
+    new = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        new.grad = copy.deepcopy(tensor.grad, memo)
+    return new
+
+
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
     return func(whole_of(args[0]), *args[1:], **kwargs)
 
@@ -369,4 +388,8 @@ _SPECIAL: dict[str, Function] = {
     **dict.fromkeys(ADDRESSES, _address),
     "new": _new,
     "backward": _backward,
+    "__deepcopy__": _deepcopy,
+    "view_as": _in_the_shape("view"),
+    "expand_as": _in_the_shape("expand"),
+    "reshape_as": _in_the_shape("reshape"),
 }

@@ -18,6 +18,7 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.tensors import norms as norms_of
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
+from nbtrain.strategies.shown import fresh
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Places = list[tuple[nn.Module, str, torch.Tensor]]
@@ -86,6 +87,7 @@ def _from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTenso
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
     """All of it, on every rank and where the rows are. Collective."""
+    fresh(tensor)
     local = local_part(tensor)
     there = local.to(tensor.device_mesh.device_type)  # rows that were offloaded cannot be sent from the CPU
     full = _from_local(tensor, there.detach(), tensor.shape).full_tensor()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.alongside import together
+from nbtrain.strategies.shown import counts
 
 WORDS = 2**24
 """so many numbers a float32 holds exactly"""
@@ -88,6 +89,7 @@ class Usage:
 
     def _end(self, old: Any) -> None:
         old()
+        counts[1] += 1
         params = [weight for group in self.groups if fsdp2.reduces(group) for weight in fsdp2.weights(group)]
         if not params:
             return

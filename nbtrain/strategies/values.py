@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import NUMBERS, Listeners, While
-from nbtrain.strategies import as_whole, mixing
+from nbtrain.strategies import as_whole, mixing, shown
 from nbtrain.strategies.alongside import ODD
 from nbtrain.strategies.shards import whole
 
@@ -49,6 +49,7 @@ def active() -> bool:
 
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
+    shown.fresh(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
         return dtensor.local(tensor).detach()
     return whole(tensor)
@@ -61,8 +62,9 @@ def _put(listeners: Listeners) -> None:
     else:  # then at least where Python asks for it
         for name in NUMBERS:
             listeners.listen(f"{DTENSOR}.{name}", "values", _number)
-    as_whole.put(listeners)
+    as_whole.put(listeners, shown.passing_on)
     mixing.put(listeners)
+    shown.put(listeners)
     listeners.listen(f"{DTENSOR}.__str__", "values", lambda _: _text)
     listeners.listen(f"{DTENSOR}.__format__", "values", lambda _: _formatted)
     listeners.listen(f"{DTENSOR}._repr_pretty_", "values", lambda _: _shown)
@@ -80,6 +82,7 @@ def _number(old: Callable[..., Any]) -> Callable[..., Any]:
 def _text(tensor: DTensor) -> str:
     """Of numbers only: what is shown of larger ones says itself that it is a part, and so does `repr`, which tracebacks
     and debuggers call on one rank."""
+    shown.fresh(tensor)
     return str(complete(tensor)) if tensor.ndim == 0 and not tensor.is_meta else repr(tensor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import UsageError
+from nbtrain.strategies.alike import differing
 
 OPERATIONS = ("mean", "sum", "min", "max")
 
@@ -98,10 +100,9 @@ def equalise(tensors: Iterable[torch.Tensor], checksum: Callable[[torch.Tensor],
     mine = list(tensors)
     if not connected() or not mine:
         return 0
-    sums = gather([checksum(tensor) for tensor in mine])
-    differing = [tensor for i, tensor in enumerate(mine) if len({ranks[i] for ranks in sums}) > 1]
+    differ = differing(mine, on_the_wire(mine[0]), checksum)
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in differing:
+    for tensor in itertools.compress(mine, differ):
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for group in groups.values():
         for batch in _batches(group):
@@ -114,7 +115,7 @@ def equalise(tensors: Iterable[torch.Tensor], checksum: Callable[[torch.Tensor],
             parts = flat.split([tensor.numel() for tensor in batch])
             for tensor, part in zip(batch, parts, strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
-    return len(differing)
+    return sum(differ)
 
 
 def _batches(tensors: list[torch.Tensor], limit: int = 64 * 2**20) -> Iterable[list[torch.Tensor]]:

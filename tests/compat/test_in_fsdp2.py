@@ -109,6 +109,36 @@ def test_what_is_gathered_need_not_be_shown() -> None:
     run_on_ranks(_shown)
 
 
+def _memory(rank: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(2, 3, bias=False)  # of three rows the second rank has one, and sends two
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fsdp2.average_rightly(model)
+    fsdp2.set_up(model)
+    state = fsdp2.state(model)
+    (group,) = fsdp2.groups(state)
+    (weight,) = fsdp2.weights(group)
+    mine = dtensor.local(model.weight)
+    for given in (torch.full_like(mine, 3.0), torch.zeros(9).as_strided(mine.shape, mine.stride(), 1)):
+        before, stood = mine.detach(), mine.clone()
+        fsdp2.give_memory(weight, given)
+        assert mine.data_ptr() == given.data_ptr()
+        assert torch.equal(before, stood)
+        given.fill_(7.0)
+        assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0))
+        fsdp2.let_go(state)
+    model.unshard()
+    model.weight.data = torch.full((3, 2), 5.0)
+    fsdp2.lay_where_gathered(weight)
+    assert torch.equal(model.weight, torch.full((3, 2), 5.0))
+    fsdp2.let_go(state)
+    assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0)), "what the rows have is gathered there"
+
+
+def test_other_memory_for_a_part_and_for_what_is_gathered() -> None:
+    run_on_ranks(_memory)
+
+
 def _forward(rank: int) -> None:
     model, states = made()
     root, unit, _ = states

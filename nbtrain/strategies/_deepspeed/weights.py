@@ -18,6 +18,7 @@ from nbtrain.compat import tensors
 from nbtrain.strategies._deepspeed.attachments import Attachments
 from nbtrain.strategies._deepspeed.shares import Layout, Part, stretch
 from nbtrain.strategies._deepspeed.state import State
+from nbtrain.strategies.alike import bits_summed
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
 """of each parameter in the notebook, by its id"""
@@ -92,7 +93,7 @@ class Weights:
         if self.stage == 3:
             self._versions = {id(p): tensors.version(p) for p in trained}
         else:
-            self._digests = [[] if flat.device == mine.device else _digest(mine) for flat, mine in self._halves()]
+            self._digests = [[] if flat.device == mine.device else bits_summed(mine) for flat, mine in self._halves()]
 
     @torch.no_grad()
     def follow_edits(self, trained: Iterable[torch.Tensor]) -> None:
@@ -103,7 +104,7 @@ class Weights:
             self._take_assigned()
             for number, (flat, mine) in enumerate(self._halves()):
                 if flat.device != mine.device:
-                    if number < len(self._digests) and all(map(torch.equal, self._digests[number], _digest(mine))):
+                    if number < len(self._digests) and all(map(torch.equal, self._digests[number], bits_summed(mine))):
                         continue
                     mine = mine.to(flat.device)
                 _take_edited(flat, mine)
@@ -223,17 +224,6 @@ def _take_edited(flat: torch.Tensor, mine: torch.Tensor) -> None:
     rounded = flat.data.to(mine.dtype)
     if not torch.equal(rounded, mine):
         flat.data.copy_(torch.where(rounded == mine, flat.data, mine.to(flat.dtype)))
-
-
-COLUMNS = 1024
-
-
-def _digest(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of its bits by rows and by columns: an edit changes some of them, and so does an exchange."""
-    bits = tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    whole = bits[: bits.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
-    rest = bits[whole.numel() :]
-    return [whole.sum(0, dtype=torch.int64), whole.sum(1, dtype=torch.int64), rest.to(torch.int64)]
 
 
 def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:
