@@ -168,6 +168,88 @@ def test_edits_of_weights_in_16_bits_last(stage: int) -> None:
         assert far == {}
 
 
+STATES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "step of one": (lambda groups: torch.optim.AdamW(groups, 1e-2), lambda o, p: o.state[p]["step"].fill_(40)),
+    "another step for one": (
+        lambda groups: torch.optim.Adam(groups, 1e-2),
+        lambda o, p: o.state[p].update(step=torch.tensor(1.0)),
+    ),
+    "state of one deleted": (lambda groups: torch.optim.AdamW(groups, 1e-2), lambda o, p: o.state.pop(p)),
+    "momentum of one taken away": (
+        lambda groups: torch.optim.SGD(groups, 1e-2, momentum=0.9, dampening=0.5),
+        lambda o, p: o.state[p].update(momentum_buffer=None),
+    ),
+    "a product of one": (lambda groups: torch.optim.NAdam(groups, 1e-2), lambda o, p: o.state[p]["mu_product"].mul_(2)),
+}
+
+
+def with_states(rank: int, stage: int, count: int) -> dict[str, Any]:
+    """Two steps, something is done to the optimizer's state, two steps more in a cell each."""
+    found = {}
+    for name, (made, change) in STATES.items():
+        model, _, _ = make()
+        first, *rest = (p for p in model.parameters() if p.requires_grad)
+        optimizer = made([{"params": [first, rest[0]]}, {"params": rest[1:], "lr": 3e-3}])
+        prepared: Any = None
+        if count > 1:
+            component = Component({"model": model}, {"optimizer": optimizer})
+            prepared = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(component)
+        for i, (x, y) in enumerate(batches(4)):
+            if prepared and i != 1:
+                prepared.enter()
+            with prepared.backward() if prepared else contextlib.nullcontext():
+                mse(model(x[rank::count]), y[rank::count]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if prepared and i:
+                prepared.leave()
+            if i == 1:
+                change(optimizer, rest[1])
+        if prepared:
+            prepared.close()
+        entries = [{k: torch.as_tensor(v) for k, v in optimizer.state[p].items()} for p in (first, *rest)]
+        state = {f"{i}.{key}": value for i, entry in enumerate(entries) for key, value in entry.items()}
+        found[name] = weights_of(model) | state
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_parameter_may_have_taken_other_steps(stage: int) -> None:
+    wanted = with_states(0, stage, 1)
+    for found in run_on_ranks(with_states, stage, 2, timeout=120):
+        apart = {name: distance(found[name], wanted[name]) for name in wanted}
+        assert {name: far for name, far in apart.items() if not far < 1e-5} == {}
+
+
+def loads_uneven(rank: int, stage: int) -> None:
+    """In a cell it is a sentence, and the next cell takes it."""
+    model, optimizer, _ = make()
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage)).set_up(
+        Component({"model": model}, {"optimizer": optimizer})
+    )
+    for cell in range(2):
+        prepared.enter()
+        for x, y in batches(2):
+            with prepared.backward():
+                mse(model(x[rank::2]), y[rank::2]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not cell:
+            kept = optimizer.state_dict()
+            kept["state"][1]["step"] += 5
+            with pytest.raises(NotSupported, match=r"different numbers of steps.*in a cell that is not distributed"):
+                optimizer.load_state_dict(kept)
+        prepared.leave()
+    prepared.close()
+    steps = [float(entry["step"]) for entry in optimizer.state.values()]
+    assert sorted(steps) == [4.0] * (len(steps) - 1) + [9.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_uneven_state_is_not_loaded_in_a_cell(stage: int) -> None:
+    run_on_ranks(loads_uneven, stage)
+
+
 def test_a_digest_sees_what_is_exchanged() -> None:
     from nbtrain.strategies._deepspeed.weights import COLUMNS, _digest
 

@@ -43,7 +43,7 @@ from nbtrain.strategies._deepspeed.reading import Reader
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.silence import quiet
-from nbtrain.strategies._deepspeed.state import State
+from nbtrain.strategies._deepspeed.state import UNEVEN, State, once
 from nbtrain.strategies._deepspeed.weights import Weights, unreadable
 from nbtrain.strategies.base import Component, Prepared
 
@@ -115,7 +115,8 @@ class Engined(Prepared):
             frozen = {id(p): p.data.clone() for p in kept}
         self.core = Core(self.models, self.precision, self.device, self.stage != 3)
         mine = set(map(id, self.trained))
-        self.inner = Inner.make(self.user, lambda p: id(p) in mine)
+        kinds = once(self.trained, self.user.state) if own else {}
+        self.inner = Inner.make(self.user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
         self.inner.kernel = self.kernel
         self.sources = self.inner.sources
         if own and self.device.type == "cuda" and decoupled is not None and self.kernel is None:
@@ -133,8 +134,6 @@ class Engined(Prepared):
         self.state = State(self.user, self.inner, self.layout)
         if own:
             self.state.take()
-            if self.state.uneven:
-                self.notes.append("parameters that have taken different numbers of steps count the same from now on")
         self.weights = Weights(self.layout, self.state, self.attachments, self.shapes, frozen, parameters)
         self.gradients = Gradients(self)
         self.reader = Reader(self.weights, parameters if self.stage == 3 else (), self.gradients.open_for_penalty)
@@ -192,6 +191,11 @@ class Engined(Prepared):
             self._build()
         if isinstance(self.inner, Inner):
             self.state.take()
+            if self.state.uneven:
+                if held:
+                    raise NotSupported(UNEVEN)
+                self.close()
+                self._build()
         self._put_on()
         self.gradients.enter()
         self.surround()
