@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,8 @@ from nbtrain.strategies._deepspeed import config
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
 from tests.absent import absent
+from tests.fuzz.sessions import Live, live
+from tests.lines.playing import numbers
 from tests.ranks import run_on_ranks
 from tests.test_deepspeed import SHARDED, Net, batches, distance, make, mse, weights_of
 
@@ -299,3 +302,93 @@ def test_older_keys_and_lightnings_variable(tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.delenv(config.ENVIRONMENT, raising=False)
     monkeypatch.setenv(config.LIGHTNING, str(tmp_path / "ds.json"))
     assert config.build(DeepSpeed.Options())[0]["zero_optimization"]["stage"] == 1
+
+
+START = """
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+X = torch.randn(48, 4); Y = (X.sum(1) > 0).long()
+loader = DataLoader(TensorDataset(X, Y), batch_size=8)
+m = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+def adamw(lr=0.01): return torch.optim.AdamW(m.parameters(), lr)
+o, result = adamw(), None
+def epoch(one=None, top=True):
+    one = one or o
+    for i, (x, y) in zip(range(2), loader):
+        if top: one.zero_grad()
+        F.cross_entropy(m(x), y).backward(); one.step()
+        if not top: one.zero_grad()
+"""
+ANOTHER = "%epoch(); p = adamw(0.02); epoch(p); "
+LAYER = r"has put another layer into a model.*in a cell before"
+NOTEBOOKS: dict[str, tuple[tuple[str, ...], dict[int, str]]] = {
+    "a step count of one": (("%epoch()", "o.state[m[2].weight]['step'].fill_(50)", "%epoch()", "%epoch()"), {}),
+    "optimizers made in a loop": (("%for k in range(3): o = adamw(0.02); epoch(top=k)", "%epoch()"), {}),
+    "a cell that makes it, twice": (("%o = adamw(); epoch()",) * 2, {}),
+    "another name": ((ANOTHER + "o = p", "%epoch()"), {}),
+    "both": ((ANOTHER + "epoch(o)",), dict.fromkeys((2, 3), r"another optimizer steps.*join them into one")),
+    "after a backward": (
+        ("%epoch(); F.cross_entropy(m(X), Y).backward(); o = adamw(); o.step()",),
+        dict.fromkeys((2, 3), r"a new optimizer between loss\.backward\(\).*after optimizer\.step\(\)"),
+    ),
+    "not zeroed": (
+        ("%epoch(); o = adamw(); F.cross_entropy(m(X), Y).backward(); o.step()",),
+        dict.fromkeys((2, 3), "were not set to None or zero"),
+    ),
+    "another group in a cell": (
+        (
+            "o = torch.optim.AdamW(m[:4].parameters(), 0.01)",
+            "%epoch(); o.add_param_group({'params': m[4].parameters()}); epoch()",
+            "%epoch()",
+        ),
+        {},
+    ),
+    "another group between cells": (
+        (
+            "o = torch.optim.AdamW(m[:4].parameters(), 0.01)",
+            "%epoch()",
+            "o.add_param_group({'params': m[4].parameters()})",
+            "%epoch()",
+        ),
+        {},
+    ),
+    "groups changed by hand": (
+        ("%epoch(top=False); o.param_groups[0]['params'] = [*m[0].parameters()]; epoch(top=False)",),
+        dict.fromkeys((2, 3), r"holds other parameters.*in a cell that is not distributed"),
+    ),
+    "another layer": (
+        ("%epoch(); m[4] = nn.Linear(6, 2); o.add_param_group({'params': m[4].parameters()}); epoch()",),
+        {2: r"taken out of it, make the optimizer anew, in a cell that is not distributed", 3: LAYER},
+    ),
+    "another layer, which is not trained": (("%epoch(); m.append(nn.PReLU(2)); epoch()", "%epoch()"), {3: LAYER}),
+}
+"""cells, those with a % on the ranks; by stage, the sentence that is told"""
+
+
+def played(notebook: Live, cells: tuple[str, ...], ranks: bool) -> dict[str, Any] | str:
+    notebook.clear()
+    for cell in (START, *cells):
+        error = notebook.run(cell.removeprefix("%"), ranks and cell.startswith("%"))
+        if error is not None:
+            return str(error)
+    return numbers([notebook.namespace["m"], notebook.namespace["o"]])
+
+
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_optimizers_that_cells_make_and_change(stage: int) -> None:
+    wrong = {}
+    with live(f"-s deepspeed --stage {stage} -d 2 --split-batches --monitor off") as notebook:
+        for name, (cells, said) in NOTEBOOKS.items():
+            found = played(notebook, cells, True)
+            if said.get(stage):
+                if not (isinstance(found, str) and re.search(said[stage], found)):
+                    wrong[name] = str(found)
+            elif isinstance(found, str):
+                wrong[name] = found
+            else:
+                wanted: Any = played(notebook, cells, False)
+                if found.keys() != wanted.keys() or not distance(found, wanted) < 1e-4:
+                    wrong[name] = "other numbers"
+    assert not wrong, "\n".join(map(str, wrong.items()))

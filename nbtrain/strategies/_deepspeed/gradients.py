@@ -178,6 +178,18 @@ class Gradients:
         for p in self.trained:  # in the notebook's form they have another dtype
             p.grad = None
 
+    def used_up(self) -> set[int]:
+        """In a pause: the parameters whose gradients a step has used up, and nobody has thrown away."""
+        pairs = zip(self.trained, self.aside or (), strict=False)
+        return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
+
+    def go_on(self, used: set[int]) -> None:
+        """In a pause: these are so, of those before this one."""
+        self.handle.put_on()
+        self.stepped = bool(used)
+        self.taken = not used
+        self.aside = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
+
     def leave(self) -> None:
         self.aside = None
         self.handle.take_off()
@@ -211,6 +223,9 @@ class Gradients:
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
         try:
             engine.step()
+        except AttributeError as error:
+            owner.tell_of_layers(error)
+            raise
         finally:
             zero.clip_grad = self.clipping
             engine.enable_backward_allreduce = reduces
@@ -355,6 +370,7 @@ class Gradients:
         except NbtrainError:
             raise
         except Exception as error:
+            self.owner.tell_of_layers(error)
             moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
             sentence = MOVED if moved else sentences.of_backward(error, self.stage)
             if sentence is None:

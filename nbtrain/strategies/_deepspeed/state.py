@@ -201,7 +201,7 @@ class State:
             with self.at_hand(share.flat):
                 stretch().copy_(whole[share.start : share.stop])
 
-        return Part(p.shape, dtype, (share.start, share.stop), read, fill)
+        return Part(p.shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
 
     @torch.no_grad()
     def parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
