@@ -750,6 +750,7 @@ def clips(rank: int, stage: int) -> dict[str, Any]:
             for p in model.parameters():
                 if p.grad is not None:
                     p.grad.zero_()
+            assert float(clip(list(model.parameters()))) == 0
             with prepared.backward():
                 mse(model(mine[0][0]), mine[0][1]).backward()
             optimizer.step()

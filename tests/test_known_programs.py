@@ -43,8 +43,6 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 """(program, strategy) → the sentence"""
 OPEN: dict[tuple[str, str], str] = {
-    ("wgan_gp", "deepspeed_stage_1"): "refused, untruly: a critic frozen for the generator's loss",
-    ("wgan_gp", "deepspeed_stage_2"): "the same",
     ("bert", "pipeline"): "a forward that returns a ModelOutput is refused",
     ("bert", "deepspeed_stage_3"): "a forward that returns a ModelOutput is refused",
 }

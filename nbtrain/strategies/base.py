@@ -55,6 +55,8 @@ class Piece(ABC):
     shape: torch.Size
     dtype: torch.dtype
     """of the whole, as the notebook has it"""
+    cut: object = None
+    """while it is the same object, every rank keeps the ranges that it has kept so far"""
 
     @abstractmethod
     def ranges(self) -> Sequence[tuple[int, int]]:
@@ -75,8 +77,8 @@ class Prepared:
     """One component under one strategy. Each member runs on a rank."""
 
     divides_gradients: ClassVar[bool] = False
-    """True: parameters are whole, and a rank has some of their gradients only: an optimizer that the cell makes for
-    them is taken in, or it would step what its rank has"""
+    """True: a rank has some of the gradients only: an optimizer that the cell makes for parameters that are set up is
+    taken in, or it would step what its rank has"""
 
     averages_before_step: ClassVar[bool] = False
     """True: gradients are averaged before a step, also before one in the middle of a backward"""
@@ -95,6 +97,14 @@ class Prepared:
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Called by the patched `clip_grad_norm_`. None: torch's own is right."""
         return None
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the component's optimizer holds what it held when it was set up, as far as that matters here."""
+        return True
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step of any optimizer, and when its groups have other parameters than before: raises where
+        it would not step what it holds."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not communicated; `--accumulate` uses it for all but the last."""

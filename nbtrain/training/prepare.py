@@ -180,7 +180,7 @@ class Workshop:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
-                return not {id(p) for p in held} <= kept.ids()
+                return not ({id(p) for p in held} <= kept.ids() and kept.prepared.knows(optimizer))
         return any(map(is_divided, held)) or any(
             kept.prepared.divides_gradients and not kept.ids().isdisjoint(map(id, held)) for kept in self.kept
         )
@@ -195,6 +195,8 @@ class Workshop:
         if self.known.get(optimizer) == held:
             return
         loose = [p for group in groups for p in group if id(p) not in self.ready]
+        for prepared in self.prepared:
+            prepared.about_to_step(optimizer)
         if not loose:
             self.known[optimizer] = held
         elif any(p.grad is not None for p in loose):
@@ -215,7 +217,7 @@ class Workshop:
         if not self.strategy.moves:
             place(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
-            if old[0].objects == objects:
+            if old[0].objects == objects and all(map(old[0].prepared.knows, component.optimizers.values())):
                 return
             if self._grown(old[0], component):
                 old[0].objects = objects

@@ -56,6 +56,7 @@ class Pieces:
         found = [*pieces, *self.strays]
         before = {id(held.tensor): held for held in self._held}
         now = []
+        same = True
         for tensor, piece in found:
             held = before.pop(id(tensor), None)
             if held is None or (held.shape, held.dtype) != (tuple(piece.shape), piece.dtype):
@@ -64,11 +65,12 @@ class Pieces:
                 if before_cell and self.table.find(tensor) is not None:
                     held.number = _number(held)
                 part(self.table, held)
+            same = same and held.piece.cut is piece.cut
             held.piece = piece
             now.append(held)
         for held in before.values():
             self._rejoin(held)
-        if list(map(id, now)) == list(map(id, self._held)):
+        if same and list(map(id, now)) == list(map(id, self._held)):
             return False
         self._held = now
         self._exchange_ranges()

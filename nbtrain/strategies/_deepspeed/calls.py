@@ -69,6 +69,9 @@ class Calls:
             (out,) = owner.engine(name, args, kwargs)
             tree_map(self._note_output, out)
             return out
+        except AttributeError as error:
+            owner.tell_of_layers(error)
+            raise
         finally:
             owner.reader.back()
             self.inside = False

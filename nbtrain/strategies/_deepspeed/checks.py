@@ -32,7 +32,8 @@ def one_optimizer(component: Component, settings: config.Settings) -> torch.opti
     if component.loose:
         raise NotSupported(
             f"{', '.join(component.loose)}: the optimizer holds parameters that no module owns, and DeepSpeed's "
-            "engine knows those of a model only: make them nn.Parameters of the model, or take the strategy ddp"
+            "engine knows those of a model only: make them nn.Parameters of the model (if they are of a layer that was "
+            "taken out of it, make the optimizer anew, in a cell that is not distributed), or take the strategy ddp"
         )
     (user,) = component.optimizers.values()
     if settings.get("scheduler") and component.schedulers:

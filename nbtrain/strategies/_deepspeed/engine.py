@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from nbtrain.strategies._deepspeed.reading import Reader
 from nbtrain.strategies._deepspeed.scaling import LossScale
 from nbtrain.strategies._deepspeed.shares import Layout, Part
 from nbtrain.strategies._deepspeed.silence import quiet
-from nbtrain.strategies._deepspeed.state import State
+from nbtrain.strategies._deepspeed.state import UNEVEN, State, once
 from nbtrain.strategies._deepspeed.weights import Weights, unreadable
 from nbtrain.strategies.base import Component, Prepared
 
@@ -52,6 +53,7 @@ class Engined(Prepared):
     """`skipped`: steps left out because a gradient was infinite."""
 
     hooks_see_own_gradients = True
+    divides_gradients = True
 
     def __init__(
         self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str
@@ -66,20 +68,25 @@ class Engined(Prepared):
         self.meanwhile: Any = None
         """while it is let go of: see letting_go.py"""
         in_single(component)
-        self.user = one_optimizer(component, settings)
-        if not settings.get("optimizer") and (note := check(self.user)):
-            self.notes.append(note)
+        self.user = self._check(component)
         self.models = outermost(component.modules.values())
         self.shapes = {id(p): (p.shape, p.dtype) for p in component.parameters()}
         self._build()
 
     # -- set-up --------------------------------------------------------------------------
 
+    def _check(self, component: Component) -> torch.optim.Optimizer:
+        user = one_optimizer(component, self.settings)
+        if not self.settings.get("optimizer") and (note := check(user)):
+            self.notes.append(note)
+        return user
+
     def _build(self) -> None:
         component, settings = self.component, self.settings
         parameters = self.parameters = component.parameters()  # a cell may put another layer into the model
         self.device = parameters[0].device
         self.requires = [p.requires_grad for p in parameters]
+        self.held = held_by(self.user)
         self.trained = [p for g in self.user.param_groups for p in g["params"] if p.requires_grad and p.numel()]
         if not self.trained:
             raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
@@ -115,7 +122,8 @@ class Engined(Prepared):
             frozen = {id(p): p.data.clone() for p in kept}
         self.core = Core(self.models, self.precision, self.device, self.stage != 3)
         mine = set(map(id, self.trained))
-        self.inner = Inner.make(self.user, lambda p: id(p) in mine)
+        kinds = once(self.trained, self.user.state) if own else {}
+        self.inner = Inner.make(self.user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
         self.inner.kernel = self.kernel
         self.sources = self.inner.sources
         if own and self.device.type == "cuda" and decoupled is not None and self.kernel is None:
@@ -133,8 +141,6 @@ class Engined(Prepared):
         self.state = State(self.user, self.inner, self.layout)
         if own:
             self.state.take()
-            if self.state.uneven:
-                self.notes.append("parameters that have taken different numbers of steps count the same from now on")
         self.weights = Weights(self.layout, self.state, self.attachments, self.shapes, frozen, parameters)
         self.gradients = Gradients(self)
         self.reader = Reader(self.weights, parameters if self.stage == 3 else (), self.gradients.open_for_penalty)
@@ -192,6 +198,11 @@ class Engined(Prepared):
             self._build()
         if isinstance(self.inner, Inner):
             self.state.take()
+            if self.state.uneven:
+                if held:
+                    raise NotSupported(UNEVEN)
+                self.close()
+                self._build()
         self._put_on()
         self.gradients.enter()
         self.surround()
@@ -247,7 +258,7 @@ class Engined(Prepared):
             return
         if self.calls.busy:
             raise NotSupported(sentences.MIDST)
-        if self.stage == 3 and {id(p) for p in self.component.parameters()} - {id(p) for p in self.parameters}:
+        if self.has_another_layer():
             raise NotSupported(sentences.ANOTHER_LAYER)
         self.entered = False
         self.surroundings.close()
@@ -271,6 +282,16 @@ class Engined(Prepared):
 
     def let_go(self) -> Callable[[], Prepared | None]:
         return let_go(self)
+
+    def has_another_layer(self) -> bool:
+        """One that stage 3 has not cut up."""
+        known = {id(p) for p in self.parameters}
+        return self.stage == 3 and any(id(p) not in known for p in self.component.parameters())
+
+    def tell_of_layers(self, error: Exception) -> None:
+        """DeepSpeed has not found what it hangs on parameters."""
+        if isinstance(error, AttributeError) and self.has_another_layer():
+            raise NotSupported(sentences.ANOTHER_LAYER) from error
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -325,17 +346,36 @@ class Engined(Prepared):
 
     # -- the end -------------------------------------------------------------------------
 
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer is self.user and held_by(optimizer) == self.held
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.knows(optimizer) and (optimizer is self.user or not held_by(optimizer).isdisjoint(self.held)):
+            sentence = sentences.OTHER_GROUPS if optimizer is self.user else sentences.ANOTHER_OPTIMIZER
+            raise NotSupported(sentence.format(name=type(optimizer).__name__))
+
     def grow(self, component: Component) -> bool:
-        """Schedulers hold the optimizer that they always held."""
+        """Schedulers hold the optimizer that they always held. One that the cell makes takes the other's place, and one
+        that gets more parameters its own."""
         same = (
             component.modules.keys() == self.component.modules.keys()
             and all(component.modules[name] is module for name, module in self.component.modules.items())
-            and list(component.optimizers.values()) == list(self.component.optimizers.values())
             and not component.loose
         )
-        if same:
+        if same and list(map(id, component.optimizers.values())) == [id(self.user)] and self.knows(self.user):
             self.component = component
-        return same
+            return True
+        if not same or self.gradients.aside is None or not component.optimizers:
+            return False
+        name = [*component.optimizers][-1]
+        chosen = replace(component, optimizers={name: component.optimizers[name]})
+        user = self._check(chosen)
+        used = self.gradients.used_up()
+        self.close()
+        component.optimizers, self.component, self.user = chosen.optimizers, component, user
+        self._build()
+        self.gradients.go_on(used)
+        return True
 
     @torch.no_grad()
     def close(self) -> None:
@@ -370,6 +410,11 @@ class Engined(Prepared):
             self.folder = None
         self.state.shown.clear()
         del self.engine, self.core, self.layout, self.weights
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """ids of parameters"""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _quiet_steps(optimizer: Any) -> Any:

@@ -51,15 +51,13 @@ class Gradients:
         self.taken = True
         """the stand-ins are off"""
         self.opened = self.ended = False
-        self.came = self.before = False
-        """the backward under way has left a gradient in a parameter; what `stale` was before it"""
+        self.came = False
+        """the backward under way has left a gradient in a parameter"""
         self.local: dict[int, torch.Tensor] = {}
         """stage 1 keeps this rank's own gradients, where the stand-ins are now"""
         self.arrived: set[int] = set()
         self.stepped = False
-        """the stand-ins are those of gradients that a step has used up"""
-        self.stale = False
-        """others were added to such"""
+        """there are gradients that a step has used up, whether others were added to them or not"""
         self.reduced = False
         """stage 1: they are, before the step"""
         self.norm = 0.0
@@ -82,7 +80,6 @@ class Gradients:
             def prologue() -> None:
                 if self.opened and ds.in_backward(zero):  # several forwards in one backward open it once
                     return
-                self.before = self.stale
                 self.take_back()
                 self.came = False
                 if self.ended:  # another backward without a forward in between
@@ -125,7 +122,6 @@ class Gradients:
         self.opened, self.ended = False, True
         if not self.came:  # gradients of inputs alone (torch.autograd.grad): nothing to reduce
             self.zero.exit_backward()
-            self.stale = self.before
             if self.held or self.stepped:
                 self._stand_in()
             return
@@ -164,8 +160,6 @@ class Gradients:
             raise NotSupported(sentences.SOME_SET_TO_NONE)
         if emptied:
             self.discard()
-        elif self.stepped:
-            self.stale = True
 
     # -- what the loop calls -------------------------------------------------------------
 
@@ -184,6 +178,18 @@ class Gradients:
         for p in self.trained:  # in the notebook's form they have another dtype
             p.grad = None
 
+    def used_up(self) -> set[int]:
+        """In a pause: the parameters whose gradients a step has used up, and nobody has thrown away."""
+        pairs = zip(self.trained, self.aside or (), strict=False)
+        return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
+
+    def go_on(self, used: set[int]) -> None:
+        """In a pause: these are so, of those before this one."""
+        self.handle.put_on()
+        self.stepped = bool(used)
+        self.taken = not used
+        self.aside = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
+
     def leave(self) -> None:
         self.aside = None
         self.handle.take_off()
@@ -201,7 +207,7 @@ class Gradients:
         owner, engine, zero = self.owner, self.engine, self.zero
         self._check_frozen()
         self.take_back()
-        if self.stale:
+        if self.stepped:  # and nobody has thrown them away since
             self.discard()
             raise NotSupported(sentences.NOT_ZEROED)
         if not self.held:
@@ -217,6 +223,9 @@ class Gradients:
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
         try:
             engine.step()
+        except AttributeError as error:
+            owner.tell_of_layers(error)
+            raise
         finally:
             zero.clip_grad = self.clipping
             engine.enable_backward_allreduce = reduces
@@ -242,7 +251,7 @@ class Gradients:
 
     def _done(self) -> None:
         dirty = self.held or bool(self.arrived)
-        self.held = self.opened = self.ended = self.stepped = self.stale = self.reduced = False
+        self.held = self.opened = self.ended = self.stepped = self.reduced = False
         self.max_norm = 0.0
         self.arrived.clear()
         self.local.clear()
@@ -282,7 +291,7 @@ class Gradients:
             raise NotSupported(sentences.SOME_CLIPPED)
         if float(norm_type) != 2.0:
             raise NotSupported(sentences.OTHER_NORM.format(norm_type=norm_type))
-        if not self.held or all(p.grad is None for p in self.trained):  # there is nothing that could be clipped
+        if not self.held or all(p.grad is None or getattr(p.grad, "zeroed", False) for p in self.trained):  # nothing is
             return torch.zeros(())
         finite = math.isfinite(max_norm)
         norm = self._norm(finite) / float(self.zero.loss_scale)
@@ -357,11 +366,11 @@ class Gradients:
             with self.owner.at_work():
                 yield factor
             if self.taken and (self.held or self.stepped):  # it went through other models only
-                self.stale &= self.held
                 self._stand_in()
         except NbtrainError:
             raise
         except Exception as error:
+            self.owner.tell_of_layers(error)
             moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
             sentence = MOVED if moved else sentences.of_backward(error, self.stage)
             if sentence is None:

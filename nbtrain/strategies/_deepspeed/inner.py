@@ -39,21 +39,26 @@ class Inner(Optimizer):
     worker: Optimizer
     """of the user's class, over the groups and the state of this one"""
     sources: list[int]
-    """of each group: which one of the user's it is"""
+    """of each group: which one of the user's it is of"""
     kernel: Callable[[Inner], None] | None
     overrides: dict[str, Any]
     """options that are others here than in the user's groups"""
 
     @classmethod
-    def make(cls, user: Optimizer, trainable: Callable[[torch.Tensor], bool]) -> Inner:
+    def make(
+        cls, user: Optimizer, trainable: Callable[[torch.Tensor], bool], kind: Callable[[torch.Tensor], Any]
+    ) -> Inner:
+        """`kind`: parameters of different kinds are in different groups, even if they are in one of the user's."""
         inner = cls.__new__(cls)
         worker = type(user).__new__(type(user))
         vars(worker).update({k: v for k, v in vars(user).items() if k not in ("step", "zero_grad")})
         groups = []
         inner.sources = []
         for number, group in enumerate(user.param_groups):
-            held = [p for p in group["params"] if trainable(p)]
-            if held:
+            kinds: dict[Any, list[torch.Tensor]] = {}
+            for p in filter(trainable, group["params"]):
+                kinds.setdefault(kind(p), []).append(p)
+            for held in kinds.values():
                 groups.append({**group, "params": held})
                 inner.sources.append(number)
         vars(inner).update(

@@ -21,8 +21,9 @@ MIDST = (
 )
 
 HELD = (
-    "setup() or load() between loss.backward() and optimizer.step(): the model would be set up anew, and the gradients "
-    "that DeepSpeed's engine holds would be lost. Write it after optimizer.step(), or take the strategy ddp"
+    "setup(), load() or a new optimizer between loss.backward() and optimizer.step(): the model would be set up anew, "
+    "and the gradients that DeepSpeed's engine holds would be lost. Write it after optimizer.step(), or take the "
+    "strategy ddp"
 )
 
 NOT_ZEROED = (
@@ -51,6 +52,17 @@ ANOTHER_LAYER = (
     "make the layer and its optimizer in a cell before, which is not distributed, or take --strategy ddp"
 )
 
+ANOTHER_OPTIMIZER = (
+    "{name} is to step weights that another optimizer steps, the last that was made for them, and DeepSpeed's engine "
+    "has one optimizer: join them into one with several groups, or take --strategy ddp"
+)
+
+OTHER_GROUPS = (
+    "{name} holds other parameters than those that DeepSpeed's engine was set up for: write "
+    "optimizer.add_param_group(...) for what is to come, change optimizer.param_groups otherwise in a cell that is not "
+    "distributed, before this one, or take --strategy ddp"
+)
+
 SOME_CLIPPED = (
     "clip_grad_norm_ of some of an optimizer's parameters: DeepSpeed clips all that one optimizer trains "
     "by their common norm; clip model.parameters(), or take the strategy ddp"
@@ -64,8 +76,9 @@ OTHER_NORM = (
 
 def without_gradient(names: list[str]) -> str:
     """A warning: these parameters were not reached in this step."""
+    who = ", ".join(names[:3]) or "a layer that no model holds"
     return (
-        f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} got no gradient in this step, and DeepSpeed "
+        f"{who}{', …' if len(names) > 3 else ''} got no gradient in this step, and DeepSpeed "
         "steps such parameters with zeros: weight decay and earlier momentum move them, which in one process "
         "they would not"
     )

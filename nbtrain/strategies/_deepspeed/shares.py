@@ -28,6 +28,7 @@ class Layout:
     def __init__(self, engine: Any, stage: int) -> None:
         self.zero = engine.optimizer
         self.stage = stage
+        self.cut = object()
         self.shares: dict[int, Share] = dict(self._three() if stage == 3 else self._one_two())
         """by id of the parameter"""
 
@@ -84,8 +85,9 @@ class Part(Piece):
         stretch: tuple[int, int],
         read: Callable[[], torch.Tensor],
         fill: Callable[[torch.Tensor], None],
+        cut: object,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype, self.cut = shape, dtype, cut
         self._stretch, self._read, self._fill = stretch, read, fill
 
     def ranges(self) -> Sequence[tuple[int, int]]:

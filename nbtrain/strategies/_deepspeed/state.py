@@ -6,16 +6,23 @@ behind them: the content is in the pieces. Step counts are real. What the notebo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from nbtrain.compat import deepspeed as ds
+from nbtrain.errors import NotSupported
 from nbtrain.strategies._deepspeed.held import ClosedState, HeldState
 from nbtrain.strategies._deepspeed.inner import Inner
 from nbtrain.strategies._deepspeed.shares import Layout, Part
+
+UNEVEN = (
+    "the cell has given the optimizer a state in which its parameters have taken different numbers of steps (or have "
+    "different numbers of another kind), and DeepSpeed's engine was set up for the one before: load or write it in a "
+    "cell that is not distributed, before this one, or take --strategy ddp"
+)
 
 
 class State:
@@ -31,51 +38,50 @@ class State:
         """what it is in one"""
         self.begun = False
         """in this cell there is some"""
-        self.uneven = False
-        """parameters of one piece have taken different numbers of steps, and the piece has one count"""
+        self.uneven: set[int] = set()
+        """pieces whose parameters have taken different numbers of steps, and the like: the engine has to be set up
+        anew, in other pieces"""
 
     # -- taking in -----------------------------------------------------------------------
 
     @torch.no_grad()
     def take(self) -> None:
         """What is new in the user's state goes into the pieces. Not collective."""
+        self.uneven.clear()
         for number, flat in enumerate(self.layout.flats):
             members = self.layout.members(number)
             held = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
+            if len({*once(members, self.user.state).values()}) > 1:
+                self.uneven.add(number)
             if not held:
                 self.inner.state.pop(flat, None)
                 self._forget(members)
                 continue
             with self.at_hand(number):
-                self._take_piece(number, self.layout.flats[number], members, held)
+                self._take_piece(number, self.layout.flats[number], held)
 
-    def _take_piece(
-        self, number: int, flat: torch.Tensor, members: list[torch.Tensor], held: list[tuple[torch.Tensor, Any]]
-    ) -> None:
+    def _take_piece(self, number: int, flat: torch.Tensor, held: list[tuple[torch.Tensor, Any]]) -> None:
         state = self.inner.state[flat]
-        counts = set()
         numbers = _counts(held)
         for p, own in held:
             for key, value in own.items():
                 if isinstance(value, torch.Tensor) and value.shape == p.shape and key not in numbers:
                     if self.shown.get((id(p), key)) is value:
                         continue
-                    if key not in state:
+                    if not isinstance(state.get(key), torch.Tensor):
                         state[key] = torch.zeros_like(flat.data, dtype=value.dtype)
                     self._cut(p, state[key], value.reshape(-1))
                     self._collapse(p, key, value)
-                elif key == "step" or key not in state or not isinstance(value, torch.Tensor):
-                    if key == "step":
-                        counts.add(float(value))
-                    state[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        if counts:
-            self.uneven = self.uneven or len(counts) > 1 or len(held) < len(members)
-            most = max(counts)
-            state["step"] = (
-                torch.as_tensor(most, dtype=torch.float32)
-                if _is_tensor(held, "step")
-                else type(held[0][1]["step"])(most)
-            )
+        if number in self.uneven:
+            return
+        first = held[0][1]
+        for key in [key for key in state if key not in first]:
+            del state[key]
+        for key, value in first.items():
+            if key == "step" and isinstance(value, torch.Tensor):
+                state[key] = torch.as_tensor(float(value), dtype=torch.float32)
+            elif key not in state or key in numbers or not isinstance(value, torch.Tensor):
+                state[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def _cut(self, p: torch.Tensor, piece: torch.Tensor, whole: torch.Tensor) -> None:
         share = self.layout.shares[id(p)]
@@ -90,7 +96,7 @@ class State:
         for number, flat in enumerate(self.layout.flats):
             state = self.inner.state.get(flat)
             members = self.layout.members(number)
-            if not state:
+            if not state or number in self.uneven:
                 continue
             size = self._size(number)
             for p in members:
@@ -141,11 +147,15 @@ class State:
         """Before a step: all of it was thrown away, or another one is in its place."""
         if self.user.state is not self.shut or self.shut.emptied:
             self.load()
+        if self.uneven:
+            raise NotSupported(UNEVEN)
 
     def load(self) -> None:
         """The cell has loaded another one."""
         self.open_again()
         self.close_to_cell()
+        if self.uneven:
+            raise NotSupported(UNEVEN)
 
     def open_again(self) -> None:
         for value in self.closed:
@@ -191,7 +201,7 @@ class State:
             with self.at_hand(share.flat):
                 stretch().copy_(whole[share.start : share.stop])
 
-        return Part(p.shape, dtype, (share.start, share.stop), read, fill)
+        return Part(p.shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
 
     @torch.no_grad()
     def parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
@@ -248,8 +258,20 @@ class _AtHand:
             ds.leave_on_disk(self.layout.zero, self.number)
 
 
-def _is_tensor(held: list[tuple[torch.Tensor, Any]], key: str) -> bool:
-    return any(isinstance(own.get(key), torch.Tensor) for _, own in held)
+def once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[int, Any]:
+    """By id of each parameter: what there is one of in its state, whatever its shape. A piece has one of it, too, so
+    that only parameters that are equal in it make up one."""
+    parameters = list(parameters)
+    numbers = _counts([(p, state[p]) for p in parameters if state.get(p)])
+
+    def of(p: torch.Tensor, key: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return float(value) if key in numbers and value.numel() == 1 else "one for each element"
+        return value if isinstance(value, int | float | None) else repr(value)
+
+    return {
+        id(p): frozenset((key, of(p, key, value)) for key, value in (state.get(p) or {}).items()) for p in parameters
+    }
 
 
 def _counts(held: list[tuple[torch.Tensor, Any]]) -> set[str]:

@@ -184,7 +184,7 @@ class Weights:
                 master().copy_(whole[share.start : share.stop])
             self._fill_model(p, whole)
 
-        return Part(shape, dtype, (share.start, share.stop), read, fill)
+        return Part(shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
 
     def _frozen_piece(self, p: Any) -> Part:
         """Stage 3 cuts these up, too."""
@@ -201,7 +201,7 @@ class Weights:
                 self.frozen[id(p)].copy_(whole[start:stop])
             self._fill_model(p, whole)
 
-        return Part(shape, dtype, (start, stop), read, fill)
+        return Part(shape, dtype, (start, stop), read, fill, self.layout.cut)
 
     def _fill_model(self, p: Any, whole: torch.Tensor) -> None:
         """What the model computes with."""
