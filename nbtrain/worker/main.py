@@ -56,7 +56,7 @@ class Rank:
         self.shell = shell
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
-        self.group = Group(self.info, config.backend)
+        self.group = Group(self.info, config.backend, self.board)
         self.libraries = Libraries(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
@@ -202,7 +202,7 @@ class Rank:
         steps = self.runtime.steps
         self.outputs.outlet.begin(running)
         self.meters.begin(self.runtime.readings, run.number)
-        self.group.begin(self.runtime.strategy.hands_off)
+        self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
         failure, lines = self._execute(run)
         self.libraries.end()
