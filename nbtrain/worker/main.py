@@ -335,15 +335,14 @@ class Rank:
     def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.surroundings)
         again, gone = self.taken.refresh()
-        for line in (*complaints, *gone):
-            self.outputs.outlet.write("stderr", line + "\n")
+        self._complain([*complaints, *gone])
         if again:  # what was prepared may call what is no more
             self._close_runtime(True)
             self._found = None
         self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
-        self.taken.settle()
+        self._complain(self.taken.settle())
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
         if self._trying is not None:
@@ -368,6 +367,10 @@ class Rank:
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
+
+    def _complain(self, lines: list[str]) -> None:
+        for line in lines:
+            self.outputs.outlet.write("stderr", line + "\n")
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
         """Everything that a strategy may want to prepare; found again only when something changed."""
