@@ -53,8 +53,9 @@ class Loaders:
         self.unshared: set[str] = set()
         self.gave_shares = False
         """a loader was iterated to train, and shared out"""
-        self.data = 0
-        """a number of the data sets that the cell shares out, which is to be the same on all ranks"""
+        self.data: int | None = 0
+        """a number of the data sets that the cell shares out, which is to be the same on all ranks; None: one of them
+        cannot be read"""
         self.known: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.gives_apart: Callable[[], None] = lambda: None
         """a loader is iterated that gives each rank something else, or of which it is said that it does not"""
@@ -82,7 +83,7 @@ class Loaders:
         self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
         self.evaluations.begin(deal.count if self._shares else 1, share_eval)
         self._opening = None
-        self.padded = self.data = 0
+        self.padded, self.data = 0, 0
         self.gave_shares = False
         self.known.clear()
         self.unshared.clear()
@@ -138,7 +139,11 @@ class Loaders:
         """Its data, the first time in a cell."""
         if loader not in self.known:
             self.known[loader] = None
-            self.data = zlib.crc32(b"%d" % datasets.number(loader.dataset), self.data)
+            if self.data is not None:
+                try:
+                    self.data = zlib.crc32(b"%d" % datasets.number(loader.dataset), self.data)
+                except Exception:  # what the data set holds is of a class of its own; a hint breaks no cell
+                    self.data = None
 
     def _pad(self, samples: int) -> None:
         self.padded += samples

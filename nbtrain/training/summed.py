@@ -37,8 +37,15 @@ class Summed:
         self._divisors: list[tuple[float, float]] = []
 
     def look(self, losses: Any, samples: int, shapes: set[torch.Size]) -> None:
-        """A backward begins. `samples`: of this rank's last batch. `shapes`: of weights, a sum over which is meant."""
+        """A backward begins. `samples`: of this rank's last batch. `shapes`: of weights, a sum over which is meant.
+        A hint breaks no cell: where a look fails, there is none."""
         self.looks -= 1
+        try:
+            self._look(losses, samples, shapes)
+        except Exception:
+            self.begin(1)
+
+    def _look(self, losses: Any, samples: int, shapes: set[torch.Size]) -> None:
         root = getattr(losses, "grad_fn", None)
         ahead, left = [(root, False)], NODES
         while ahead and left and not self.found:
