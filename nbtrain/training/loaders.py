@@ -95,7 +95,10 @@ class Loaders:
         notes = self.evaluations.notes()
         if self.padded:
             count = "1 sample was" if self.padded == 1 else f"{self.padded} samples were"
-            notes.append(f"the last batches were uneven: {count} seen twice, so that every rank got as many")
+            notes.append(
+                f"the last batches were uneven: {count} seen twice, so that every rank got as many; "
+                "DataLoader(..., drop_last=True) leaves them out"
+            )
         if "iterable" in self.unshared and self.deal.count > 1:
             stride = "itertools.islice(data, rank, None, world_size)"
             notes.append(
