@@ -106,7 +106,7 @@ def test_padding_is_said() -> None:
     with running(0, 2) as runtime:
         list(DataLoader(numbers(37), batch_size=4))
         notes = runtime.end(True)
-    assert [note for note in notes if "1 sample was seen twice" in note]
+    assert [note for note in notes if "1 sample was seen twice" in note and "drop_last=True" in note]
 
 
 def test_effective_batch_is_said() -> None:
@@ -278,3 +278,46 @@ def test_move_keeps_the_batch_as_it_is_built() -> None:
 def test_batches_go_to_the_device_of_the_rank() -> None:
     with running(0, 1, device="meta"):
         assert [batch.device.type for batch in DataLoader(numbers(4), batch_size=2)] == ["meta", "meta"]
+
+
+class Unreadable(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ != "__repr__":
+            raise TypeError(f"no {func}")
+
+
+class Odd(torch.utils.data.Dataset[int]):
+    def __init__(self) -> None:
+        self.held = torch.ones(3).as_subclass(Unreadable)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_data_that_cannot_be_read_for_a_hint_is_dealt_out_all_the_same() -> None:
+    with running(1, 2) as runtime:
+        assert [batch.tolist() for batch in DataLoader(Odd(), 2)] == [[2, 3], [6, 7]]
+        assert runtime.loaders.data is None
+        assert len(list(DataLoader(numbers(8), 2))) == 2
+        assert "data" not in runtime.compared()
+
+
+class Block(torch.nn.Linear):
+    pass
+
+
+def test_a_runtime_that_ends_in_the_middle_of_a_cell_takes_everything_off() -> None:
+    info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
+    runtime = Runtime(info, DDP(DDP.Options()), lambda event: None)
+    model = Block(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    runtime.install()
+    spec = RunSpec(pool=PoolSpec(devices=("cpu",)), accumulate=4, checkpoint_activations=("Block",))
+    runtime.begin(spec, {"model": model, "optimizer": optimizer})
+    assert ("step" in vars(optimizer), "forward" in vars(Block)) == (True, True)
+    runtime.uninstall()
+    assert ("step" in vars(optimizer), "forward" in vars(Block)) == (False, False)

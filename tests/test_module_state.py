@@ -192,6 +192,11 @@ def test_what_is_set_in_installed_packages_is_named_once(shared_kernel: Kernel) 
     assert "benchmark" not in shown, "which goes with each cell"
     assert "each process has its own" not in notebook(cell).text, "said once"
     notebook("F.relu = relu; del nn.Linear.extra")
+    notebook("from unittest import mock\nmock.patch('torch.nn.functional.silu', lambda x: x).start()")
+    notebook("before = mock.patch.object(F, 'elu'); before.start()")
+    shown = notebook(cell).text
+    assert "torch.nn.functional.silu, torch.nn.functional.elu: set in the notebook" in shown, shown
+    notebook("mock.patch.stopall()")
     shown = notebook(f"{cell}\nF.gelu = F.silu\ndef f(): nn.ReLU.inplace = True").text
     assert "torch.nn.functional.gelu, torch.nn.modules.activation.ReLU.inplace: set on the ranks only" in shown, shown
     notebook("%distributed stop")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.ddp import DDP
-from nbtrain.training.randomness import derive
+from nbtrain.training.randomness import Randomness, derive
 from nbtrain.training.runtime import Runtime
 from nbtrain.training.streams import States, capture, restore
 
@@ -286,3 +286,13 @@ def test_alone_nothing_is_touched() -> None:
     seed, home = run_as(0, 1, states, cell)
     assert seed == 11
     assert home is None, "nobody drew, so there is nothing to tell the notebook"
+
+
+def test_what_is_adopted_after_a_cell_that_was_given_up_holds() -> None:
+    """Its ranks were together to its end: the next cell's are brought together anew."""
+    rank = Randomness(1, 2)
+    rank.adopt(notebook())
+    rank.together()
+    rank.adopt(notebook())
+    rank.together()
+    assert torch.equal(torch.get_rng_state(), notebook()["torch"])

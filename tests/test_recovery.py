@@ -301,3 +301,17 @@ def test_only_what_nobody_has_any_more_is_cleared_away(monkeypatch: pytest.Monke
         owner.kill()
         owner.wait()
         shutil.rmtree(place)
+
+
+def test_the_notebooks_own_directory_is_not_looked_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may hold a million files, and may be gone. Sockets may lie there all the same, where no other place is."""
+    listed: list[str] = []
+    monkeypatch.setattr(directory.os, "listdir", lambda path: listed.append(path) or [])
+    monkeypatch.chdir(tmp_path)
+    directory.sweep()
+    assert "/tmp" in listed
+    assert str(tmp_path) not in listed
+    assert list(directory._places())[-1] == str(tmp_path)
+    tmp_path.rmdir()
+    directory.sweep()
+    assert list(directory._places()) == listed[: len(listed) // 2]

@@ -12,6 +12,7 @@ from nbtrain.events import Finished
 from nbtrain.session.compared import compared
 from nbtrain.training import datasets
 from nbtrain.training.same_work import SameWork
+from nbtrain.training.summed import Summed
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 
@@ -132,6 +133,19 @@ def test_a_long_loop_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(SameWork, "_add", lambda self, *tensors: looked.append(1) or add(self, *tensors))
     _looked(*[X] * 100)
     assert len(looked) == 2 * 7  # a loss and a gradient: the 1st, 2nd, 4th … 64th backward
+
+
+@pytest.mark.parametrize(("of", "method"), [(SameWork, "_add"), (Summed, "_is_sum")])
+def test_a_look_that_fails_is_no_failure_of_the_cell(monkeypatch: pytest.MonkeyPatch, of: type, method: str) -> None:
+    def fail(*args: object) -> None:
+        raise TypeError("unsupported ScalarType")
+
+    monkeypatch.setattr(of, method, fail)
+    assert (_looked(X, X) is None) == (of is SameWork)
+    summed = Summed()
+    summed.begin(2)
+    summed.look(torch.nn.Linear(4, 2)(X).sum(), 2, set())
+    assert summed.notes() == [] or of is SameWork
 
 
 def _of(make: Callable[[], object]) -> int:

@@ -55,6 +55,27 @@ def test_settings_of_python_and_of_libraries_follow_and_never_lead(notebook: Not
     notebook("pd.reset_option('display.float_format'); mpl.rcParams['lines.linewidth'] = 1.5")
 
 
+def test_a_setting_that_cannot_go_is_said_once_and_what_only_names_the_notebook_goes(notebook: Notebook) -> None:  # noqa: F811
+    notebook("""
+import logging, sys, types, warnings
+there = sys.modules["only_here"] = types.ModuleType("only_here")
+exec("class Gone(UserWarning): pass", vars(there))
+class Mine(UserWarning): pass
+filters = warnings.filters[:]
+warnings.filterwarnings("error", "of ours", FutureWarning, "__main__"); warnings.simplefilter("ignore", Mine)""")
+    look = "%%distributed --devices 2\nfound = [f[0] for f in warnings.filters if 'of ours' in str(f[1])]"
+    said = notebook(f"{look}\nassert found == ['error'], found").text
+    assert "warnings: the filter for Mine of its settings cannot go to the ranks" in said
+    notebook("warnings.simplefilter('ignore', there.Gone); logging.getLogger('ours').level = 'HIGH'")
+    said = notebook(look).text
+    cannot = "a rank cannot have the notebook's settings"
+    assert f"warnings: {cannot} (ModuleNotFoundError: No module named 'only_here')" in said
+    assert f"logging: {cannot} (ValueError: Unknown level: 'HIGH'): set them in the %%distributed cell" in said
+    assert "cannot" not in notebook(look).text
+    notebook("warnings.filters[:] = filters; logging.getLogger('ours').level = 0; del sys.modules['only_here']")
+    assert "cannot" not in notebook(f"{look}\nassert not found").text
+
+
 @pytest.mark.parametrize("name", ["_", "__", "Out[1]", "In[1]", "_1", "_i"])
 def test_what_ipython_keeps_of_cells_is_refused_with_the_line_to_write(notebook: Notebook, name: str) -> None:  # noqa: F811
     notebook("41 + 1")

@@ -53,13 +53,28 @@ def test_a_script_is_given_our_group_or_the_one_it_asks_for(notebook: Notebook, 
     assert notebook("%%distributed -s ddp -d 2\nprint(reduce(1.0, 'sum'))").stdout.splitlines()[-1] == "2.0"
 
 
-@pytest.mark.parametrize("first", ["nothing", "a timeout"])
-def test_a_script_ends_its_group_and_forms_another(notebook: Notebook, first: str) -> None:
+LATE = "import time\nif rank == {}: time.sleep(0.3)\n"
+
+
+@pytest.mark.parametrize("first", ["nothing", "a timeout", "an address"])
+@pytest.mark.parametrize("second", ["our backend", "an address"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_script_ends_its_group_and_forms_another(notebook: Notebook, first: str, second: str, late: int) -> None:
+    """One rank comes for the second group while the other still has the first, whose store listens at the same port."""
     notebook(
-        f"%%distributed -s none -d 2{FIRST}{ASKED[first][0]}\n{MEET}"
-        f"dist.destroy_process_group()\nassert not dist.is_initialized()\n{ASKED['our backend'][0]}\n{MEET}"
+        f"%%distributed -s none -d 2{FIRST}{ASKED[first][0]}\n{MEET}{LATE.format(late)}"
+        f"dist.destroy_process_group()\nassert not dist.is_initialized()\n{ASKED[second][0]}\n{MEET}"
     )
     assert notebook("%%distributed -s ddp -d 2\nprint(reduce(1.0, 'sum'))").stdout.splitlines()[-1] == "2.0"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_holds_a_group_that_has_ended_forms_another(notebook: Notebook, late: int) -> None:
+    """Its store goes on at the port, with the addresses of the first group."""
+    notebook(
+        f"%%distributed -s none -d 2{FIRST}{ASKED['a timeout'][0]}\n{MEET}held = dist.group.WORLD\n"
+        f"dist.destroy_process_group()\n{LATE.format(late)}{ASKED['a timeout'][0]}\n{MEET}held = None"
+    )
 
 
 def test_a_second_group_without_an_end_of_the_first_is_refused_as_torch_does(notebook: Notebook) -> None:

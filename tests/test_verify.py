@@ -75,6 +75,22 @@ def test_a_sum_over_the_batch(nb: Notebook) -> None:
 
 
 @pytest.mark.kernel
+def test_a_loss_that_couples_the_samples_of_a_batch(nb: Notebook) -> None:
+    """And batches that are no multiple of the ranks. The next cell finds ranks as it wants them."""
+    nb("loader = DataLoader(TensorDataset(X[:71], Y[:71]), 16)")
+    pairs = "F.normalize(model(x)) @ F.normalize(model(x)).T, torch.arange(len(x))"
+    loop = LOOP.replace("model(x), y", pairs)
+    found = nb(f"%%distributed -d 2 --verify --steps 3{loop}").text
+    assert verdict(found).startswith("✗ differs")
+    assert "the loss couples the samples of a batch" in found
+    assert "of them twice" in found
+    assert "drop_last=True" in found
+    assert "new ranks" not in nb(f"%%distributed -d 2{loop}").text
+    assert verdict(nb(f"%%distributed -d 2 -s ddp2 --verify --steps 3{loop}").text).startswith("✓ equal")
+    assert "new ranks" not in nb("%%distributed -d 2\npass").text
+
+
+@pytest.mark.kernel
 def test_data_that_every_rank_sees(nb: Notebook) -> None:
     nb(
         "import itertools\nclass Stream(torch.utils.data.IterableDataset):\n"

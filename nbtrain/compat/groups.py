@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+from typing import Any
+
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
@@ -10,6 +13,7 @@ check = its.check
 MAKE = "torch.distributed.distributed_c10d._new_process_group_helper"
 """Every group comes from here, those of `new_group` and of device meshes, too."""
 its.members("torch.distributed.distributed_c10d", "_new_process_group_helper", "_abort_process_group")
+its.takes("torch.distributed.rendezvous.rendezvous", "url", "rank", "world_size")
 
 
 def abort() -> None:
@@ -17,3 +21,13 @@ def abort() -> None:
     import torch.distributed.distributed_c10d as c10d
 
     c10d._abort_process_group()
+
+
+def meet(url: str, rank: int, world_size: int, timeout: datetime.timedelta, prefix: str) -> Any:
+    """The store at this address, as `init_process_group` makes it, but for the prefix: torch has the same names there
+    for every group, and a store may outlive its group."""
+    from torch.distributed import PrefixStore, rendezvous
+
+    store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore(prefix, store)

@@ -94,6 +94,13 @@ def after_execution(then: Callable[[ModuleType], None]) -> bool:
     return True
 
 
+def started_mocks() -> list[tuple[Any, str]]:
+    """What `unittest.mock.patch(…).start()` has put somewhere and not taken off again: the object, the name in it."""
+    mock: Any = sys.modules.get("unittest.mock")  # not listed above: ranks would import it to look
+    active = getattr(getattr(mock, "_patch", None), "_active_patches", ())  # those of dicts have no target
+    return [(one.target, one.attribute) for one in active if getattr(one, "target", None) is not None]
+
+
 own_filters: list[Any] = []
 """for warnings: those of nbtrain's own, which no cell has set"""
 

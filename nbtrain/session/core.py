@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import nbtrain.registry as registry
-from nbtrain.errors import UsageError
+from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.exchange.places import Places
 from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.comparison import Comparison
@@ -90,13 +90,15 @@ class Session:
 
     def verify(self, way: Way, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
         """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
-        with self._trying():
+        with self._trying(way):
             return Verifying(Tries(self.shell, self.ranks, cell, 0), way, steps, told).run()
 
     @contextmanager
-    def _trying(self) -> Iterator[None]:
-        """Around a cell that is tried: the ranks have to forget what they hold."""
+    def _trying(self, way: Way | None = None) -> Iterator[None]:
+        """Around a cell that is tried: the ranks have to forget what they hold. Those that the notebook had, or `way`
+        asks for, are started again while the outcome is read."""
         self._check_free()
+        before = self.ranks.pool.spec if self.ranks.pool is not None else None
         if self.ranks.left is not None:
             raise UsageError(
                 f"step {self.ranks.left.outcome.steps:,} of the failed cell is held on the ranks, and would be lost: "
@@ -114,6 +116,11 @@ class Session:
         try:
             yield
         finally:
+            with suppress(NbtrainError):  # what cannot be had, the next cell says
+                wanted = before or (way.spec().pool if way is not None else None)
+                if wanted is not None and wanted.engine != "inprocess":
+                    self.ranks.have(wanted)
+                    self.ranks.rest()
             self.outside.changed()
 
     def start(self, pool: PoolSpec) -> None:

@@ -1,4 +1,8 @@
-"""What cells have set in installed packages (`F.relu = mine`): each process has its own, and the user is told, once."""
+"""What cells have set in installed packages (`F.relu = mine`): each process has its own, and the user is told, once.
+
+Found in the texts of cells, and in what `unittest.mock` says of patches that were started; what a library sets in
+another one nobody tells.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from nbtrain.compat import pickling
+from nbtrain.compat import pickling, python
 from nbtrain.worker.local_files import local
 
 _MAY_SET = re.compile(r"\.\s*\w+\s*(?::[^=\n]+)?[-+*/|&^%@<>]{0,2}=(?!=)|\bsetattr\b")
@@ -38,6 +42,9 @@ class Patched:
     def lines(self) -> list[str]:
         """Before a cell goes to the ranks, which is the last that was typed."""
         self._read_on()
+        for holder, name in python.started_mocks():
+            if (path := _path(holder, name)) is not None:
+                self._here[path] = holder, name
         here = [path for path, (holder, name) in self._here.items() if _is_foreign(holder, name)]
         mine = self._new((path for path in here if path not in self._there), True)
         theirs = self._new((path for path in sorted(self._there) if path not in here), False)
@@ -80,11 +87,8 @@ class Patched:
     def _set_in(self, tree: ast.AST) -> Iterator[tuple[str, Any, str]]:
         for holder, name in _targets(tree):
             value = self._value(holder)
-            if (isinstance(value, ModuleType) and value.__name__ != "__main__") or isinstance(value, type):
-                where = value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{value.__qualname__}"
-                path = f"{where}.{name}"
-                if path not in _FOLLOWS and _is_installed(value):
-                    yield path, value, name
+            if (path := _path(value, name)) is not None:
+                yield path, value, name
 
     def _value(self, node: ast.expr) -> Any:
         """What `F` or `nn.Linear` means in the notebook; properties are not asked."""
@@ -94,6 +98,15 @@ class Patched:
             holder = self._value(node.value)
             return vars(holder).get(node.attr) if isinstance(holder, (ModuleType, type)) else None
         return None
+
+
+def _path(holder: Any, name: str) -> str | None:
+    """`torch.nn.functional.relu`; None: it is none of an installed package's."""
+    if not isinstance(holder, (ModuleType, type)) or not _is_installed(holder):
+        return None
+    where = holder.__name__ if isinstance(holder, ModuleType) else f"{holder.__module__}.{holder.__qualname__}"
+    path = f"{where}.{name}"
+    return None if path in _FOLLOWS else path
 
 
 def _targets(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:

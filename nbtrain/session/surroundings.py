@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import socket
@@ -25,6 +26,7 @@ class Mirror:
         self._settings: Settings = {}
         self.notes: list[str] = []
         """what of the settings cannot go, in sentences"""
+        self._noted: set[str] = set()
 
     def changes(self, meets: bool) -> Surroundings:
         """`meets`: the cell may bring code that forms a process group of its own, at a port."""
@@ -53,11 +55,10 @@ class Mirror:
         for name, value in changed.items():
             able, left = _able(value)
             packed[name] = pickle.dumps(able, 5)
-            if left:
-                self.notes.append(
-                    f"{name}: {', '.join(left)} of its settings cannot go to the ranks: set it in the %%distributed "
-                    "cell"
-                )
+            note = f"{name}: {', '.join(left)} of its settings cannot go to the ranks: set it in the %%distributed cell"
+            if left and note not in self._noted:  # other filters may come and go beside the one that cannot
+                self._noted.add(note)
+                self.notes.append(note)
         return packed
 
     def _now(self) -> Surroundings:
@@ -83,15 +84,29 @@ def _able(value: Any) -> tuple[Any, list[str]]:
         left = [str(name) for name, one in value.items() if not _packs(one)]
         return {name: one for name, one in value.items() if name not in left}, left
     if isinstance(value, list):
-        return [one for one in value if _packs(one)], []  # a filter for warnings of a class of the notebook's
+        able = [one for one in value if _packs(one)]
+        left = [f"the filter for {one[2].__name__}" for one in value if not any(one is other for other in able)]
+        return able, left  # warnings: a class of the notebook's
     return [], ["some"]
 
 
 def _packs(value: Any) -> bool:
     try:
-        return b"__main__" not in pickle.dumps(value, 5)
+        packed = pickle.dumps(value, 5)
+        if b"__main__" in packed:  # a filter may say the name, too
+            _Elsewhere(io.BytesIO(packed)).load()
     except Exception:
         return False
+    return True
+
+
+class _Elsewhere(pickle.Unpickler):
+    """Fails of what only the notebook has."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            raise pickle.UnpicklingError(name)
+        return super().find_class(module, name)
 
 
 def _free_port() -> int:

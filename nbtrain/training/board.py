@@ -21,13 +21,14 @@ UNKNOWN = -1
 WISHES = 1 << 32
 """of one run; the first of run 3 is 3 * WISHES + 1, so that one may be made before a rank has begun the run"""
 
-CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, TAKEN = range(8)
+CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, FORMING, TAKEN = range(9)
 """In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
 ended; since when it waits in a collective (the monotonic clock's nanoseconds, 0: it does not); the run it is in, less
-than zero once it has come to the cell's end, how many collectives it has entered there, and the run in which it was
-told to end, which is done once: user code may have something to put in order. From TAKEN on: how many bytes of its file
-descriptors 1 and 2 it has taken up."""
-MARKS = 9
+than zero once it has come to the cell's end, how many collectives it has entered there, the run in which it was told
+to end, which is done once: user code may have something to put in order, and how many process groups its code has begun
+to form (run << 32, plus their number). From TAKEN on: how many bytes of its file descriptors 1 and 2 it has taken
+up."""
+MARKS = 10
 """words for these, before what the rank has entered"""
 PLACES = 128
 """collectives that are remembered of each rank; no rank gets so far ahead of another"""

@@ -53,8 +53,9 @@ class Loaders:
         self.unshared: set[str] = set()
         self.gave_shares = False
         """a loader was iterated to train, and shared out"""
-        self.data = 0
-        """a number of the data sets that the cell shares out, which is to be the same on all ranks"""
+        self.data: int | None = 0
+        """a number of the data sets that the cell shares out, which is to be the same on all ranks; None: one of them
+        cannot be read"""
         self.known: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.gives_apart: Callable[[], None] = lambda: None
         """a loader is iterated that gives each rank something else, or of which it is said that it does not"""
@@ -82,7 +83,7 @@ class Loaders:
         self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
         self.evaluations.begin(deal.count if self._shares else 1, share_eval)
         self._opening = None
-        self.padded = self.data = 0
+        self.padded, self.data = 0, 0
         self.gave_shares = False
         self.known.clear()
         self.unshared.clear()
@@ -94,7 +95,10 @@ class Loaders:
         notes = self.evaluations.notes()
         if self.padded:
             count = "1 sample was" if self.padded == 1 else f"{self.padded} samples were"
-            notes.append(f"the last batches were uneven: {count} seen twice, so that every rank got as many")
+            notes.append(
+                f"the last batches were uneven: {count} seen twice, so that every rank got as many; "
+                "DataLoader(..., drop_last=True) leaves them out"
+            )
         if "iterable" in self.unshared and self.deal.count > 1:
             stride = "itertools.islice(data, rank, None, world_size)"
             notes.append(
@@ -138,7 +142,11 @@ class Loaders:
         """Its data, the first time in a cell."""
         if loader not in self.known:
             self.known[loader] = None
-            self.data = zlib.crc32(b"%d" % datasets.number(loader.dataset), self.data)
+            if self.data is not None:
+                try:
+                    self.data = zlib.crc32(b"%d" % datasets.number(loader.dataset), self.data)
+                except Exception:  # what the data set holds is of a class of its own; a hint breaks no cell
+                    self.data = None
 
     def _pad(self, samples: int) -> None:
         self.padded += samples

@@ -78,6 +78,7 @@ class Randomness:
 
     def adopt(self, states: States) -> None:
         """Start from where the notebook's streams stand. Called with the same states on every rank."""
+        self.is_together = False  # a cell that was given up has not come to its end
         self.shared_states = {key: _copy(state) for key, state in states.items() if key != "cuda"}
         if self.index == 0:
             restore(states)

@@ -162,6 +162,11 @@ class Runtime:
         global _installed
         try:
             self.operations.end()  # a cell that was given up has not come to its end
+            self.recompute.off()
+            self.wrapped.rate.end()
+            if self.accumulation is not None:
+                self.accumulation.leave()
+                self.accumulation = None
             self.workshop.forget(whole)
         finally:
             if _installed is self:

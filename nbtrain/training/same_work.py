@@ -4,7 +4,7 @@ The numbers are right then, and all ranks but one are of no use. What a rank fin
 a gradient of its own, and the loss that it is of. Looked at in the first, second, fourth, eighth … backward of a cell,
 some thousand numbers each time; the notebook compares what comes of it when the cell ends. One backward alone may be of
 a penalty, which is the same whatever the batch is. Where a loader is shared out batches differ, and nothing is looked
-at.
+at. A hint breaks no cell: where a look fails, there is none.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class SameWork:
         self.backwards += 1
         if self.backwards & (self.backwards - 1):
             return
+        try:
+            self._look(tensors)
+        except Exception:  # a tensor of a class of its own, whose numbers cannot be read
+            self.shared()
+
+    def _look(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         plain = all(map(_is_plain, roots)) and not capturing
@@ -71,11 +77,14 @@ class SameWork:
         """A rank's own gradient, before it is added to anything."""
         self._let_go()
         grad: Any = grads[0] if grads else None
-        if not _is_plain(grad) or not grad.count_nonzero():
-            self.on = False  # zeros are the same whatever they are of
-            return
-        self.looked += 1
-        self._add(grad)
+        try:
+            if not _is_plain(grad) or not grad.count_nonzero():
+                self.on = False  # zeros are the same whatever they are of
+                return
+            self.looked += 1
+            self._add(grad)
+        except Exception:
+            self.on = False
 
     def _add(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:

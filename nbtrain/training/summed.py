@@ -47,8 +47,15 @@ class Summed:
         self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any = None, batch: int | None = None
     ) -> None:
         """A backward begins. `samples`: of this rank's last batch. `shapes`: of weights, a sum over which is meant.
-        `weights`: what the backward starts from. `batch`: which one it is; None: another one each time."""
+        `weights`: what the backward starts from. `batch`: which one it is; None: another one each time.
+        A hint breaks no cell: where a look fails, there is none."""
         self.looks -= 1
+        try:
+            self._look(losses, samples, shapes, weights, batch)
+        except Exception:
+            self.begin(1)
+
+    def _look(self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any, batch: int | None) -> None:
         root = getattr(losses, "grad_fn", None)
         weight = self._weight(losses, weights, samples)
         ahead, left = [(root, weight == MEAN)], NODES

@@ -3,6 +3,10 @@
 A rank inside gloo hears no signal, and gloo's own `abort` does not free it. Shutting down the connections does: every
 rank that waits in a collective gets a RuntimeError at once. So each group's sockets are noted while it is formed,
 those of the groups a cell makes too.
+
+Where a script ends its group and forms another at the same address, as with torchrun, rank 0's store of the first may
+still listen when another rank comes for the second: that rank would read old addresses there, and lose the store with
+rank 0's end of the first. So it waits until rank 0 has come as far, which the board tells.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,12 +26,16 @@ from typing import Any
 from nbtrain.compat import groups
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
+from nbtrain.patience import Patience
 from nbtrain.specs import RankInfo
+from nbtrain.training.board import FORMING, Board
 
 A_MONTH = datetime.timedelta(days=30)
 """Collectives wait this long for a slow peer: there is no time limit on user code."""
 LATE = 20_000_000
 """Nanoseconds by which gloo's threads may be late with looking up; a group that is left waits for them so long."""
+SOON = 0.002
+"""Seconds between two looks at how far rank 0 is."""
 TWO = (
     "init_process_group: the ranks have a process group already, and their strategy distributes the training; a script "
     "that does that itself runs under %%distributed -s none"
@@ -37,8 +46,9 @@ _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 class Group:
     """One rank's membership. `give_up` may come from any thread."""
 
-    def __init__(self, info: RankInfo, backend: str) -> None:
+    def __init__(self, info: RankInfo, backend: str, board: Board | None = None) -> None:
         self.info = info
+        self.board = board
         self.backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         self._sockets: set[tuple[int, int]] = set()
         """descriptor and inode: the number alone may be another's by now"""
@@ -49,14 +59,17 @@ class Group:
         """whether the cell that runs brings code that forms groups; None: no cell runs"""
         self._asked = False
         """its code has asked for a process group"""
+        self._run = self._formed = 0
+        """the cell, and how many groups its code has formed"""
         self._before: set[tuple[int, int]] | None = None
         """sockets that were there before one is formed in which a rank may wait for others"""
         self._cut_short = False
         """a group of its code's was being formed, and is not"""
 
-    def begin(self, hands_off: bool) -> None:
+    def begin(self, hands_off: bool, run: int = 0) -> None:
         """A cell is about to run. `hands_off`: under a strategy that leaves its process group to it."""
         self._own_code, self._asked = hands_off or self.info.world_size == 1, False
+        self._run, self._formed = run, 0
 
     def end(self) -> None:
         self._own_code = None
@@ -137,8 +150,12 @@ class Group:
             self._before = _sockets()
             self._cut_short = True
             try:
-                old(*args, **kwargs)
+                if (again := self._again(names, args, kwargs)) is None:
+                    old(*args, **kwargs)
+                else:
+                    old(**again)
                 self._cut_short = False
+                self._formed += 1
             finally:
                 self._before = None
 
@@ -155,6 +172,30 @@ class Group:
         }
         return self.intact and all(value in kinds.get(name, (None, "")) for name, value in asked.items())
 
+    def _again(self, names: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any] | None:
+        """Where the ranks form another group at an address: the arguments, with the store that they meet at. None:
+        torch is to do it."""
+        import torch.distributed as dist
+
+        if self.board is None or self.info.world_size == 1 or dist.is_initialized():
+            return None
+        rank, size = self.info.rank, self.info.world_size
+        mine = (self._run << 32) + self._formed
+        self.board.parts[rank][FORMING] = mine
+        if not self._formed:
+            return None
+        asked = names.bind(*args, **kwargs).arguments
+        url = str(asked.get("init_method") or "env://")
+        if asked.get("store") is not None or _place(url, asked) != (str(rank), str(size)):
+            return None
+        timeout = asked.get("timeout") or dist.default_pg_timeout
+        patience = Patience(timeout.total_seconds())
+        while self.board.parts[0][FORMING] < mine and not patience.over:
+            time.sleep(SOON)
+        store = groups.meet(url, rank, size, timeout, f"nbtrain/{mine}")
+        asked.pop("init_method", None)
+        return {**asked, "store": store, "rank": rank, "world_size": size}
+
     def _noted(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             before = _sockets()
@@ -165,6 +206,15 @@ class Group:
             return made
 
         return noting
+
+
+def _place(url: str, asked: dict[str, Any]) -> tuple[str, ...]:
+    """Rank and world size that a process forms its group with; empty: it does not meet the others at an address."""
+    if url != "env://" and not (url.startswith("tcp://") and "?" not in url):
+        return ()
+    names = {"rank": "RANK", "world_size": "WORLD_SIZE"}
+    given = ((asked.get(name, -1), os.environ.get(variable, "")) for name, variable in names.items())
+    return tuple(told if value == -1 and url == "env://" else str(value) for value, told in given)
 
 
 def _count_anew() -> None:

@@ -56,7 +56,7 @@ class Rank:
         self.shell = shell
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
-        self.group = Group(self.info, config.backend)
+        self.group = Group(self.info, config.backend, self.board)
         self.libraries = Libraries(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
@@ -202,7 +202,7 @@ class Rank:
         steps = self.runtime.steps
         self.outputs.outlet.begin(running)
         self.meters.begin(self.runtime.readings, run.number)
-        self.group.begin(self.runtime.strategy.hands_off)
+        self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
         failure, lines = self._execute(run)
         self.libraries.end()
@@ -335,15 +335,14 @@ class Rank:
     def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.surroundings)
         again, gone = self.taken.refresh()
-        for line in (*complaints, *gone):
-            self.outputs.outlet.write("stderr", line + "\n")
+        self._complain([*complaints, *gone])
         if again:  # what was prepared may call what is no more
             self._close_runtime(True)
             self._found = None
         self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
-        self.taken.settle()
+        self._complain(self.taken.settle())
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
         if self._trying is not None:
@@ -368,6 +367,10 @@ class Rank:
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
+
+    def _complain(self, lines: list[str]) -> None:
+        for line in lines:
+            self.outputs.outlet.write("stderr", line + "\n")
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
         """Everything that a strategy may want to prepare; found again only when something changed."""

@@ -169,15 +169,20 @@ def be_born() -> None:
     _born[:] = warnings.filters
 
 
-def put(wanted: Mapping[str, Any]) -> None:
-    """Have these. A library that is not loaded is loaded only where its settings are not those that it begins with."""
+def put(wanted: Mapping[str, Any]) -> dict[str, Exception]:
+    """Have these; what failed, by name. A library that is not loaded is loaded only where its settings are not those
+    that it begins with."""
+    failed = {}
     for name, value in wanted.items():
         if name in LIBRARIES and name not in sys.modules and (not value or name in ("numpy", "torch")):
             continue
         look, change = _KINDS[name]
-        with suppress(Exception):
+        try:
             now = look()
             if name == "warnings":
                 now = [one for one in now if one in value or one not in (*_born, *python.own_filters)]
             if now != value:
                 change(value)
+        except Exception as error:
+            failed[name] = error
+    return failed

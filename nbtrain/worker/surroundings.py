@@ -68,6 +68,8 @@ class Taken:
         self._raw: Any = None
         self._modules = Modules()
         self._settings: dict[str, Any] = {}
+        self._failed: dict[str, Exception] = {}
+        """those of which it has been said"""
         self._loaded: frozenset[str] = frozenset()
         settings.be_born()
 
@@ -83,19 +85,45 @@ class Taken:
             self._shell.colors = new.colors
         if self._flags is not None:
             _set_torch(self._flags)
-        for name, packed in (new.settings or {}).items():
-            self._settings[name] = pickle.loads(packed)
-        settings.put(self._settings)
+        failed = self._unpack(new.settings or {})
+        failed |= settings.put(self._settings)
         self._loaded = settings.LIBRARIES & sys.modules.keys()
         _look_again()
         stale = self._shell.packages.look(self._modules.as_read)
-        return [*self._enter(), *(change.sentence("the ranks still run", "%distributed restart") for change in stale)]
+        return [
+            *self._enter(),
+            *self._unsaid(failed),
+            *(change.sentence("the ranks still run", "%distributed restart") for change in stale),
+        ]
 
-    def settle(self) -> None:
+    def settle(self) -> list[str]:
         """Once what the cell reads is here: that may have loaded a library."""
         late = settings.LIBRARIES - self._loaded
-        if late & sys.modules.keys():
-            settings.put({name: value for name, value in self._settings.items() if name in late})
+        if not late & sys.modules.keys():
+            return []
+        return self._unsaid(settings.put({name: value for name, value in self._settings.items() if name in late}))
+
+    def _unpack(self, new: Mapping[str, bytes]) -> dict[str, Exception]:
+        failed = {}
+        for name, packed in new.items():
+            self._settings.pop(name, None)
+            self._failed.pop(name, None)
+            try:
+                self._settings[name] = pickle.loads(packed)
+            except Exception as error:  # of a module that only the notebook has
+                failed[name] = error
+        return failed
+
+    def _unsaid(self, failed: Mapping[str, Exception]) -> list[str]:
+        """Each once for as long as the notebook has the same."""
+        found = [
+            f"{name}: a rank cannot have the notebook's settings ({type(error).__name__}: {error}): set them in the "
+            "%%distributed cell"
+            for name, error in failed.items()
+            if name not in self._failed
+        ]
+        self._failed |= failed
+        return found
 
     def refresh(self) -> tuple[list[str], list[str]]:
         """Local modules, as they are on the disk now: which were loaded again, and a sentence for each that is gone."""

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import numpy as np
@@ -77,6 +78,16 @@ def test_a_warning_that_is_always_ignored_is_one_of_our_own() -> None:
         assert not said
         assert python.own_filters.pop() in warnings.filters
         assert len(python.own_filters) == before
+
+
+def test_a_patch_that_was_started_is_known_until_it_is_stopped() -> None:
+    patch = mock.patch.object(warnings, "warn")
+    patch.start()
+    table = mock.patch.dict(os.environ, {"A": "b"})
+    table.start()
+    assert python.started_mocks() == [(warnings, "warn")]
+    mock.patch.stopall()
+    assert python.started_mocks() == []
 
 
 # --- pandas --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
 import sys
 from functools import reduce
 from typing import Any
@@ -190,3 +192,16 @@ def _ended(rank: int) -> bool:
 
 def test_groups_are_ended() -> None:
     assert run_on_ranks(_ended) == [True, True]
+
+
+def _met(rank: int) -> tuple[bool, bool, float]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    first, second = (groups.meet(url, 0, 1, datetime.timedelta(seconds=20), f"group {n}") for n in range(2))
+    first.set("0", "an address")
+    return first.check(["0"]), second.check(["0"]), second.timeout.total_seconds()
+
+
+def test_a_store_that_goes_on_has_nothing_under_the_names_of_the_next_group() -> None:
+    assert run_on_ranks(_met) == [(True, False, 20.0)] * 2

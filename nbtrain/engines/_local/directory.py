@@ -63,8 +63,9 @@ def remove(path: str) -> None:
 
 
 def sweep() -> None:
-    """Remove what kernels have left behind that were killed."""
-    for base in _places():
+    """Remove what kernels have left behind that were killed. A notebook's own directory may hold a million files: what
+    lies there for want of any other place is not looked for."""
+    for base in _temporary():
         with suppress(OSError):
             for name in os.listdir(base):
                 path = os.path.join(base, name)
@@ -90,11 +91,14 @@ def _is_left(path: str) -> bool:
 
 
 def _places() -> Iterator[str]:
-    seen = set()
-    for place in (os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", os.getcwd()):
-        if place and (path := os.path.abspath(place)) not in seen:
-            seen.add(path)
-            yield path
+    yield from (first := _temporary())
+    with suppress(FileNotFoundError):  # it was deleted under the notebook
+        yield from {os.getcwd()}.difference(first)
+
+
+def _temporary() -> list[str]:
+    places = (os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp")
+    return list(dict.fromkeys(os.path.abspath(place) for place in places if place))
 
 
 def _danger(base: str) -> str | None:

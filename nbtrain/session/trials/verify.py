@@ -272,7 +272,12 @@ def _samples(many: Played, one: Played) -> dict[str, Any]:
     total = sum(alone.values())
     if not missing and not extra:
         often = sum(count - 1 for count in ours.values() if count > 1)
-        filled = f"; {often} of them twice, so that every rank got as many" if often else ""
+        filled = (
+            f"; {often} of them twice, so that every rank got as many: DataLoader(..., drop_last=True) leaves the "
+            "uneven last batches out"
+            if often
+            else ""
+        )
         return {"samples": f"{total:,}, each as often as in one process{filled}", "samples_agree": True}
     said = f"{missing:,} of the {total:,} that one process sees were seen by no rank"
     if extra:
@@ -314,12 +319,17 @@ def _where(many: Played, one: Played) -> str:
         None,
     )
     if first == 0:
-        return "the first loss differs already: what forward computes is another thing on the ranks"
+        return COUPLED
     if first is None:
         return "the losses agree, the weights do not: look at what the cell does with weights, gradients or optimizer"
     return f"the losses part at backward {first + 1}: look at what the cell does after backward {first}"
 
 
+COUPLED = (
+    "the first loss differs already. Possible cause: the loss couples the samples of a batch (contrastive, dice, a "
+    "top-k or a quantile over the batch): of its own samples alone each rank computes another one. -s ddp2 and -s dp "
+    "compute the loss of the whole batch. Otherwise what forward computes is another thing on the ranks"
+)
 CAUSES = {
     "dropout": "dropout drops other units on each rank than in one process, as it has to",
     "batch norm": (

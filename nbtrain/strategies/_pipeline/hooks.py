@@ -5,7 +5,6 @@ every rank has what goes in and out of each, and the hooks run on all of them, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import nn
 
