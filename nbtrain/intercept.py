@@ -99,7 +99,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.{}.functional_call",
-        {"pieces": "a model in pieces is called with the weights given, without what gathers its own"},
+        {
+            "pieces": "a model in pieces is called with the weights given, without what gathers its own",
+            "deepspeed": "stage 3 gathers a model's own weights: others are said to be refused",
+        },
         names=("func", "nn.utils.stateless"),
         imported=True,
     ),
