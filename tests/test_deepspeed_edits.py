@@ -321,6 +321,10 @@ def epoch(one=None, top=True):
         if not top: one.zero_grad()
 """
 ANOTHER = "%epoch(); p = adamw(0.02); epoch(p); "
+CALLED = (
+    "%epoch(); w = {{n: {} for n, p in m.named_parameters()}}\n"
+    "result = torch.func.functional_call(m, w, (X,)).detach(); epoch(); del w"
+)
 LAYER = r"has put another layer into a model.*in a cell before"
 NOTEBOOKS: dict[str, tuple[tuple[str, ...], dict[int, str]]] = {
     "a step count of one": (("%epoch()", "o.state[m[2].weight]['step'].fill_(50)", "%epoch()", "%epoch()"), {}),
@@ -357,6 +361,11 @@ NOTEBOOKS: dict[str, tuple[tuple[str, ...], dict[int, str]]] = {
         ("%epoch(top=False); o.param_groups[0]['params'] = [*m[0].parameters()]; epoch(top=False)",),
         dict.fromkeys((2, 3), r"holds other parameters.*in a cell that is not distributed"),
     ),
+    "called with its own weights": ((CALLED.format("p"),), {}),
+    "called with other weights": (
+        (CALLED.format("p.detach().clone()"),),
+        {3: r"functional_call with other weights.*Take --stage 2, or --strategy ddp"},
+    ),
     "another layer": (
         ("%epoch(); m[4] = nn.Linear(6, 2); o.add_param_group({'params': m[4].parameters()}); epoch()",),
         {2: r"taken out of it, make the optimizer anew, in a cell that is not distributed", 3: LAYER},
@@ -372,7 +381,7 @@ def played(notebook: Live, cells: tuple[str, ...], ranks: bool) -> dict[str, Any
         error = notebook.run(cell.removeprefix("%"), ranks and cell.startswith("%"))
         if error is not None:
             return str(error)
-    return numbers([notebook.namespace["m"], notebook.namespace["o"]])
+    return numbers([notebook.namespace[name] for name in ("m", "o", "result")])
 
 
 @pytest.mark.limit(200)

@@ -1,4 +1,5 @@
-"""`torch.autograd.grad` in a cell: what DeepSpeed's hooks cannot follow is said in words, as in a backward."""
+"""`torch.autograd.grad` and `torch.func.functional_call` in a cell: what DeepSpeed's hooks cannot follow is said in
+words, as in a backward."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.engine import nodes_below
@@ -35,6 +37,23 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
     return grad
 
 
+def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
+    def functional_call(module: nn.Module, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        known = {id(p) for owner in asked.owners if owner.stage == 3 for p in owner.parameters}
+        if known and any(id(p) in known for p in module.parameters()):
+            given = {
+                name: value
+                for one in (weights if isinstance(weights, tuple | list) else [weights])
+                for name, value in one.items()
+            }
+            own = dict(module.named_parameters(remove_duplicate=False))
+            if any(name in own and value is not own[name] for name, value in given.items()):
+                raise NotSupported(sentences.OTHER_WEIGHTS)
+        return old(module, weights, *args, **kwargs)
+
+    return functional_call
+
+
 def _through_gathered(outputs: Any) -> bool:
     """A model of stage 3 has made it: its weights are let go of by the first gradient, and the second reads others."""
     if not any(owner.stage == 3 for owner in asked.owners):
@@ -45,6 +64,8 @@ def _through_gathered(outputs: Any) -> bool:
 
 def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.grad", "deepspeed", _grad)
+    for name in ("func", "nn.utils.stateless"):
+        listeners.listen(f"torch.{name}.functional_call", "deepspeed", _functional)
 
 
 asked: While[Engined] = While(_put)

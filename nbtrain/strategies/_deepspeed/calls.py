@@ -67,6 +67,10 @@ class Calls:
         owner.reader.aside()
         try:
             (out,) = owner.engine(name, args, kwargs)
+            if isinstance(out, dict):
+                _in_step(out)
+                for value in out.values():
+                    self._note_output(value)
             tree_map(self._note_output, out)
             return out
         except AttributeError as error:
@@ -108,3 +112,10 @@ class Calls:
             "would not see its gradients: put the call into a method of the model and call that, or take the strategy "
             "ddp"
         )
+
+
+def _in_step(out: dict[Any, Any]) -> None:
+    """A dict that has its items as attributes, too, as Hugging Face's outputs do: DeepSpeed has put others in the place
+    of the items, by which it finds where a backward begins."""
+    own = getattr(out, "__dict__", {})
+    own.update({key: value for key, value in out.items() if key in own and isinstance(value, torch.Tensor)})

@@ -15,6 +15,11 @@ SPENT = (
     "stages 1 and 2, and under the strategy ddp"
 )
 
+OTHER_WEIGHTS = (
+    "torch.func.functional_call with other weights than the model's own: under deepspeed stage 3 the engine gathers "
+    "these for each layer. Take --stage 2, or --strategy ddp"
+)
+
 MIDST = (
     "save(), load() or setup() in the middle of a model's forward or backward, where under deepspeed the engine is at "
     "work: write it between loss.backward() and the next forward, or take the strategy ddp"
