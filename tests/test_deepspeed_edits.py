@@ -52,6 +52,13 @@ def assign(p: Any) -> None:
     p.data = p.data * 0.5
 
 
+def put_back(p: Any) -> None:
+    """As an average is put in the place of the weights for an evaluation."""
+    kept = p.data
+    p.data = p.data * 0.5
+    p.data = kept * 0.9
+
+
 def average(model: Net) -> None:
     kept = Net()
     kept.load_state_dict(model.state_dict())
@@ -77,6 +84,7 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     "copy_": each(lambda p: p.copy_(torch.full(p.shape, 0.2))),
     "p.data.mul_": each(lambda p: p.data.mul_(0.8)),
     "p.data =": each(assign),
+    "p.data is put back": each(put_back),
     "p[...] =": each(lambda p: p.__setitem__(..., 0.3)),
     "nn.init": each(lambda p: nn.init.constant_(p, 0.2)),
     "rows": each(rows),

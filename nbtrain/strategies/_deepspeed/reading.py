@@ -67,7 +67,8 @@ class Reader:
         for p in self.parameters:
             _readers.pop(id(p), None)
         for view in list(self.views):
-            view.settle()
+            if isinstance(view, View):  # not settled before
+                view.settle()
         self.views.clear()
 
     def aside(self) -> None:
@@ -145,13 +146,17 @@ class View(torch.Tensor):
 
     __torch_function__ = Whole.__dict__["__torch_function__"]
 
-    def settle(self) -> None:
-        """A tensor of its own from now on."""
+    def shows(self, p: Any) -> bool:
+        found = tree_leaves(self.expression[1:3])
+        return any(one is p or (isinstance(one, View) and one.shows(p)) for one in found)
+
+    def settle(self, alone: bool = True) -> None:
+        """An ordinary tensor from now on; `alone`: with memory of its own."""
         self.__class__ = torch.Tensor  # type: ignore[assignment]
         attributes: dict[str, Any] = vars(self)
         seen = attributes.pop("seen")
         attributes.pop("expression")
-        self.data = seen.detach().clone()
+        self.data = seen.detach().clone() if alone else seen.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -278,4 +283,18 @@ def _assign(p: Any, value: torch.Tensor) -> None:
     if value.dtype != p.dtype:
         raise NotSupported(MOVED)
     with torch.no_grad():
-        _readers[id(p)].write(p, value.detach().to(p.device, copy=True))
+        value = value.detach().to(p.device, copy=True)
+        _leave(p)
+        _readers[id(p)].write(p, value)
+
+
+def _leave(p: Any) -> None:
+    """It is about to have other memory: what shows the memory that it has keeps that. All ranks gather it, whoever of
+    them still holds such a view."""
+    reader, bases = _readers[id(p)], _Bases()
+    whole = reader.gather(p).clone()
+    bases.found[id(p)] = p, whole, tensors.version(whole)
+    bases.made[id(p)] = p, whole
+    for view in [one for one in reader.views if isinstance(one, View) and one.shows(p)]:
+        bases.plain(view)
+        view.settle(alone=False)
