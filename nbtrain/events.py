@@ -105,6 +105,10 @@ class Progress(Event):
     epoch: int
 
 
+GROUP = ".param_groups["
+"""in what `Finished.agreement` names: a number of an optimizer, and no tensor"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState(Event):
     """`starting`, `ready`, `preparing`, `running`."""

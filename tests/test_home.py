@@ -324,6 +324,17 @@ class Reader:
 # -- what differs between ranks ---------------------------------------------------------------
 
 
+def test_a_learning_rate_of_each_ranks_own_is_the_reason_that_is_named(book: Notebook) -> None:
+    book("w = torch.nn.Linear(2, 2); opt = torch.optim.SGD(w.parameters(), 0.1)")
+    loop = "for x in torch.utils.data.DataLoader(torch.ones(8, 2), 2):\n    w(x).sum().backward()\n"
+    step = "    opt.param_groups[0]['lr'] = {}\n    opt.step(); opt.zero_grad()\n"
+    said = book(f"{TWO}\n{loop}{step.format('0.1 + rank')}").stdout
+    (line,) = (line for line in said.splitlines() if "rank 1" in line)
+    assert line.startswith("opt.param_groups[0]['lr']: not the same on rank 1 as on rank 0"), said
+    said = book(f"{TWO}\n{loop}{step.format('reduce(0.1 + rank)')}").stdout
+    assert "rank 1" not in said
+
+
 def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> None:
     book("log_ = []; same = []")
     said = book(

@@ -52,6 +52,14 @@ class Blocks(nn.Module):
         return h
 def chain():
     return nn.Sequential(nn.Linear(4, 8), Touchy(), nn.Linear(8, 8), Touchy(), nn.Linear(8, 3))
+class Found:
+    def __init__(self, logits): self.logits = logits
+class Wraps(Blocks):
+    def forward(self, h): return Found(super().forward(h))
+class Holds(nn.Module):
+    def __init__(self, first):
+        super().__init__(); self.first, self.inner = first, nn.Linear(4, 4)
+    def forward(self, h): return Found(self.inner(h)) if self.first else self.inner(h.logits)
 torch.manual_seed(3)
 batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(4)]
 def fresh():
@@ -119,7 +127,23 @@ for x, y in batches:
     opt.step(); opt.zero_grad()
 weights = found = copies = 0
 """
+DRAWN = """
+torch.manual_seed(1); data = [(x[i], y[i]) for x, y in batches for i in range(8)]
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+for epoch in range(3):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    nn.init.normal_(model[4].weight, std=0.1); model[0].reset_parameters()
+    out.append(torch.rand(2))
+model[5] = nn.Linear(8, 3); model[2] = nn.Identity()
+for x, y in loader: out.append(model(x)); model(x).sum().backward()
+loader = data = 0
+"""
 EDITS = {
+    "drawn after an epoch, layers replaced": DRAWN,
+    "an object that a model returns": "torch.manual_seed(1); model = Wraps(False); "
+    "opt = torch.optim.AdamW(model.parameters(), 1e-2)\n"
+    + BACKWARD.replace("model(x)", "model(x).logits") + STEP,
     "other weights in a call": FUNCTIONAL,
     "states that are thrown away": "opt = Mine(model.parameters()); held = list(model.parameters())\n" + BACKWARD + STEP
     + "    del opt.state[held[0]], opt.state[held[-1]]\n    out.append([s['average'] for s in opt.state.values()])\n"
@@ -188,6 +212,8 @@ def test_it_is_as_in_one_process(notebook: Notebook, name: str) -> None:
 
 
 REFUSED = {
+    "model = nn.Sequential(Holds(True), Holds(False)); opt = torch.optim.AdamW(model.parameters())\n"
+    "model(x).sum().backward()": "an object of a class of its own holds a tensor): let modules return",
     "loss = lambda w: torch.func.functional_call(model, w, (x,)).sum()\n"
     "torch.func.grad(loss)(dict(model.named_parameters()))": "p.detach().clone() for n, p in",
     "model = chain(); opt = torch.optim.AdamW(model.parameters())\nmodel[3].fails = 'backward'\n"

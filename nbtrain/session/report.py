@@ -7,7 +7,7 @@ from typing import Any
 
 import nbtrain.words as words
 from nbtrain.errors import UsageError
-from nbtrain.events import Finished
+from nbtrain.events import GROUP, Finished
 from nbtrain.session.cell import Cell
 from nbtrain.session.compared import compared
 from nbtrain.session.kept import kept
@@ -35,6 +35,12 @@ class Said:
         """Without variables of the cell's loops, which hold what each rank came to last."""
         passing = loop_variables(self._cell.code) if self._cell is not None else frozenset()
         return [name for name in names if name not in passing]
+
+
+OWN_RATES = (
+    "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
+    "{lead}'s came home. Was it set from a loss? That is each rank's own: `reduce(loss.item())` is one number for all"
+)
 
 
 def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, said: Said) -> None:
@@ -128,6 +134,9 @@ def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
         for name, number in done.agreement or ():
             if expected.get(name, number) != number:
                 differing.setdefault(name, []).append(rank)
+    if groups := [name for name in differing if GROUP in name]:  # the reason for all the others
+        ranks = sorted({rank for name in groups for rank in differing[name]})
+        return [OWN_RATES.format(groups=listed(groups), ranks=", ".join(map(str, ranks)), lead=lead)]
     return [
         f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name}; rank {lead}'s came home"
         for name, ranks in differing.items()

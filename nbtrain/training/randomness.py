@@ -3,7 +3,8 @@
 A cell begins with the ranks *together*: each draws what one process would draw, so that a model that is made there, a
 `random_split` or a permutation is the same on all of them. From its first batch or backward on they are *apart*: each
 has default streams of its own, so that dropout and augmentation differ. Rank 0's carry on; the others' are numbers
-derived from where all stood.
+derived from where all stood. Where all see the same batches (pipeline) they stay together: outside of models, which
+have streams of their own, a loop draws what one process does.
 
 Beside them runs one *shared* stream, equal on all ranks. It is swapped in while a loader draws its base seed and its
 order, so that shuffling is what one process with the same seed would see, and the ranks' own streams do not notice.
@@ -63,6 +64,8 @@ class Randomness:
 
     def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
         self.rank = self.index = rank
+        self.alike = False
+        """all ranks see the same batches: outside of models, which have streams of their own, they never part"""
         self.alone = world_size == 1
         self.cuda = cuda
         self.shared_states: States = {}
@@ -95,9 +98,9 @@ class Randomness:
             restore(self.shared_states)
             self.is_together = True
 
-    def apart(self) -> None:
-        """The default streams are this rank's own, and start where all stand."""
-        if self.is_together:
+    def apart(self, over: bool = False) -> None:
+        """The default streams are this rank's own, and start where all stand. `over`: so is the cell."""
+        if self.is_together and (over or not self.alike):
             self.is_together = False
             self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
             if self.index:

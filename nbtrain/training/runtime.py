@@ -85,7 +85,9 @@ class Runtime:
         self.phases = Phases(card_of(self.device))
         self.operations = Operations(self.phases, self.device, not strategy.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
-        self.randomness.index = info.rank if strategy.hands_off else share_of(strategy, info.rank, info.world_size)[0]
+        share = share_of(strategy, info.rank, info.world_size)
+        self.randomness.index = info.rank if strategy.hands_off else share[0]
+        self.randomness.alike = share[1] == 1 and not strategy.hands_off
         self.format = chosen(precision, strategy, self.device)
         self.lowered: Lowered | None = None
         if self.format is not None and self.format.weights:
@@ -257,7 +259,7 @@ class Runtime:
             self.forwards.on = False
         notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
         self.recompute.off()
-        self.randomness.apart()
+        self.randomness.apart(over=True)
         self.stopping.end()
         self.meeting.end(ok)
         if self.accumulation is not None:

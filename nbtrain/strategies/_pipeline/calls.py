@@ -20,7 +20,7 @@ from nbtrain.strategies._pipeline.criterion import Loss, Waiting
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.forms import form_of
 from nbtrain.strategies._pipeline.measure import measured
-from nbtrain.strategies._pipeline.plan import Line
+from nbtrain.strategies._pipeline.plan import Line, links
 from nbtrain.strategies._pipeline.program import OutOfOrder, Program, chain_program
 from nbtrain.strategies._pipeline.record import CannotRecord, NeedsWhole, record
 from nbtrain.strategies._pipeline.slices import Cut
@@ -112,6 +112,8 @@ class Calls:
         if (hooked := self.hooked(self.line)) is not None:
             return self._around(hooked, module, args, kwargs)
         self.around = False
+        if self.line.chain and list(map(id, links(module))) != list(map(id, self.line.parts)):
+            return plain_class(module).forward(module, *args, **kwargs)  # a layer was replaced: it has no stage
         leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
         cut = Cut.of(leaves, self.microbatches, self.place.ranks)
         slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]

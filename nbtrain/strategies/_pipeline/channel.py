@@ -6,6 +6,7 @@ micro-batch while the one before is on its way.
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -131,9 +132,25 @@ def packed(value: Any) -> Wires:
 
     slots = pytree.tree_map_only(torch.Tensor, slot, value)
     try:
-        return pickle.dumps(slots), tensors
+        return pickled(slots), tensors
     except Exception as error:  # whatever an object of the user's says
         raise NotSupported(
             f"what a stage returns cannot be sent to the next under pipeline ({error}): let modules return tensors in "
             "tuples, lists or dicts, or use --strategy ddp"
         ) from None
+
+
+def pickled(value: Any) -> bytes:
+    """What goes beside the tensors."""
+    out = io.BytesIO()
+    _Pickler(out).dump(value)
+    return out.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Of a tensor that an object holds only the numbers would arrive, and the stages before would learn nothing."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raise TypeError("an object of a class of its own holds a tensor")
+        return NotImplemented

@@ -20,6 +20,7 @@ from torch import nn
 
 from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
+from nbtrain.strategies._pipeline.channel import packed
 from nbtrain.strategies._pipeline.flow import meet, plan_of
 from nbtrain.strategies._pipeline.program import Program
 from nbtrain.strategies._pipeline.record import attributes_of, restore
@@ -81,7 +82,11 @@ def _through(place: Place, program: Program, given: list[Any]) -> Any:
         except Exception as error:  # whatever the user's modules say of these
             found = f"{type(error).__name__}: {error}"
     if rank != place.last:
-        place.channel.send(found, rank + 1)
+        try:
+            wires = packed(found)
+        except NotSupported as error:  # the call itself is about to say so
+            wires = packed(str(error))
+        place.channel.put(wires, rank + 1)
     return found
 
 

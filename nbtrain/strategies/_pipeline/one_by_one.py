@@ -23,6 +23,7 @@ from torch import nn
 from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies._pipeline.asked import AGAIN
+from nbtrain.strategies._pipeline.channel import pickled
 from nbtrain.strategies._pipeline.failing import Failure, Failures
 from nbtrain.strategies._pipeline.hooks import has_users_hook
 from nbtrain.strategies.own_stream import OwnStream
@@ -263,7 +264,7 @@ class Call:
         layouts = [Layout(out) for out in outputs] if thick else []
         others = pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, returned)
         try:
-            said = pickle.dumps((refused, others, layouts))
+            said = pickled((refused, others, layouts))
         except Exception as error:  # whatever an object of the user's says
             said = pickle.dumps((UNSENDABLE.format(name=self.name, why=error), None, []))
         if any(out.requires_grad for out in outputs):

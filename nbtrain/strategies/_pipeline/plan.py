@@ -75,7 +75,7 @@ def make_lines(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[L
 def make_line(root: nn.Module, ranks: int, balance: str) -> Line:
     """Cut by parameters, or as `balance` says: measured costs are known later. Raises `TooSmall`."""
     chain = is_chain(root)
-    parts = list(_links(root)) if chain else list({id(m): m for m in _inner(root)}.values())
+    parts = list(links(root)) if chain else list({id(m): m for m in _inner(root)}.values())
     parts = [part for part in parts if chain or holds(part)]
     name = type(root).__name__
     if len(parts) < ranks or not any(map(holds, parts)):
@@ -137,11 +137,11 @@ def _hooked(module: nn.Module) -> bool:
     return any(modules.forward_hooks(module))
 
 
-def _links(chain: nn.Module) -> Iterator[nn.Module]:
+def links(chain: nn.Module) -> Iterator[nn.Module]:
     """Of a Sequential, and of those in it."""
     for child in modules.children(chain).values():
         if child is not None and is_chain(child) and not _hooked(child):
-            yield from _links(child)
+            yield from links(child)
         elif child is not None:
             yield child
 

@@ -77,6 +77,8 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
             with listening("torch.nn.Module.__call__", "record", writer.calls), writer:
                 returned = plain_class(line.root).forward(line.root, *args, **kwargs)
             output = writer.described(returned)
+            for leaf in pytree.tree_leaves(output):
+                _check_returned(leaf)
             shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
     except (CannotRecord, NeedsWhole):
         raise
@@ -176,6 +178,8 @@ class Writer(TorchFunctionMode):
                     returned = old(module, *args, **kwargs)
             finally:
                 self.inside = False
+            for leaf in pytree.tree_leaves(returned):
+                _check_returned(leaf)
             step.outs = self._numbered(returned)
             self.steps.append(step)
             return returned
@@ -215,6 +219,19 @@ def _edits(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
     return name.endswith("_") and name not in ("requires_grad_",)
+
+
+def _check_returned(leaf: Any) -> None:
+    """What is put together of micro-batches is known leaf by leaf."""
+    held = getattr(leaf, "__dict__", None) or {name: getattr(leaf, name, None) for name in _slots(leaf)}
+    if not isinstance(leaf, Ref | Held | torch.Tensor) and _has_fakes(list(held.values())):
+        name = type(leaf).__name__
+        raise CannotRecord(f"it returns a {name}, which is no tuple, list or dict: let it return one of the tensors")
+
+
+def _slots(leaf: Any) -> tuple[str, ...]:
+    names = getattr(type(leaf), "__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _has_fakes(value: Any) -> bool:
