@@ -104,7 +104,6 @@ TABLE: tuple[Row, ...] = (
             "step": "what it takes in the place of weights is known for such",
             "pipeline": "a model in stages is called with the weights given: every rank computes all of it",
             "pieces": "a model in pieces is called with the weights given, without what gathers its own",
-            "pieces": "a model in pieces is called with the weights given, without what gathers its own",
             "deepspeed": "stage 3 gathers a model's own weights: others are said to be refused",
         },
         names=("func", "nn.utils.stateless"),
