@@ -232,3 +232,24 @@ def test_forked_ranks_have_it_too(kernel_factory: Callable[..., Kernel]) -> None
     notebook("%%distributed -d 2 --start fork\nassert cfg.lr == 2\ncfg.lr = 5; cfg.count(1); cfg.Config.width = 0")
     assert notebook("cfg.lr, cfg.seen is seen, seen, cfg.Config.width").value == "(5, True, [1], 0)"
     assert notebook("[name for name in globals() if not name.isidentifier()]").value == "[]"
+
+
+def test_objects_that_are_not_looked_into_stay_in_what_holds_them(notebook: Notebook) -> None:
+    """Functions, patterns, members of an enum: in a list that a failed cell has changed they were None afterwards."""
+    path = Path(notebook.kernel.home) / "cfg.py"
+    path.write_text(
+        "import enum, re, torch\n"
+        "class Flag(enum.IntFlag):\n    A = 1\n    B = 2\n"
+        "held = [torch.relu, re.compile('a'), Flag.B, Flag.A | Flag.B]\nby_name = {'act': torch.relu}\n"
+    )
+    shown = "print([str(getattr(one, '__name__', one)) for one in (*cfg.held, *cfg.by_name.values(), cfg.Flag(3))])"
+    notebook("import cfg")
+    first = notebook(shown).stdout
+    notebook("%%distributed -s ddp -d 2\npass")
+    change = "cfg.held.append(cfg.Flag(3)); cfg.held[0] = cfg.by_name['act'] = torch.tanh\n"
+    notebook.fails(f"%%distributed -s ddp -d 2\nimport torch\n{change}1 / 0")
+    assert notebook("%%distributed -s ddp -d 2\n" + shown).stdout.splitlines()[-1] == first.strip()
+    notebook(f"%%distributed -s ddp -d 2\nimport torch\n{change}")
+    here = notebook(shown).stdout
+    assert here.count("tanh") == 2
+    assert notebook("%%distributed -s ddp -d 2\n" + shown).stdout.splitlines()[-1] == here.strip()

@@ -31,6 +31,21 @@ _INSIDE = frozenset((
 _LEARNING = frozenset(("module", "optimizer", "scheduler"))
 
 
+class _Itself:
+    """Stands for an object that is not looked into: equal where it is the same one."""
+
+    __slots__ = ("obj",)
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and other.obj is self.obj
+
+    def __hash__(self) -> int:
+        return id(self.obj)
+
+
 class _Inside(Walk):
     """Passes by what only its own pickle method can move: that may take long, and do anything."""
 
@@ -38,7 +53,7 @@ class _Inside(Walk):
         if type(value) not in ATOMS and self.table.find(value) is None:
             kind = kinds.kind_of(value, self.namespace)
             if kind is None or not (kind.compound or kind.name in _INSIDE or kind.name.endswith(" with attributes")):
-                return None
+                return _Itself(value)
         return super().encode(value)
 
 
@@ -111,6 +126,8 @@ class Made:
         """As an arrival does, of what is here."""
         if type(value) is Ref:
             return self.table.nodes[value.key].obj
+        if type(value) is _Itself:
+            return value.obj
         if type(value) is Packed:
             return kinds.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
         return value

@@ -7,6 +7,7 @@ file made are told from others by their place in it, so that the other side edit
 
 from __future__ import annotations
 
+import enum
 import importlib
 import re
 import sys
@@ -89,8 +90,9 @@ class ModuleState:
             if not name.startswith("__") and not (type(value) is ModuleType and self._is_part(name, value))
         }
         for path, cls in self._classes(found):
+            closed = issubclass(cls, enum.Enum)  # Python keeps there which members it has composed
             for name, value in type.__getattribute__(cls, "__dict__").items():
-                if type(value) is FunctionType or not (name.startswith("__") or name in python.OF_CLASSES):
+                if type(value) is FunctionType or not (closed or name.startswith("__") or name in python.OF_CLASSES):
                     found[f"{path}.{name}"] = value
         return {path: value for path, value in found.items() if not _COMPILED.fullmatch(path)}
 
