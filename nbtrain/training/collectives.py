@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from nbtrain.errors import UsageError
 from nbtrain.strategies.alike import differing
@@ -72,17 +73,38 @@ def _reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
     return sent.to(device=tensor.device, dtype=dtype)
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Any, sync_grads: bool = False) -> list[Any]:
     """Every rank's value, in order of rank, on every rank. Tensors may differ in shape; other values must pickle.
 
+    `sync_grads`: a loss of all of them has the gradients of one process, if every rank computes the same loss: what
+    is to be of a whole batch, as the pairs of a contrastive loss. Without it nothing is differentiated through them.
     (Under ddp2 and pipeline one rank speaks for those that see the same batch, and is there for all of them.)
     """
+    if sync_grads and isinstance(value, torch.Tensor) and value.requires_grad:
+        return list(_Gathered.apply(value)) if connected() else [value]
     tensor = isinstance(value, torch.Tensor)
     if not connected():
         return [value.detach().clone() if tensor else value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value.detach().cpu() if tensor else value)
     return [part.to(value.device) if tensor and isinstance(part, torch.Tensor) else part for part in found]
+
+
+class _Gathered(torch.autograd.Function):
+    """A strategy makes the mean of the ranks' gradients, and each rank has the gradient of the same loss: so each
+    counts with the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        parts = tuple(gather(value))
+        ctx.shapes, ctx.rank = [part.shape for part in parts], dist.get_rank()
+        return parts
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        summed = _reduce_tensor(torch.cat([gradient.reshape(-1) for gradient in gradients]), "sum")
+        return summed.split([shape.numel() for shape in ctx.shapes])[ctx.rank].view(ctx.shapes[ctx.rank])
 
 
 def barrier() -> None:

@@ -113,10 +113,10 @@ class Evaluations:
             return found
 
         @wraps(gather)
-        def gathering(value: Any, of: Any = None) -> Any:
+        def gathering(value: Any, of: Any = None, sync_grads: bool = False) -> Any:
             if of is not None:
                 return self.orders.gather(value, of)
-            found = gather(value)
+            found = gather(value, sync_grads)
             if self._saw_whole and len(found) > 1 and all(_is(one, found[0]) for one in found[1:]):
                 self.repeated = self.repeated or "gather(…)"
             return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives
 
@@ -57,11 +58,19 @@ class Speakers:
             value = value * self.weight
         return collectives.reduce(value, op)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, sync_grads: bool = False) -> list[Any]:
         """The ranks' values, in order of rank, on every rank. Tensors may differ in shape; other values must pickle.
 
         Of ranks that see the same batches there is one value, the first one's: one speaks for all of them.
+        `sync_grads`: it is part of a loss. Where all ranks see the same batches it may be as it is.
         """
+        if sync_grads and isinstance(value, torch.Tensor) and value.requires_grad:
+            if len(self.ranks) == 1:
+                return [value]
+            raise NotSupported(
+                "gather(…, sync_grads=True) does not know how gradients are put together where several ranks "
+                "see the same batches and others do not: use --strategy ddp, under which it works"
+            )
         found = collectives.gather(value)
         signs = [_sign(one) if isinstance(one, int | float | torch.Tensor) else math.nan for one in found]
         self._compare("gather(value)", signs, "torch.distributed.all_gather_object gets the values of all ranks")

@@ -327,8 +327,9 @@ def _where(many: Played, one: Played) -> str:
 
 COUPLED = (
     "the first loss differs already. Possible cause: the loss couples the samples of a batch (contrastive, dice, a "
-    "top-k or a quantile over the batch): of its own samples alone each rank computes another one. -s ddp2 and -s dp "
-    "compute the loss of the whole batch. Otherwise what forward computes is another thing on the ranks"
+    "top-k or a quantile over the batch): of its own samples alone each rank computes another one. "
+    "z = torch.cat(gather(z, sync_grads=True)) before the loss makes it of the whole batch, and so do -s ddp2 and "
+    "-s dp. Otherwise what forward computes is another thing on the ranks"
 )
 CAUSES = {
     "dropout": "dropout drops other units on each rank than in one process, as it has to",
