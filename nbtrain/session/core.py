@@ -116,12 +116,15 @@ class Session:
         try:
             yield
         finally:
-            with suppress(NbtrainError):  # what cannot be had, the next cell says
+            try:
                 wanted = before or (way.spec().pool if way is not None else None)
-                if wanted is not None and wanted.engine != "inprocess":
-                    self.ranks.have(wanted)
-                    self.ranks.rest()
-            self.outside.changed()
+                # What is forked would be of the kernel as it is now: the next cell forks anew.
+                if wanted is not None and wanted.engine != "inprocess" and wanted.start != "fork":
+                    with suppress(NbtrainError, OSError):  # what cannot be had, the next cell says
+                        self.ranks.have(wanted)
+                        self.ranks.rest()
+            finally:
+                self.outside.changed()
 
     def start(self, pool: PoolSpec) -> None:
         """Have ranks before the first cell needs them."""

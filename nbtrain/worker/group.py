@@ -60,7 +60,7 @@ class Group:
         self._asked = False
         """its code has asked for a process group"""
         self._run = self._formed = 0
-        """the cell, and how many groups its code has formed"""
+        """the cell, and how many groups of all ranks its code has formed"""
         self._before: set[tuple[int, int]] | None = None
         """sockets that were there before one is formed in which a rank may wait for others"""
         self._cut_short = False
@@ -155,7 +155,7 @@ class Group:
                 else:
                     old(**again)
                 self._cut_short = False
-                self._formed += 1
+                self._formed += dist.get_world_size() == self.info.world_size  # one of some ranks is theirs
             finally:
                 self._before = None
 
@@ -180,14 +180,14 @@ class Group:
         if self.board is None or self.info.world_size == 1 or dist.is_initialized():
             return None
         rank, size = self.info.rank, self.info.world_size
-        mine = (self._run << 32) + self._formed
-        self.board.parts[rank][FORMING] = mine
         if not self._formed:
             return None
         asked = names.bind(*args, **kwargs).arguments
         url = str(asked.get("init_method") or "env://")
         if asked.get("store") is not None or _place(url, asked) != (str(rank), str(size)):
             return None
+        mine = (self._run << 32) + self._formed
+        self.board.parts[rank][FORMING] = mine
         timeout = asked.get("timeout") or dist.default_pg_timeout
         patience = Patience(timeout.total_seconds())
         while self.board.parts[0][FORMING] < mine and not patience.over:

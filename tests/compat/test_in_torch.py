@@ -145,6 +145,9 @@ def test_what_a_transform_differentiates_is_known_again() -> None:
     assert found == [(True, True, False), (True, False, False)]
     assert engine.unwrapped(weight) is weight
     assert engine.unwrapped("w") == "w"
+    below: list[Any] = []
+    torch.func.vmap(lambda x: below.append(engine.below_transforms(x)) or x)(mapped)
+    assert below[0] is mapped
 
 
 def test_a_copy_of_a_parameter() -> None:
@@ -162,6 +165,12 @@ def test_ninja_is_run_by_a_function_that_takes_a_folder() -> None:
 def test_an_ordinary_node_gathers_no_unit() -> None:
     """Those of FSDP2 are in test_on_ranks."""
     assert not engine.is_unit_gatherer((torch.ones(2, requires_grad=True) * 2).grad_fn)
+
+
+def test_hooks_are_counted() -> None:
+    before = modules.hooks_made()
+    torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None).remove()
+    assert modules.hooks_made() == before + 1
 
 
 # --- fake ----------------------------------------------------------------------------------------
@@ -187,6 +196,9 @@ def test_who_asks_for_numbers_where_there_are_none_is_told_from_others() -> None
 
 def test_what_cannot_be_done_without_numbers_is_said_under_a_name() -> None:
     assert fake.LOGGER in logging.Logger.manager.loggerDict
+    with fake.quiet():
+        assert logging.getLogger(fake.LOGGER).disabled
+    assert not logging.getLogger(fake.LOGGER).disabled
 
 
 class Sees(fake.DispatchMode):  # type: ignore[misc]
