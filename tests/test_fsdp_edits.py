@@ -74,6 +74,7 @@ MIXED = [
     "w.grad = torch.ones(7, 5)",
     "torch.add(w.data, torch.ones(7, 5), out=w.data)",
     "w.data.copy_(torch.arange(5.))",
+    "w.data.masked_fill_((torch.arange(40).view(8, 5) % 3 > 0)[1:], 0.)",
     "torch._foreach_mul_([p.data for p in model.parameters()], [torch.full(p.shape, 2.) for p in model.parameters()])",
     "result = w.detach() * torch.ones(7, 5)",
     "result = torch.where(torch.eye(7, 5) > 0, w.detach(), 0)",
@@ -120,6 +121,10 @@ KEPT = [
     "with torch.no_grad(): r = w[1]\n" + "w.data = w.data * 2; result = r.clone()",
     "copied = copy.deepcopy(model); result = copied[0].weight.detach().clone()",
     "result = copy.deepcopy(w.data[1])",
+    "model.to('cpu').float(); model(torch.ones(2, 5)).sum().backward(); opt.step()",
+    "w.data_ptr(); model.float(); opt.step()",
+    "s = w.data[0:1]; w.data.add_(1); v = w.data[1:2]; v.data = s; result = v.clone()",
+    "a = w.data * 1; b = a * 2; s = b[0:7]; b.add_(1); w.data = s",
 ]
 ROWS = [
     "r = w.data[1]; opt.step(); result = r.clone()",
@@ -136,6 +141,10 @@ ROWS = [
     "r = w.data[1]; torch.add(r, 1, out=r); torch._foreach_mul_([r], 2.)",
     "w.data[1:3, [0, 2]] = 5; w.data[4:6][:, 1:3] = w.data[1:3, 0:2]",
     "nn.init.orthogonal_(w); w.data.view_as(torch.ones(35))[3:5].zero_()",
+    "r = w.data[0:3]; w.data.mul_(2); result = r.T + r.data.t()",
+    "r = w.data[0:3]; opt.step(); result = torch.ones(2, 5) @ r.T",
+    "w.data[:1].squeeze().zero_(); w.data[1:2].squeeze(0).fill_(3)",
+    "result = w.data[:1].squeeze().expand(2, 5) + 1",
 ]
 
 

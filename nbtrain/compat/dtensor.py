@@ -88,11 +88,12 @@ RANDOM = (
 """operations of aten that draw random numbers"""
 NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
 ROWS = (
-    "select", "slice", "unbind", "view", "_unsafe_view", "split", "split_with_sizes", "diagonal", "unfold",
+    "select", "slice", "unbind", "view", "_unsafe_view", "split", "split_with_sizes", "diagonal", "unfold", "squeeze",
+    "expand",
 )  # fmt: skip
 """operations whose result shows a part of a tensor, or has its memory in another shape; torch may copy it"""
 SHOWING = (
-    "alias", "detach", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "_reshape_alias", "view_as_real",
+    "alias", "detach", "permute", "t", "transpose", "unsqueeze", "_reshape_alias", "view_as_real",
     "view_as_complex", "_conj", "_neg_view",
 )  # fmt: skip
 """operations whose result shows the same memory, always"""

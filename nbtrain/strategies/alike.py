@@ -37,7 +37,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 def bits_summed(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Sums of its bits by rows and by columns: an edit changes some of them, and so does an exchange."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    wide = torch.int32 if flat.nbytes % 4 == 0 else torch.int16 if flat.nbytes % 2 == 0 else torch.uint8
+    there = flat.nbytes | int(flat.storage_offset()) * flat.itemsize  # a slice may begin anywhere
+    wide = torch.int32 if there % 4 == 0 else torch.int16 if there % 2 == 0 else torch.uint8
     bits = flat.view(torch.uint8).view(wide)
     whole = bits[: bits.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
     rest = bits[whole.numel() :]

@@ -73,8 +73,12 @@ def _means(pairs: list[tuple[torch.Tensor, torch.Tensor | None]], kwargs: Any) -
     used = torch.tensor([float(gradient is not None) for _, gradient in pairs], device=pairs[0][0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     batch = (len(_first(kwargs["grad_outputs"])),) if kwargs.get("is_grads_batched") else ()
+
+    def zeros(weight: torch.Tensor) -> torch.Tensor:
+        return weight.new_zeros(batch + weight.shape, dtype=getattr(weight, "grad_dtype", None))  # of newer torch
+
     return [
-        mean_of_ranks(weight.new_zeros(batch + weight.shape) if gradient is None else gradient) if anywhere else None
+        mean_of_ranks(zeros(weight) if gradient is None else gradient) if anywhere else None
         for (weight, gradient), anywhere in zip(pairs, used.tolist(), strict=True)
     ]
 

@@ -314,6 +314,8 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
+    if isinstance(value, DTensor):
+        shown.fresh(value)
     if isinstance(value, DTensor) and value.placements == tensor.placements:
         shown.give(tensor, local_part(value))
         return
@@ -336,7 +338,7 @@ def _memory(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _wholes: Any = WeakTensorKeyDictionary()
-"""tensor → its whole, which lives as long, or until the cell ends"""
+"""this rank's part of a tensor → its whole, which lives as long, or until the cell ends"""
 
 
 def forget() -> None:
@@ -347,7 +349,7 @@ def forget() -> None:
 def _address(func: Any, args: Any, kwargs: Any) -> Any:
     """Libraries that read memory by its address (safetensors) read the whole, which stays where it is."""
     tensor, now = args[0], put_together(args[0])
-    whole = _wholes.setdefault(tensor, now)
+    whole = _wholes.setdefault(local_part(tensor), now)
     if whole is not now:
         whole.copy_(now)
     return func(whole, *args[1:], **kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,8 +27,12 @@ WRITE_TOO = frozenset({
     "__ifloordiv__", "__imod__",
 })  # fmt: skip
 """Functions that write to their first argument, besides those whose name ends with `_`."""
-PLAINLY = frozenset({"__get__", "__set__", "__delete__"})
-"""An attribute: `r.shape`, and `r.T`, which shows what it is of."""
+PLAINLY = frozenset({
+    "__get__", "__set__", "__delete__", "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex",
+    "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset",
+    "stride",
+})  # fmt: skip
+"""No question about numbers, so one rank may ask it: `r.shape`, and `r.T`, which shows what it is of."""
 
 Function = Callable[..., Any]
 Compute = Callable[[Any, Any, Any], Any]
@@ -111,7 +115,10 @@ class _Copies:
             found: Any = op(whole, *rest, **kwargs)
             return found if number is None else found[number]  # type: ignore[no-any-return]
 
-        self.taken[local_part(part)] = _Copy(tensor, of, apart)
+        shown = self.taken.get(local_part(tensor))
+        copy = self.taken[local_part(part)] = _Copy(tensor, of, apart)
+        if shown is not None:  # an attribute (`r.T`) shows rows as they are, and nobody has looked whether they are new
+            copy.stood = shown.stood
         if not self._watching and self._listeners is not None:
             self._watching = True
             self._listeners.hook(dtensor.compute_by(dtensor.SHOWING, self.rows))
@@ -220,13 +227,14 @@ def _shares_memory(part: Any, tensor: DTensor) -> bool:
 
 # --- memory that is left ---------------------------------------------------------------------------
 
-_weights: Any = WeakTensorKeyDictionary()
-"""parameter → what torch gathers of it, by its memory"""
+_weights: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""id of a parameter → what torch gathers of it. No weak reference to the parameter itself: torch refuses to swap a
+tensor that has one, and so moves a model in pieces (`model.to`)."""
 
 
 def know(weight: Any) -> None:
     """A weight of fully_shard's."""
-    _weights[fsdp2.sharded(weight)] = ref(weight)
+    _weights[id(fsdp2.sharded(weight))] = weight
 
 
 @torch.no_grad()
@@ -237,9 +245,8 @@ def give(tensor: DTensor, part: torch.Tensor) -> None:
     if part.device != mine.device or part.stride() != mine.stride() or type(part) is not type(mine):
         part = torch.empty_like(mine).copy_(part)
     _copies.leave(tensor)
-    known = _weights.get(tensor)
-    weight = None if known is None else known()
-    if weight is None:
+    weight = _weights.get(id(tensor))
+    if weight is None or fsdp2.sharded(weight) is not tensor:
         mine.data = part
     else:
         fsdp2.give_memory(weight, part)

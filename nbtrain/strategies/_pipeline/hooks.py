@@ -27,12 +27,7 @@ class Hooks:
         if count == self._count and not self.found:
             return False
         self._count, before = count, self.found.keys()
-        self.found = {
-            id(m): m
-            for root in self.roots
-            for m in root.modules()
-            if m is not root and has_users_hook(m)
-        }
+        self.found = {id(m): m for root in self.roots for m in root.modules() if m is not root and has_users_hook(m)}
         return self.found.keys() != before
 
     def below(self, root: nn.Module) -> nn.Module | None:
