@@ -40,6 +40,8 @@ class OwnGradients:
         self.looks = LOOKS if on else 0
         self._again = False
         self.open: list[_Asked] = []
+        self._left: list[str] = []
+        """sizes of those that were open as the cell ended"""
         self._number = 0
         self._given: Any = WeakTensorKeyDictionary()
         """what `functional_call` took in the place of weights"""
@@ -69,9 +71,13 @@ class OwnGradients:
         """What is in `p.grad` is about to be averaged, for a step or to be clipped."""
         self.open = [one for one in self.open if one.decided or not one.settled()]
 
+    def end(self) -> None:
+        """The cell is over. Gradients that no step has followed are held no longer."""
+        self._left, self.open = [one.size for one in self.open], []
+
     def number(self) -> dict[str, int]:
-        """To be compared with the other ranks'."""
-        return {"asked": zlib.crc32(f"{[one.size for one in self.open]}".encode())} if self.open else {}
+        """To be compared with the other ranks', after the cell."""
+        return {"asked": zlib.crc32(f"{self._left}".encode())} if self._left else {}
 
     def called(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.func.functional_call`."""
