@@ -106,6 +106,28 @@ def test_ranks_of_a_node_leave_out_other_numbers_and_see_one_result() -> None:
     assert not torch.equal(first[0], first[1])
 
 
+class Picks(Net):
+    """Draws for some samples only."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x + 0 * torch.rand(()) if x.min() > 0 else x)
+
+
+def _draws_alone(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model = Picks()
+    with cell(model, rank, 2, 1):
+        x = torch.cat([torch.zeros(4, 6), torch.ones(4, 6)])
+        out = model(x)[0]
+        assert "Gathered" in out.grad_fn.name()
+        return [out.detach(), torch.rand(2)]
+
+
+def test_a_draw_for_the_part_of_one_rank_does_not_part_the_others() -> None:
+    first, second = run_on_ranks(_draws_alone)
+    assert all(map(torch.equal, first, second))
+
+
 def _goes_wrong(rank: int) -> list[str]:
     model, said = Net(), []
     with cell(model, rank, 2, 1):
@@ -125,6 +147,7 @@ def _goes_wrong(rank: int) -> list[str]:
 def test_what_cannot_be_is_said() -> None:
     for different, twice in run_on_ranks(_goes_wrong):
         assert "see different batches: rank 0 calls a model with 8 samples" in different
+        assert "below `if rank == 0:` write `with torch.random.fork_rng():`" in different
         assert "--strategy ddp" in different
         assert "--strategy dp and --strategy ddp can" in twice
 

@@ -113,11 +113,12 @@ class InNode(Replicated):
             before = _stand()
             returned = layers.call_as_torch_does(call.module, *args, **kwargs)
             drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
+        tensors, form = flatten(returned)
+        agreed: Agreed | None
+        agreed, drew = agree(Offer(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
         if drew and not self.drew:
             self.drew = True
-            torch.rand(1)  # on every rank: so the next cell begins elsewhere, and draws others
-        tensors, form = flatten(returned)
-        agreed: Agreed | None = agree(Offer(plan, form.key, tensors, call.sizes[index]), self.place, call)
+            torch.rand(1)  # on every rank, whichever drew: so the next cell begins elsewhere, and draws others
         if agreed is None:
             self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
             return call.plain()

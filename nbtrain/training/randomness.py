@@ -4,7 +4,8 @@ A cell begins with the ranks *together*: each draws what one process would draw,
 `random_split` or a permutation is the same on all of them. From its first batch or backward on they are *apart*: each
 has default streams of its own, so that dropout and augmentation differ. Rank 0's carry on; the others' are numbers
 derived from where all stood. Where all see the same batches (pipeline) they stay together: outside of models, which
-have streams of their own, a loop draws what one process does.
+have streams of their own, a loop draws what one process does. There a rank that draws alone, below `if rank == 0:`,
+would shuffle otherwise than the others from then on, which the next call of a model sees.
 
 Beside them runs one *shared* stream, equal on all ranks. It is swapped in while a loader draws its base seed and its
 order, so that shuffling is what one process with the same seed would see, and the ranks' own streams do not notice.
@@ -65,7 +66,7 @@ class Randomness:
     def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
         self.rank = self.index = rank
         self.alike = False
-        """all ranks see the same batches: outside of models, which have streams of their own, they never part"""
+        """all ranks see the same batches: outside of models, which have streams of their own, all draw the same"""
         self.alone = world_size == 1
         self.cuda = cuda
         self.shared_states: States = {}

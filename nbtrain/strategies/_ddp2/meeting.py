@@ -24,8 +24,8 @@ NUMBERS = 253
 DEEP = 8
 """dimensions that a tensor may have here"""
 EACH = 3 + DEEP
-FORM, HEAD = 2, 5
-"""a rank's numbers begin with what it offers in which form, and which call it is of"""
+FORM, DREW, HEAD = 2, 5, 6
+"""a rank's numbers begin with what it offers in which form, which call it is of, and whether it drew random numbers"""
 
 Agreed = list[list[int] | None]
 """For each tensor how many rows each rank has of it. None: every rank has all of it"""
@@ -33,6 +33,12 @@ Agreed = list[list[int] | None]
 ALONE = (
     "Under ddp2 a batch is cut over the ranks of a node, so a model is called on every rank: evaluate on every rank, "
     "above `if rank == 0:`. Under --strategy ddp a rank may run a forward alone"
+)
+APART = (
+    "Under ddp2 the ranks of a node see the same batches: let nothing of a batch depend on the rank, and let no rank "
+    "draw random numbers alone, from which the loader's next order comes (below `if rank == 0:` write "
+    "`with torch.random.fork_rng():` around it); and call a model on every rank, above `if rank == 0:`. Or use "
+    "--strategy ddp"
 )
 
 
@@ -45,6 +51,8 @@ class Offer:
     tensors: Sequence[torch.Tensor] = ()
     size: int = 0
     """samples of this part"""
+    drew: bool = False
+    """random numbers were drawn for it"""
 
     def numbers(self) -> torch.Tensor:
         """Whether there is a part; its form; of each tensor how it is put together, shape, and what it sums up to."""
@@ -77,10 +85,10 @@ def sign_of(call: Call) -> list[float]:
     return [call.batch, 2 * call.module.training + torch.is_grad_enabled(), content]
 
 
-def agree(offer: Offer, place: RankInfo, call: Call) -> Agreed | None:
-    """None: all call it with whole batches. Collective, among all ranks."""
+def agree(offer: Offer, place: RankInfo, call: Call) -> tuple[Agreed | None, bool]:
+    """None: all call it with whole batches. And whether some rank drew. Collective, among all ranks."""
     mine = offer.numbers()
-    mine[FORM:HEAD] = torch.tensor(sign_of(call), dtype=torch.float64)
+    mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), offer.drew
     everybody = [torch.empty_like(mine) for _ in range(place.world_size)]
     try:
         dist.all_gather(everybody, mine)
@@ -89,9 +97,10 @@ def agree(offer: Offer, place: RankInfo, call: Call) -> Agreed | None:
     count = place.world_size // place.nodes
     rows = [one.tolist() for one in everybody]
     for start in range(0, place.world_size, count):
-        _check([one[FORM:HEAD] for one in rows[start : start + count]], start)
+        _check([one[FORM:DREW] for one in rows[start : start + count]], start)
     nodes = [_together(rows[start : start + count]) for start in range(0, place.world_size, count)]
-    return None if any(node is None for node in nodes) else nodes[place.node]
+    agreed = None if any(node is None for node in nodes) else nodes[place.node]
+    return agreed, any(one[DREW] for one in rows)
 
 
 def _check(signs: Sequence[Sequence[float]], start: int) -> None:
@@ -100,7 +109,7 @@ def _check(signs: Sequence[Sequence[float]], start: int) -> None:
     for i, sign in enumerate(signs):
         if sign[:2] != first[:2] or abs(sign[2] - first[2]) > 1e-5 * abs(first[2]):
             ways = ", ".join(f"rank {start + at} calls a model with {_said(signs[at])}" for at in (0, i))
-            raise NotSupported(f"the ranks of a node see different batches: {ways}. {ALONE}")
+            raise NotSupported(f"the ranks of a node see different batches: {ways}. {APART}")
 
 
 def _said(sign: Sequence[float]) -> str:

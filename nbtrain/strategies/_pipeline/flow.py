@@ -26,7 +26,8 @@ from nbtrain.strategies._pipeline.stages import Place, Stage, Stretch
 
 APART = (
     "the ranks have called {name} with different batches: under pipeline every rank is to see the same ones. Let "
-    "nothing of a batch depend on the rank, and draw random numbers from torch's own stream; or use --strategy ddp"
+    "nothing of a batch depend on the rank, and let no rank draw random numbers alone, from which the loader's next "
+    "order comes (below `if rank == 0:` write `with torch.random.fork_rng():` around it); or use --strategy ddp"
 )
 
 OTHER_PLANS = (
