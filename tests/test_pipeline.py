@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -472,6 +474,59 @@ def test_stages_are_cut_where_the_largest_is_smallest() -> None:
     assert cut([1.4, 12.0, 0.8, 5.3, 5.1], 2) == [2, 3]
     assert cut([1, 1, 1, 9], 3) == [1, 2, 1]
     assert cut([0, 0, 5], 3) == [1, 1, 1]
+
+
+class Drawing(torch.autograd.Function):
+    """In its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * torch.rand_like(grad)
+
+
+class Two(nn.Linear):
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return Drawing.apply(super().forward(both[0]) + both[1])  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _part_by_part(rank: int) -> tuple[list[str], torch.Tensor]:
+    """What is said of it, and what a loop draws after it."""
+    torch.manual_seed(0)
+    x, said = torch.randn(4, 5), []
+
+    def seen(module: nn.Module, given: Any, returned: Any) -> None: ...
+
+    seen.__module__ = "transformers.modeling_utils"
+    for case in ("two", "replaced", "hooked"):
+        model = nn.Sequential(Two(5, 5), nn.Tanh(), nn.Linear(5, 4)) if case == "two" else chain()
+        prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
+        prepared.enter()
+        if case == "replaced":
+            model[1] = nn.Tanh()  # type: ignore[index]
+        if case == "hooked":
+            model[0].register_forward_hook(seen)  # type: ignore[index]
+        with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(io.StringIO()) as shown:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with prepared.backward():
+                    model((x, x) if case == "two" else x).sum().backward()
+        prepared.leave()
+        prepared.close()
+        said.append("\n".join(str(one.message) for one in warned) + shown.getvalue())
+    return said, torch.rand(2)
+
+
+def test_why_parts_compute_one_after_the_other_is_said() -> None:
+    (said, drawn), (_, also) = run_on_ranks(_part_by_part)
+    assert torch.equal(drawn, also)
+    for found, why in zip(
+        said, ("(it is given 2 things", "(a layer was put in", "seen of transformers.modeling_utils)"), strict=True
+    ):
+        assert found.count("one after the other") == found.count(why) == 1, found
 
 
 def _refused(rank: int) -> list[str]:

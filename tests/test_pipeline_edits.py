@@ -127,6 +127,21 @@ for x, y in batches:
     opt.step(); opt.zero_grad()
 weights = found = copies = 0
 """
+BY_HAND = """
+torch.manual_seed(1); model = Blocks(False); opt = torch.optim.AdamW(model.parameters(), 1e-2); seen = []
+def encode(h):
+    for block in model.blocks: h = block(h)
+    return h
+for x, y in batches:
+    handle = model.blocks[3].inner.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
+    F.cross_entropy(encode(x), y).backward(); opt.step(); opt.zero_grad(); handle.remove(); out.append(encode(x))
+for first in (model.blocks[2], model.blocks[3]):
+    plain = first.forward; first.forward = lambda h, plain=plain: plain(h) * 2
+    handle = first.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
+    for run in (encode, model): F.cross_entropy(run(x), y).backward(); opt.step(); opt.zero_grad()
+    handle.remove(); del first.forward
+out.append(seen); handle = first = plain = run = encode = 0
+"""
 DRAWN = """
 torch.manual_seed(1); data = [(x[i], y[i]) for x, y in batches for i in range(8)]
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
@@ -135,6 +150,10 @@ for epoch in range(3):
         F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
     nn.init.normal_(model[4].weight, std=0.1); model[0].reset_parameters()
     out.append(torch.rand(2))
+    try: alone = rank == 0
+    except NameError: alone = True
+    if alone:
+        with torch.random.fork_rng(): torch.randn(3)
 model[5] = nn.Linear(8, 3); model[2] = nn.Identity()
 for x, y in loader: out.append(model(x)); model(x).sum().backward()
 loader = data = 0
@@ -148,6 +167,7 @@ EDITS = {
     "states that are thrown away": "opt = Mine(model.parameters()); held = list(model.parameters())\n" + BACKWARD + STEP
     + "    del opt.state[held[0]], opt.state[held[-1]]\n    out.append([s['average'] for s in opt.state.values()])\n"
     "held = 0\n",
+    "hooks of parts that are called by themselves": BY_HAND,
     "hooks that store, in a chain": HOOKS.format(model="chain()"),
     "hooks that store, in blocks": HOOKS.format(model="Blocks(False)"),
     "errors of stages that are caught": CAUGHT.format(model="chain()") + STEP,
@@ -218,6 +238,10 @@ REFUSED = {
     "torch.func.grad(loss)(dict(model.named_parameters()))": "p.detach().clone() for n, p in",
     "model = chain(); opt = torch.optim.AdamW(model.parameters())\nmodel[3].fails = 'backward'\n"
     "try: model(x).sum().backward()\nexcept Fails: pass\nopt.step()": "`optimizer.zero_grad()` where the error is",
+    "data = [(x[i], y[i]) for x, y in batches for i in range(8)]\n"
+    "loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)\nfor epoch in range(2):\n"
+    "    for x, y in loader: F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()\n"
+    "    if rank == 0: noise = torch.randn(3)": "below `if rank == 0:` write `with torch.random.fork_rng():`",
     "if rank == 0: print(model[5].weight.norm())": "on every rank, above `if rank == 0:`",
     "h = model[5].weight.register_hook(abs)\nF.cross_entropy(model(x), y).backward()": "hook on its gradient",
     "[p.share_memory_() for p in model.parameters()]": "share_memory_() was asked of a weight",

@@ -112,7 +112,12 @@ BY_LIBRARIES = (*BY_STRATEGIES, "torch.")
 
 def is_users_hook(hook: Any, others: tuple[str, ...] = BY_STRATEGIES) -> bool:
     """`others`: modules of hooks that are not."""
-    return not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(others)
+    return not module_of(hook).startswith(others)
+
+
+def module_of(hook: Any) -> str:
+    """In which it was written, or its class."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def users_hooks(tensor: Any, name: str) -> list[tuple[int, Any]]:

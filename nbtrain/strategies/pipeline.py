@@ -114,7 +114,8 @@ class Staged(Prepared):
         foreign = [p for p in component.parameters() if self.holding.foreign(p)]
         place.accumulates = lambda: self.asked.accumulates
         units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
-        self.one_by_one = OneByOne(units, place.rank, self._busy, place.stream, lambda: self.asked.accumulates)
+        accumulates = place.accumulates
+        self.one_by_one = OneByOne(units, place.rank, self._busy, place.stream, accumulates, self._look)
         self.one_by_one.lifted, self.one_by_one.failures = self.placing.lifted, place.failures
         own = [p for p in component.parameters() if not self.holding.foreign(p)]
         self.shared = SharedGradients(
@@ -151,11 +152,18 @@ class Staged(Prepared):
             name = type(line.root).__name__
             print(f"{name} calls its parts in another order than it registers them: {_described(line)}")
 
-    def _hooked(self, line: Line) -> nn.Module | None:
-        """A module of it that has a hook of the user's."""
+    def _look(self) -> None:
+        """Hooks of the user's may have come, or gone."""
         if self.hooks.look():
             units = self.hooks.apart(pair for each in self.lines for pair in each.owners())
             self.one_by_one.take(units)
+            for calls in self.calls:
+                if (found := self.hooks.below(calls.line.root)) is not None:
+                    calls.tell_of_hook(found)
+
+    def _hooked(self, line: Line) -> nn.Module | None:
+        """A module of it that has one."""
+        self._look()
         return self.hooks.below(line.root)
 
     def _hold_anew(self) -> None:

@@ -19,6 +19,7 @@ from nbtrain.strategies._pipeline.compared import evaluated, fits
 from nbtrain.strategies._pipeline.criterion import Loss, Waiting
 from nbtrain.strategies._pipeline.flow import Flow, call, meet
 from nbtrain.strategies._pipeline.forms import form_of
+from nbtrain.strategies._pipeline.hooks import described
 from nbtrain.strategies._pipeline.measure import measured
 from nbtrain.strategies._pipeline.plan import Line, links
 from nbtrain.strategies._pipeline.program import OutOfOrder, Program, chain_program
@@ -39,9 +40,11 @@ UNCUT = (
     "loss is computed from, and compute the loss in the loop"
 )
 HOOKED = (
-    "pipeline: {part} has a hook, which runs on every rank, once for a batch. For that the parts of {name} compute one "
-    "after the other, each on its rank, and ranks wait for each other: handle.remove() where the hook is not needed"
+    "pipeline: {part} has a hook ({hook}), which runs on every rank, once for a batch. For that the parts of {name} "
+    "compute one after the other, each on its rank, and ranks wait for each other: handle.remove(), or what a library "
+    "that has put it there has for that, where the hook is not needed"
 )
+REPLACED = "a layer was put in or taken out, or a hook of a Sequential in it came or went, since it was divided"
 LARGE = 16
 """MB that go to every rank without a word"""
 UNDIVIDED = 2
@@ -113,7 +116,8 @@ class Calls:
             return self._around(hooked, module, args, kwargs)
         self.around = False
         if self.line.chain and list(map(id, links(module))) != list(map(id, self.line.parts)):
-            return plain_class(module).forward(module, *args, **kwargs)  # a layer was replaced: it has no stage
+            # A layer that was replaced has no stage, nor a Sequential in it whose hook is gone.
+            return self._slowly(REPLACED, module, args, kwargs)
         leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
         cut = Cut.of(leaves, self.microbatches, self.place.ranks)
         slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
@@ -129,9 +133,7 @@ class Calls:
             if self.new:
                 meet(self.place, leaves, self.name, UNDIVIDED)  # every rank goes this way, and none waits for a stage
                 self.new = False
-            returned = plain_class(module).forward(module, *args, **kwargs)
-            self._warn(SLOWLY.format(name=self.name, reason=self.reason))  # what fails does so for its own reason
-            return returned
+            return self._slowly(self.reason, module, args, kwargs)
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
             first = Flow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
@@ -147,6 +149,11 @@ class Calls:
             return Waiting.of(flow, self.loss)
         returned = call(flow)
         self._tell_size(returned)
+        return returned
+
+    def _slowly(self, reason: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        returned = plain_class(module).forward(module, *args, **kwargs)
+        self._warn(SLOWLY.format(name=self.name, reason=reason))  # what fails does so for its own reason
         return returned
 
     def _take_order(self, order: list[int]) -> None:
@@ -179,11 +186,14 @@ class Calls:
         if not self.around:
             self.around = True
             meet(self.place, pytree.tree_leaves((args, kwargs)), self.name, UNDIVIDED)  # the others have it, too
-            if self.place.rank == 0 and not self.hooks_told:
-                self.hooks_told = True
-                name = next(name for name, m in self.line.root.named_modules() if m is found)
-                print(HOOKED.format(part=f"{name} ({type(found).__name__})", name=self.name))
+            self.tell_of_hook(found)
         return plain_class(module).forward(module, *args, **kwargs)
+
+    def tell_of_hook(self, found: nn.Module) -> None:
+        if self.place.rank == 0 and not self.hooks_told:
+            self.hooks_told = True
+            name = next(name for name, m in self.line.root.named_modules() if m is found)
+            print(HOOKED.format(part=f"{name} ({type(found).__name__})", hook=described(found), name=self.name))
 
     def _tell_size(self, returned: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -208,7 +218,10 @@ class Calls:
 
     def _make(self, given: list[Any], tree: Any) -> Program | None:
         if self.line.chain:
-            return chain_program(self.line) if len(given) == 1 else None
+            if len(given) == 1:
+                return chain_program(self.line)
+            self.reason = f"it is given {len(given)} things, and only one tensor can be cut and sent on"
+            return None
         before, self.place.inside = self.place.inside, True
         try:
             with self.place.plain():

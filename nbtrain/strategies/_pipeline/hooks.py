@@ -5,6 +5,7 @@ every rank has what goes in and out of each, and the hooks run on all of them, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -22,9 +23,9 @@ class Hooks:
         self._count = -1
 
     def look(self) -> bool:
-        """Whether other modules have some than before. Quick where none was registered meanwhile."""
+        """Whether other modules have some than before. Quick where none was registered or removed meanwhile."""
         count = modules.hooks_made()
-        if count == self._count and not self.found:
+        if count == self._count and all(map(has_users_hook, self.found.values())):
             return False
         self._count, before = count, self.found.keys()
         self.found = {id(m): m for root in self.roots for m in root.modules() if m is not root and has_users_hook(m)}
@@ -44,5 +45,15 @@ class Hooks:
                 yield part, owner
 
 
+def users_hook(module: nn.Module) -> Any:
+    return next((h for h in modules.call_hooks(module) if tensors.is_users_hook(h, tensors.BY_LIBRARIES)), None)
+
+
 def has_users_hook(module: nn.Module) -> bool:
-    return any(tensors.is_users_hook(hook, tensors.BY_LIBRARIES) for hook in modules.call_hooks(module))
+    return users_hook(module) is not None
+
+
+def described(module: nn.Module) -> str:
+    """Its hook: a user may know nothing of one that a library has put there."""
+    hook = users_hook(module)
+    return f"{getattr(hook, '__qualname__', None) or type(hook).__qualname__} of {tensors.module_of(hook)}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -43,8 +43,9 @@ UNSENDABLE = (
 )
 APART = (
     "the ranks call different things, or {name} with different batches: under pipeline every rank sees the same ones, "
-    "and calls the same parts of a model in the same order. Do it on every rank, not below `if rank == 0:`, and let "
-    "nothing of a batch depend on the rank; or use --strategy ddp"
+    "and calls the same parts of a model in the same order. Do it on every rank, not below `if rank == 0:`, let "
+    "nothing of a batch depend on the rank, and let no rank draw random numbers alone (below `if rank == 0:` write "
+    "`with torch.random.fork_rng():` around it); or use --strategy ddp"
 )
 HEAD = 1024
 """bytes that go before what a unit returned and say what that is; more of them if these do not do"""
@@ -60,14 +61,17 @@ class OneByOne:
         busy: Callable[[], bool],
         stream: OwnStream,
         accumulates: Callable[[], bool] = lambda: True,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """`units`: (module, the rank that owns it). `busy`: stages are being run, calls are theirs. `accumulates`: a
-        backward that runs now leaves gradients in parameters."""
+        backward that runs now leaves gradients in parameters. `look`: other units may be to be taken, for their
+        hooks."""
         self.units: dict[int, tuple[nn.Module, int]] = {}
         self.rank = rank
         self.busy = busy
         self.stream = stream
         self.accumulates = accumulates
+        self.look = look
         self.inside = False
         """this rank runs a unit of its own, or its backward"""
         self.lifted: Callable[[], Any] = nullcontext
@@ -108,18 +112,20 @@ class OneByOne:
 
         def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(layers.call_as_class_does, plain, module)
-            if self.inside or id(module) not in self.units or self.busy() or around(module):
+            if self.inside or self.busy():
                 return as_it_is(*args, **kwargs)
+            self.look()  # this module may have a hook inside since, and be no unit any more
+            if id(module) not in self.units:
+                return as_it_is(*args, **kwargs)
+            if has_users_hook(module):  # they run on every rank, and its forward on its own
+                with self._own_forward(module):
+                    return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
-
-        def around(module: nn.Module) -> bool:
-            """Its hooks run on every rank, and its forward on its own."""
-            return "forward" not in vars(module) and has_users_hook(module)
 
         @wraps(plain.forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(plain.forward, module)
-            if self.inside or id(module) not in self.units or self.busy() or not around(module):
+            if self.inside or id(module) not in self.units or self.busy() or not has_users_hook(module):
                 return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
 
@@ -148,6 +154,20 @@ class OneByOne:
         outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)  # type: ignore[no-untyped-call]
         made = iter(outputs)
         return pytree.tree_map(lambda leaf: next(made) if leaf is TENSOR else leaf, call.returned)
+
+    @contextmanager
+    def _own_forward(self, module: nn.Module) -> Iterator[None]:
+        """A forward that hangs on the module itself, past its class, is the owner's meanwhile."""
+        attributes = vars(module)
+        own = attributes.get("forward")
+        if own is None:
+            yield
+            return
+        attributes["forward"] = lambda *args, **kwargs: self._call(module, own, args, kwargs)
+        try:
+            yield
+        finally:
+            attributes["forward"] = own
 
     def _meet(self, module: nn.Module, given: list[torch.Tensor]) -> None:
         """All ranks are here, with the same: who takes over what the owner returns is to have asked for that."""
@@ -340,7 +360,7 @@ class Call:
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:
-            with units.lifted():
+            with units.lifted(), units.stream():  # what it draws, in a part computed again say, it draws alone
                 return self._found(ends, given, starts, again)
         finally:
             units.inside = False
