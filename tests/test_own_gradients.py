@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from nbtrain.training.own_gradients import OwnGradients
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 
@@ -96,3 +101,18 @@ def test_fast_weights_under(strategy: str, shared_kernel: Kernel) -> None:
     same = "all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), wanted.parameters()))"
     assert nb(f"print({same})").stdout == "True\n"
     nb("%distributed stop")
+
+
+def test_gradients_that_no_step_follows_are_held_as_long_as_the_cell() -> None:
+    p = torch.ones(3, requires_grad=True)
+    held = SimpleNamespace(hooks_see_own_gradients=True, component=SimpleNamespace(parameters=lambda: [p]))
+    workshop: Any = SimpleNamespace(prepared=[held])
+    own = OwnGradients(workshop)
+    own.begin(True)
+    own.asked([p], torch.autograd.grad(p.sum(), [p]), False)
+    assert own.open
+    own.end()
+    assert own.number()
+    assert not own.open
+    own.begin(True)
+    assert not own.number()
