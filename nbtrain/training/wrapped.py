@@ -80,6 +80,7 @@ class Wrapped:
         self.running = self._in_backward = self._in_step = False
         self.accumulation = self.record = None
         self.rate.end()
+        self.own.end()
 
     @property
     def within(self) -> int:
