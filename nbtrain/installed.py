@@ -11,6 +11,8 @@ import sys
 import sysconfig
 from importlib.machinery import PathFinder
 
+_PATHS = sysconfig.get_paths()
+"""Asked for before anybody listens to what is executed: Python executes a file for that."""
 _path: list[str] | None = None
 _places: tuple[str, ...] = ()
 
@@ -28,8 +30,7 @@ def _find() -> tuple[str, ...]:
     """Wherever this Python finds packages: below it, in its venv, in the user's own folder; where pip's `--target` put
     them or a `.pth` names them. nbtrain's own folder would pull the rug from under the rank, and torch's own is too
     large to be looked at, wherever they are."""
-    paths = sysconfig.get_paths()
-    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.abspath(__file__))}
     found |= {path for path in sys.path if _holds_packages(path)}
     spec = PathFinder.find_spec("torch")

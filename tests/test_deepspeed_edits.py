@@ -331,7 +331,7 @@ def epoch(one=None, top=True):
 ANOTHER = "%epoch(); p = adamw(0.02); epoch(p); "
 CALLED = (
     "%epoch(); w = {{n: {} for n, p in m.named_parameters()}}\n"
-    "result = torch.func.functional_call(m, w, (X,)).detach(); epoch(); del w"
+    "result = torch.func.functional_call(m, parameter_and_buffer_dicts=w, args=(X,)).detach(); epoch(); del w"
 )
 LAYER = r"has put another layer into a model.*in a cell before"
 NOTEBOOKS: dict[str, tuple[tuple[str, ...], dict[int, str]]] = {

@@ -100,6 +100,8 @@ PENALTIES = [
     "result, = torch.autograd.grad(w.square().sum(), w)",
     "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
     "torch.func.functional_call(model, half, torch.ones(2, 5)).sum().backward()",
+    "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
+    "torch.func.functional_call(model, parameter_and_buffer_dicts=half, args=torch.ones(2, 5)).sum().backward()",
 ]
 METHODS = [
     "model[0].twice()",
@@ -242,6 +244,10 @@ def by_name(rank: int, count: int) -> list[Any]:
     for given in (plain, {"materialize_grads": True}, plain | {"is_grads_batched": True}):
         at = torch.eye(2) if "is_grads_batched" in given else torch.ones(2)
         found += torch.autograd.grad(loss, held, at, retain_graph=True, **given)
+    found += torch.autograd.grad(loss.sum(), iter(held), retain_graph=True, allow_unused=True)
+    if torch.__version__ >= "2.13":
+        named = torch.autograd.grad(loss.sum(), dict(enumerate(held)), retain_graph=True, allow_unused=True)
+        found += [named[number] for number in range(len(held))]
     with pytest.raises(RuntimeError, match="allow_unused=True"):
         torch.autograd.grad(loss.sum(), held)
     found = [whole(t) if isinstance(t, DTensor) else t for t in found]

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from nbtrain.training.own_gradients import OwnGradients
+from nbtrain.training.own_gradients import CALLS, LOOKS, OwnGradients
 from tests.kernels import Kernel
 from tests.notebook import Notebook
-
-pytestmark = pytest.mark.kernel
 
 LOOP = """
 from torch.func import functional_call
 def loss_of(weights, x, y):
-    return F.cross_entropy(functional_call(model, weights, (x,)), y)
+    return F.cross_entropy(functional_call(model, parameter_and_buffer_dicts=weights, args=(x,)), y)
 def asked(*args, **kwargs):
     return torch.autograd.grad(*args, **kwargs)
 def together(gradients):
@@ -52,10 +51,22 @@ WITH_THE_LINE = {
     "a penalty on all of them": """grads = asked(loss, model.parameters(), create_graph=True)
         (flat,) = together([torch.cat([g.flatten() for g in grads])])
         (loss + flat.square().sum()).backward()""",
+    "projected on each other": """
+        one = together(asked(loss, model.parameters(), retain_graph=True))
+        other = together(asked(loss_of(params, -x, y), model.parameters()))
+        for p, g, h in zip(model.parameters(), one, other): p.grad = g + h - (g * h).sum() / (h * h).sum() * h""",
 }
 RIGHT = {
     "put into p.grad": "for p, g in zip(params.values(), asked(loss, model.parameters())): p.grad = g.detach()",
     "scaled": "for p, g in zip(params.values(), asked(loss, [*params.values()])): p.grad = g / 2",
+    "decay by hand, by a dict": """
+        given = params if torch.__version__ >= "2.13" else [*params.values()]
+        found = asked(loss, given)
+        found = found.values() if given is params else found
+        for p, g in zip(params.values(), found): p.grad = g + 0.3 * p.detach()""",
+    "of two losses": """
+        both = zip(asked(loss, model.parameters()), asked(loss_of(params, -x, y), model.parameters()))
+        for p, (g, h) in zip(model.parameters(), both): p.grad = g + 2 * h""",
     "added": """loss.backward()
         for p, g in zip(params.values(), asked(loss_of(params, -x, y), [*params.values()])): p.grad.add_(g)""",
     "by inputs": """x.requires_grad_()
@@ -68,6 +79,7 @@ RIGHT = {
 OWN = "torch.autograd.grad gives each rank the gradients of its own share of a batch"
 
 
+@pytest.mark.kernel
 def test_own_gradients(shared_kernel: Kernel) -> None:
     nb = Notebook(shared_kernel)
     nb("import copy; first = net(); loader = DataLoader(data, batch_size=16)")
@@ -84,6 +96,7 @@ def test_own_gradients(shared_kernel: Kernel) -> None:
     nb("%distributed stop")
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("strategy", ["zero1", "sharded", "ddp2", "dp"])
 def test_fast_weights_under(strategy: str, shared_kernel: Kernel) -> None:
     nb = Notebook(shared_kernel)
@@ -103,16 +116,95 @@ def test_fast_weights_under(strategy: str, shared_kernel: Kernel) -> None:
     nb("%distributed stop")
 
 
-def test_gradients_that_no_step_follows_are_held_as_long_as_the_cell() -> None:
-    p = torch.ones(3, requires_grad=True)
-    held = SimpleNamespace(hooks_see_own_gradients=True, component=SimpleNamespace(parameters=lambda: [p]))
-    workshop: Any = SimpleNamespace(prepared=[held])
-    own = OwnGradients(workshop)
+class Prepared:
+    """Of a model under ddp, as `OwnGradients` sees it."""
+
+    hooks_see_own_gradients = True
+
+    def __init__(self) -> None:
+        self.model, self.looked = nn.Linear(8, 8), 0
+
+    @property
+    def component(self) -> nn.Module:
+        self.looked += 1
+        return self.model
+
+
+def looking(*prepared: Prepared) -> OwnGradients:
+    own: Any = OwnGradients(SimpleNamespace(prepared=prepared))  # type: ignore[arg-type]
     own.begin(True)
-    own.asked([p], torch.autograd.grad(p.sum(), [p]), False)
-    assert own.open
+    return own
+
+
+def test_weights_are_gone_through_once_a_call_and_in_few_calls() -> None:
+    prepared, other = Prepared(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    call = looking(prepared).called(torch.func.functional_call)
+    for _ in range(2 * CALLS):
+        call(other, dict(other.named_parameters()), torch.ones(2))
+    assert 1 < prepared.looked <= CALLS
+    with pytest.raises(TypeError):
+        call(other)  # torch says what is missing
+
+
+@pytest.mark.parametrize("kind", ["meta", "of a class of its own"])
+def test_what_cannot_be_looked_at_is_given_all_the_same(kind: str) -> None:
+    class Blind(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__ in ("abs", "cpu", "double"):
+                raise RuntimeError("no numbers")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    prepared = Prepared()
+    own = looking(prepared)
+    weight = prepared.model.weight
+    ones = torch.ones(8, 8)
+    own.asked([weight], [ones.to("meta") if kind == "meta" else ones.as_subclass(Blind)], False)
+    assert own.looks == (LOOKS if kind == "meta" else 0)
+    assert own.number() == {}
+
+
+def test_no_gradient_is_held_after_a_cell() -> None:
+    prepared = Prepared()
+    own = looking(prepared)
+    own.asked([prepared.model.weight], [torch.ones(8, 8)], False)
+    number = own.number()
     own.end()
-    assert own.number()
-    assert not own.open
-    own.begin(True)
-    assert not own.number()
+    assert number
+    assert own.number() == number
+    assert all(one.gradient is None for one in own.open)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_gradient_was_made_of(dtype: torch.dtype) -> None:
+    def number(seed: int, factor: Any) -> dict[str, int]:
+        """Of a rank that has put a gradient there."""
+        own = looking(prepared)
+        given = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        own.asked([weight], [given], False)
+        weight.grad = given * 0.1 + factor(given) * weight.detach()
+        own.settle()
+        weight.grad = None
+        return own.number()
+
+    prepared = Prepared()
+    prepared.model.to(dtype)
+    weight = prepared.model.weight
+    assert number(0, lambda given: 0) == {}
+    for decay in (0.5, 0.1, 0.01):
+        assert number(0, lambda given: decay) == number(1, lambda given: decay)  # noqa: B023
+    assert number(0, lambda given: given.norm()) != number(1, lambda given: given.norm())
+
+
+def test_a_gradient_that_torch_made_up_is_brought_together_as_the_other_ranks_are() -> None:
+    """Its backward waits for this rank, too."""
+    prepared = Prepared()
+    own = looking(prepared)
+    weight = prepared.model.weight
+    loss = torch.ones(1, requires_grad=True)
+    found = torch.autograd.grad(loss, weight, create_graph=True, materialize_grads=True)
+    own.asked([weight], found, True)
+    reduce = own.reducing(lambda value, op: value.detach() * 2)
+    for value in (found[0], found[0] / 4, torch.cat([found[0].flatten(), torch.ones(2)])):
+        assert reduce(value).requires_grad
+    assert not reduce(torch.ones(8, 8, requires_grad=True)).requires_grad

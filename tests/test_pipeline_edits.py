@@ -120,12 +120,14 @@ out.append(seen); store = 0
 FUNCTIONAL = """
 for x, y in batches:
     weights = {k: v * 0.5 for k, v in model.named_parameters()}
-    found = [torch.func.functional_call(model, w, (x,)) for w in (weights, {"2.weight": weights["2.weight"]})]
+    found = [torch.func.functional_call(model, weights, (x,))]
+    one = {"2.weight": weights["2.weight"]}
+    found.append(torch.func.functional_call(model, parameter_and_buffer_dicts=one, args=(x,)))
     out.append(found); sum(F.cross_entropy(h, y) for h in found).backward()
     copies = {k: v.detach().clone() for k, v in model.named_parameters()}
     out.append(list(torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(copies).values()))
     opt.step(); opt.zero_grad()
-weights = found = copies = 0
+weights = one = found = copies = 0
 """
 BY_HAND = """
 torch.manual_seed(1); model = Blocks(False); opt = torch.optim.AdamW(model.parameters(), 1e-2); seen = []

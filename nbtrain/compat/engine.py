@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.compat.fake import without_modes
+from nbtrain.compat.fake import FakeTensor, without_modes
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
@@ -60,7 +60,8 @@ def unwrapped(value: Any) -> Any:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Its numbers can be read."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapped(tensor)
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapped(tensor)
+    return plain and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def nodes_below(root: torch.Tensor) -> Iterator[Any]:

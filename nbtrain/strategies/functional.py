@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.arguments import called_with, with_weights
 from nbtrain.strategies.fully_sharded import Tree
 from nbtrain.strategies.mixing import whole_of
 
@@ -39,14 +40,17 @@ _while: While[HasTrees] = While(_put)
 
 
 def _called(old: Callable[..., Any]) -> Callable[..., Any]:
-    def functional_call(module: nn.Module, weights: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = set(map(id, module.modules()))
+    def functional_call(*args: Any, **kwargs: Any) -> Any:
+        module, weights = called_with(args, kwargs)
+        parts = set(map(id, module.modules())) if isinstance(module, nn.Module) else set()
         trees = [tree for owner in _while.owners for tree in owner.trees if tree.dress.worn and tree.parts & parts]
+        if trees:
+            args, kwargs = with_weights(args, kwargs, tree_map_only(DTensor, whole_of, weights))
         for tree in trees:
             tree.reshard()
             tree.undress()
         try:
-            return old(module, tree_map_only(DTensor, whole_of, weights) if trees else weights, *args, **kwargs)
+            return old(*args, **kwargs)
         finally:
             for tree in trees:
                 tree.dress.on()

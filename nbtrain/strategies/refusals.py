@@ -13,6 +13,7 @@ from nbtrain.compat import engine, tensors
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.arguments import kept, listed
 from nbtrain.strategies.by_name import gradients
 from nbtrain.strategies.mixing import whole_of
 
@@ -64,17 +65,19 @@ def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        inputs, outputs = kept(inputs), kept(outputs)
+        given = listed(inputs)
         again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-        if again and _open and _through_units([outputs] if isinstance(outputs, torch.Tensor) else outputs):
+        if again and _open and _through_units(listed(outputs)):
             raise NotSupported(
                 f"a gradient of a gradient (create_graph=True) cannot be taken through a model under "
                 f"{_open[0].strategy}: its gathered weights are let go of after the first. --strategy ddp can"
             )
         outputs = tree_map_only(DTensor, whole_of, outputs)
         if not any(_mine(one) for one in given):
-            return old(outputs, given if not isinstance(inputs, torch.Tensor) else inputs, *args, **kwargs)
-        return gradients(functools.partial(old, outputs), given, _twin, _mine, args, kwargs)
+            return old(outputs, inputs, *args, **kwargs)
+        found = gradients(functools.partial(old, outputs), given, _twin, _mine, args, kwargs)
+        return dict(zip(inputs, found, strict=True)) if isinstance(inputs, dict) else found
 
     return grad
 

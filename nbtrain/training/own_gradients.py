@@ -4,13 +4,18 @@ Put into `p.grad` it is averaged before a step. What else is made of it (fast we
 share: right where each rank works on tasks of its own, otherwise not what one process has with the whole batch. The
 two cannot be told apart, so nothing is averaged unasked: it is said, and `reduce(gradient)` brings it together, which
 can be differentiated again if the gradient can. The first ones of a cell are looked at; that they differ between ranks
-shows as the cell ends (session/compared.py).
+shows as the cell ends (session/compared.py). Of a `p.grad` that is added up of them and of the weight (decay by hand,
+several losses), what each was multiplied by is compared: by numbers that are the same everywhere it is right.
+
+Nothing fails for being looked at: what cannot be is not told of.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from weakref import ref
@@ -19,10 +24,17 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.compat import engine, tensors
+from nbtrain.strategies.arguments import by_name, called_with
 from nbtrain.training.prepare import Workshop
 
-LOOKS, NODES = 4, 64
-"""calls of a cell that are looked at, and nodes of a graph"""
+LOOKS, CALLS, NODES = 4, 64, 64
+"""gradients of a cell that are looked at, calls of `functional_call`, and nodes of a graph"""
+FEW = 16
+"""weights by which it is hard to tell what a gradient was made of"""
+SLACK = 4.5e-3
+"""what 16 bits may leave over of a sum, by its own size"""
+STEP, OFF = 64, 0.27
+"""Factors are compared in 64ths: from here, as none that is likely to be written lies where one ends."""
 GRADIENT = "nbtrain_gradient"
 """a mark on the nodes of gradients that can be differentiated again"""
 LINEAR = engine.LINEAR | engine.DIVISIONS | engine.COPIES | {"CatBackward0", "StackBackward0", "TBackward0"}
@@ -38,13 +50,15 @@ class OwnGradients:
     def begin(self, on: bool) -> None:
         """`on`: there are several ranks."""
         self.looks = LOOKS if on else 0
+        self._calls = CALLS
         self._again = False
         self.open: list[_Asked] = []
         self._left: list[str] = []
         """sizes of those that were open as the cell ended"""
-        self._number = 0
         self._given: Any = WeakTensorKeyDictionary()
         """what `functional_call` took in the place of weights"""
+        self._zeros: Any = WeakTensorKeyDictionary()
+        """gradients that torch made up (`materialize_grads=True`): they have no graph, and other ranks' may have one"""
 
     def asked(self, inputs: Iterable[Any], found: Any, again: bool) -> None:
         """`torch.autograd.grad` gave these. `again`: to be differentiated once more."""
@@ -55,8 +69,13 @@ class OwnGradients:
                 node: Any = getattr(one, "grad_fn", None)
                 if node is not None:
                     node.metadata[GRADIENT] = True
-        if not self.looks:
-            return
+                elif isinstance(one, torch.Tensor) and one.requires_grad:
+                    self._zeros[one] = True
+        if self.looks:
+            with self._looking():
+                self._look(inputs, gradients)
+
+    def _look(self, inputs: Iterable[Any], gradients: list[Any]) -> None:
         weights = self._weights()
         of_weights = [
             (one, gradient)
@@ -65,15 +84,28 @@ class OwnGradients:
         ]
         if of_weights:
             self.looks -= 1
-            self.open.append(_Asked(*min(of_weights, key=lambda both: (both[1].dim() < 2, both[1].numel()))))
+            self.open.append(_Asked(*min(of_weights, key=_ease)))
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Where a CUDA graph is written down nothing may be read, and what led there were numbers of no batch."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self.looks, self.open = 0, []
+        try:
+            yield
+        except Exception:  # a mode, a device or a class of tensors that lets nothing be read
+            self.looks, self.open = 0, []
 
     def settle(self) -> None:
         """What is in `p.grad` is about to be averaged, for a step or to be clipped."""
-        self.open = [one for one in self.open if one.decided or not one.settled()]
+        with self._looking():
+            known = [(one.p(), one.gradient) for one in self.open]
+            self.open = [one for one in self.open if one.decided or not one.settled(known)]
 
     def end(self) -> None:
         """The cell is over. Gradients that no step has followed are held no longer."""
         self._left, self.open = [one.size for one in self.open], []
+        self._given, self._zeros = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def number(self) -> dict[str, int]:
         """To be compared with the other ranks', after the cell."""
@@ -82,13 +114,20 @@ class OwnGradients:
     def called(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.func.functional_call`."""
 
-        def functional_call(module: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.looks and any(id(p) in self._weights() for p in module.parameters()):
-                for some in weights if isinstance(weights, tuple | list) else (weights,):
-                    self._given.update((one, True) for one in some.values() if isinstance(one, torch.Tensor))
-            return old(module, weights, *args, **kwargs)
+        def functional_call(*args: Any, **kwargs: Any) -> Any:
+            if self.looks and self._calls:
+                self._calls -= 1
+                with self._looking():
+                    self._take(*called_with(args, kwargs))
+            return old(*args, **kwargs)
 
         return functional_call
+
+    def _take(self, module: Any, weights: Any) -> None:
+        own = self._weights()
+        if own and not own.isdisjoint(map(id, module.parameters())):
+            given = by_name(weights).values()
+            self._given.update((one, True) for one in given if isinstance(one, torch.Tensor))
 
     def reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         """`reduce`, which autograd follows where it brings together gradients that can be differentiated again."""
@@ -96,12 +135,32 @@ class OwnGradients:
         @wraps(reduce)
         def reducing(value: Any, op: str = "mean") -> Any:
             if isinstance(value, torch.Tensor) and (self.open or self._again):
-                self.open = [one for one in self.open if not one.within(value)]
-                if self._again and op in ("mean", "sum") and torch.is_grad_enabled() and _made_of_gradients(value):
+                with self._looking():
+                    self.open = [one for one in self.open if not one.within(value)]
+                if self._again and op in ("mean", "sum") and torch.is_grad_enabled() and self._made_of(value):
                     return _Reduced.apply(value, op, reduce)
             return reduce(value, op)
 
         return reducing
+
+    def _made_of(self, tensor: torch.Tensor) -> bool:
+        """Gradients, by adding, scaling and putting together alone: not a loss that has a penalty on them."""
+        ahead, left = [tensor.grad_fn], NODES
+        if tensor.grad_fn is None:
+            return tensor in self._zeros
+        while ahead and left:
+            left -= 1
+            node: Any = ahead.pop()
+            if node is None:
+                continue
+            if node.metadata.get(GRADIENT):
+                return True
+            name = engine.node_name(node)
+            if name == engine.LEAF and node.variable in self._zeros:
+                return True
+            if name in LINEAR:
+                ahead += [behind for behind, _ in node.next_functions]
+        return False
 
     def _weights(self) -> set[int]:
         own = [one for one in self.workshop.prepared if one.hooks_see_own_gradients]
@@ -123,15 +182,16 @@ class _Asked:
         self.gradient: torch.Tensor | None = gradient if inner else gradient.detach()
         self.shape, self.version = gradient.shape, tensors.version(gradient)
         self.before = _version_of(p.grad) if p.is_leaf else None
-        self.size = f"{float(gradient.detach().double().abs().sum()):.6g}"
+        self.size = f"{float(gradient.detach().abs().cpu().double().sum()):.6g}"
+        """compared with the other ranks'"""
 
     @property
     def decided(self) -> bool:
         return self.gradient is None
 
-    def settled(self) -> bool:
+    def settled(self, known: list[tuple[torch.Tensor | None, torch.Tensor | None]]) -> bool:
         """It was put into `p.grad`, scaled or added to what was there, or has itself been brought together
-        (`all_reduce(gradient)`)."""
+        (`all_reduce(gradient)`). `known`: weights and gradients that were given."""
         p, gradient, self.gradient = self.p(), self.gradient, None
         if gradient is None or tensors.version(gradient) != self.version:
             return gradient is not None
@@ -140,7 +200,12 @@ class _Asked:
             return False
         if self.before is not None and self.before[0] == id(grad):
             return self.before != _version_of(grad)
-        return grad.data_ptr() == gradient.data_ptr() or _parallel(grad.detach(), gradient.detach())
+        if grad.data_ptr() == gradient.data_ptr() or _factors(grad, [gradient]):
+            return True
+        if grad.numel() >= FEW and p is not None:
+            factors = _factors(grad, [*(one for of, one in known if of is p and one is not None), p])
+            self.size = f"{factors}" if factors else self.size
+        return False
 
     def within(self, value: torch.Tensor) -> bool:
         """It is that, or flattened with others."""
@@ -160,25 +225,28 @@ class _Reduced(torch.autograd.Function):
         return _Reduced.apply(gradient, *ctx.how), None, None
 
 
-def _made_of_gradients(tensor: torch.Tensor) -> bool:
-    """By adding, scaling and putting together alone: not a loss that has a penalty on them."""
-    ahead, left = [tensor.grad_fn], NODES
-    while ahead and left:
-        left -= 1
-        node: Any = ahead.pop()
-        if node is None:
-            continue
-        if node.metadata.get(GRADIENT):
-            return True
-        if engine.node_name(node) in LINEAR:
-            ahead += [behind for behind, _ in node.next_functions]
-    return False
-
-
 def _version_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), tensors.version(grad))
 
 
-def _parallel(one: torch.Tensor, other: torch.Tensor) -> bool:
-    along, across = (one * other).sum(), one.norm() * other.norm()
-    return bool(along.abs() >= across * (1 - 1e-5))
+def _ease(both: tuple[torch.Tensor, torch.Tensor]) -> tuple[bool, int]:
+    """Small, and not so small that nothing can be told by it."""
+    gradient = both[1]
+    return gradient.dim() < 2 or gradient.numel() < FEW, gradient.numel()
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
+
+
+def _factors(total: torch.Tensor, parts: list[torch.Tensor]) -> list[int]:
+    """What these were multiplied by, in 64ths, if they were and added up; empty if not."""
+    wanted, *rows = (_numbers(one.detach().cpu()) for one in (total, *parts))
+    given = torch.stack(rows)
+    products, along = given @ given.T, given @ wanted
+    if not (products.isfinite().all() and along.isfinite().all()):
+        return []
+    factors = torch.linalg.lstsq(products, along[:, None], driver="gelsd").solution[:, 0]
+    if (wanted - factors @ given).norm() > wanted.norm() * SLACK:
+        return []
+    return [math.floor(one * STEP + OFF) for one in factors.tolist()]

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
+from nbtrain.strategies.arguments import kept, listed
 from nbtrain.strategies.base import Strategy
 from nbtrain.training import collectives, phases
 from nbtrain.training.accumulate import Accumulation
@@ -134,13 +135,12 @@ class Wrapped:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:
                 return old(outputs, inputs, *args, **kwargs)
-            if not isinstance(inputs, torch.Tensor | tuple):  # `model.parameters()` can be gone through once
-                inputs = list(inputs)
+            inputs = kept(inputs)
             found = old(outputs, inputs, *args, **kwargs)
-            held = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+            held = listed(inputs)
             for prepared in self.workshop.prepared:
                 prepared.differentiated(held)
-            self.own.asked(held, found, bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False)))
+            self.own.asked(held, listed(found), bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False)))
             return found
 
         return grad

@@ -14,6 +14,7 @@ from nbtrain.compat.engine import nodes_below
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies._deepspeed import sentences
+from nbtrain.strategies.arguments import by_name, called_with
 
 if TYPE_CHECKING:
     from nbtrain.strategies._deepspeed.engine import Engined
@@ -38,18 +39,14 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
-    def functional_call(module: nn.Module, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def functional_call(*args: Any, **kwargs: Any) -> Any:
         known = {id(p) for owner in asked.owners if owner.stage == 3 for p in owner.parameters}
-        if known and any(id(p) in known for p in module.parameters()):
-            given = {
-                name: value
-                for one in (weights if isinstance(weights, tuple | list) else [weights])
-                for name, value in one.items()
-            }
+        module, weights = called_with(args, kwargs)
+        if known and isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters()):
             own = dict(module.named_parameters(remove_duplicate=False))
-            if any(name in own and value is not own[name] for name, value in given.items()):
+            if any(name in own and value is not own[name] for name, value in by_name(weights).items()):
                 raise NotSupported(sentences.OTHER_WEIGHTS)
-        return old(module, weights, *args, **kwargs)
+        return old(*args, **kwargs)
 
     return functional_call
 

@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.arguments import kept, listed
 
 AGAIN = (
     "a gradient of a gradient (create_graph=True) cannot be taken under pipeline: each rank has the graph of its own "
@@ -91,9 +91,11 @@ _open = _while.owners
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = _kept(tensors)
-        roots = [root for root in _listed(tensors) if isinstance(root, torch.Tensor)]
-        inputs = _listed(kwargs.get("inputs", args[4] if len(args) > 4 else None))
+        tensors = kept(tensors)
+        roots = [root for root in listed(tensors) if isinstance(root, torch.Tensor)]
+        if "inputs" in kwargs:
+            kwargs["inputs"] = kept(kwargs["inputs"])
+        inputs = listed(kwargs.get("inputs", args[4] if len(args) > 4 else None))
         with ExitStack() as around:
             for asked in _open:
                 around.enter_context(asked.backward(roots, inputs))
@@ -104,8 +106,8 @@ def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = _kept(inputs)
-        given = _listed(inputs)
+        inputs = kept(inputs)
+        given = listed(inputs)
         with ExitStack() as around:
             for asked in _open:
                 around.enter_context(asked.grad(given))
@@ -119,15 +121,3 @@ def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
         return old(function, *args, use_reentrant=False, **kwargs)
 
     return checkpoint
-
-
-def _kept(tensors: Any) -> Any:
-    """Something that can be looked at twice."""
-    return list(tensors) if isinstance(tensors, Iterator) else tensors
-
-
-def _listed(tensors: Any) -> list[Any]:
-    if isinstance(tensors, dict):
-        return list(tensors.values())
-    several = isinstance(tensors, list | tuple) and not isinstance(tensors, GradientEdge)
-    return list(tensors) if several else [tensors]

@@ -13,6 +13,7 @@ from torch import nn
 from nbtrain.compat import engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.arguments import called_with
 from nbtrain.strategies.placed import is_placed
 
 WRAPPED = (
@@ -51,14 +52,15 @@ _while: While[Functional] = While(_put)
 
 
 def _called(old: Callable[..., Any]) -> Callable[..., Any]:
-    def functional_call(module: nn.Module, weights: Any, *args: Any, **kwargs: Any) -> Any:
-        held = [one for one in _while.owners if not one.inside and one.has(module)]
+    def functional_call(*args: Any, **kwargs: Any) -> Any:
+        module, weights = called_with(args, kwargs)
+        held = [one for one in _while.owners if not one.inside and isinstance(module, nn.Module) and one.has(module)]
         if held and any(map(_is_lost, pytree.tree_leaves(weights))):
             raise NotSupported(WRAPPED)
         for one in held:
             one.inside = True
         try:
-            return old(module, weights, *args, **kwargs)
+            return old(*args, **kwargs)
         finally:
             for one in held:
                 one.inside = False
