@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from nbtrain.strategies.arguments import WEIGHTS, by_name, called_with, with_weights
 from nbtrain.training.own_gradients import CALLS, LOOKS, OwnGradients
 from tests.kernels import Kernel
 from tests.notebook import Notebook
@@ -146,12 +148,15 @@ def test_weights_are_gone_through_once_a_call_and_in_few_calls() -> None:
         call(other)  # torch says what is missing
 
 
-@pytest.mark.parametrize("kind", ["meta", "of a class of its own"])
-def test_what_cannot_be_looked_at_is_given_all_the_same(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["meta", "of a class of its own", "in a CUDA graph"])
+def test_what_cannot_be_looked_at_is_given_all_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
     class Blind(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.__name__ in ("abs", "cpu", "double"):
+                read.append(func)
                 raise RuntimeError("no numbers")
             return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -159,8 +164,14 @@ def test_what_cannot_be_looked_at_is_given_all_the_same(kind: str) -> None:
     own = looking(prepared)
     weight = prepared.model.weight
     ones = torch.ones(8, 8)
+    if kind == "in a CUDA graph":
+        own.asked([weight], [ones], False)  # what warms it up
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            monkeypatch.setattr(torch.cuda, name, lambda: True)
     own.asked([weight], [ones.to("meta") if kind == "meta" else ones.as_subclass(Blind)], False)
     assert own.looks == (LOOKS if kind == "meta" else 0)
+    assert bool(read) is (kind == "of a class of its own")
+    own.end()
     assert own.number() == {}
 
 
@@ -168,11 +179,11 @@ def test_no_gradient_is_held_after_a_cell() -> None:
     prepared = Prepared()
     own = looking(prepared)
     own.asked([prepared.model.weight], [torch.ones(8, 8)], False)
-    number = own.number()
+    held = [one.gradient for one in own.open]
     own.end()
-    assert number
-    assert own.number() == number
-    assert all(one.gradient is None for one in own.open)
+    assert len(held) == 1
+    assert own.number()
+    assert not own.open
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,6 +196,7 @@ def test_what_a_gradient_was_made_of(dtype: torch.dtype) -> None:
         weight.grad = given * 0.1 + factor(given) * weight.detach()
         own.settle()
         weight.grad = None
+        own.end()
         return own.number()
 
     prepared = Prepared()
@@ -196,15 +208,12 @@ def test_what_a_gradient_was_made_of(dtype: torch.dtype) -> None:
     assert number(0, lambda given: given.norm()) != number(1, lambda given: given.norm())
 
 
-def test_a_gradient_that_torch_made_up_is_brought_together_as_the_other_ranks_are() -> None:
-    """Its backward waits for this rank, too."""
-    prepared = Prepared()
-    own = looking(prepared)
-    weight = prepared.model.weight
-    loss = torch.ones(1, requires_grad=True)
-    found = torch.autograd.grad(loss, weight, create_graph=True, materialize_grads=True)
-    own.asked([weight], found, True)
-    reduce = own.reducing(lambda value, op: value.detach() * 2)
-    for value in (found[0], found[0] / 4, torch.cat([found[0].flatten(), torch.ones(2)])):
-        assert reduce(value).requires_grad
-    assert not reduce(torch.ones(8, 8, requires_grad=True)).requires_grad
+@pytest.mark.parametrize("function", [torch.func.functional_call, torch.nn.utils.stateless.functional_call])
+def test_weights_are_known_by_position_and_by_name(function: Any) -> None:
+    name = list(inspect.signature(function).parameters)[1]
+    assert name in WEIGHTS
+    for args, kwargs in (((1, 2, 3), {}), ((1,), {name: 2}), ((), {"module": 1, name: 2})):
+        assert called_with(args, kwargs) == (1, 2)
+        assert called_with(*with_weights(args, kwargs, 4)) == (1, 4)
+    assert called_with((), {}) == (None, None)
+    assert by_name([{"a": 1}, {"b": 2}]) == {"a": 1, "b": 2}

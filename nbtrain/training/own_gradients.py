@@ -57,8 +57,6 @@ class OwnGradients:
         """sizes of those that were open as the cell ended"""
         self._given: Any = WeakTensorKeyDictionary()
         """what `functional_call` took in the place of weights"""
-        self._zeros: Any = WeakTensorKeyDictionary()
-        """gradients that torch made up (`materialize_grads=True`): they have no graph, and other ranks' may have one"""
 
     def asked(self, inputs: Iterable[Any], found: Any, again: bool) -> None:
         """`torch.autograd.grad` gave these. `again`: to be differentiated once more."""
@@ -69,13 +67,13 @@ class OwnGradients:
                 node: Any = getattr(one, "grad_fn", None)
                 if node is not None:
                     node.metadata[GRADIENT] = True
-                elif isinstance(one, torch.Tensor) and one.requires_grad:
-                    self._zeros[one] = True
         if self.looks:
             with self._looking():
                 self._look(inputs, gradients)
 
     def _look(self, inputs: Iterable[Any], gradients: list[Any]) -> None:
+        if not self.looks:
+            return
         weights = self._weights()
         of_weights = [
             (one, gradient)
@@ -98,6 +96,8 @@ class OwnGradients:
 
     def settle(self) -> None:
         """What is in `p.grad` is about to be averaged, for a step or to be clipped."""
+        if all(one.decided for one in self.open):
+            return
         with self._looking():
             known = [(one.p(), one.gradient) for one in self.open]
             self.open = [one for one in self.open if one.decided or not one.settled(known)]
@@ -105,7 +105,7 @@ class OwnGradients:
     def end(self) -> None:
         """The cell is over. Gradients that no step has followed are held no longer."""
         self._left, self.open = [one.size for one in self.open], []
-        self._given, self._zeros = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._given = WeakTensorKeyDictionary()
 
     def number(self) -> dict[str, int]:
         """To be compared with the other ranks', after the cell."""
@@ -137,30 +137,11 @@ class OwnGradients:
             if isinstance(value, torch.Tensor) and (self.open or self._again):
                 with self._looking():
                     self.open = [one for one in self.open if not one.within(value)]
-                if self._again and op in ("mean", "sum") and torch.is_grad_enabled() and self._made_of(value):
+                if self._again and op in ("mean", "sum") and torch.is_grad_enabled() and _made_of_gradients(value):
                     return _Reduced.apply(value, op, reduce)
             return reduce(value, op)
 
         return reducing
-
-    def _made_of(self, tensor: torch.Tensor) -> bool:
-        """Gradients, by adding, scaling and putting together alone: not a loss that has a penalty on them."""
-        ahead, left = [tensor.grad_fn], NODES
-        if tensor.grad_fn is None:
-            return tensor in self._zeros
-        while ahead and left:
-            left -= 1
-            node: Any = ahead.pop()
-            if node is None:
-                continue
-            if node.metadata.get(GRADIENT):
-                return True
-            name = engine.node_name(node)
-            if name == engine.LEAF and node.variable in self._zeros:
-                return True
-            if name in LINEAR:
-                ahead += [behind for behind, _ in node.next_functions]
-        return False
 
     def _weights(self) -> set[int]:
         own = [one for one in self.workshop.prepared if one.hooks_see_own_gradients]
@@ -223,6 +204,21 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         return _Reduced.apply(gradient, *ctx.how), None, None
+
+
+def _made_of_gradients(tensor: torch.Tensor) -> bool:
+    """By adding, scaling and putting together alone: not a loss that has a penalty on them."""
+    ahead, left = [tensor.grad_fn], NODES
+    while ahead and left:
+        left -= 1
+        node: Any = ahead.pop()
+        if node is None:
+            continue
+        if node.metadata.get(GRADIENT):
+            return True
+        if engine.node_name(node) in LINEAR:
+            ahead += [behind for behind, _ in node.next_functions]
+    return False
 
 
 def _version_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
