@@ -577,6 +577,7 @@ def test_hooks_of_strategies_are_told_from_the_users() -> None:
     mine = weight.register_hook(abs)
     assert tensors.users_hooks(weight, tensors.GRADIENT_HOOKS) == [(mine.id, abs)]
     assert tensors.users_hooks(weight, tensors.ACCUMULATED_HOOKS) == []
+    assert tensors.module_of(abs) == "builtins"
     assert tensors.is_users_hook(abs)
     assert not tensors.is_users_hook(theirs)
     norm = next(iter(modules.call_hooks(torch.nn.utils.spectral_norm(nn.Linear(2, 2)))))
