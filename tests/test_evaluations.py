@@ -273,7 +273,7 @@ found = counter.over_all()
 def test_a_count_that_an_object_kept_and_that_is_summed_elsewhere_is_told(learning: dict[str, Any]) -> None:
     """The text connects it with no loop, so every rank has counted all: the sum is too large."""
 
-    def told(code: str, reduce: Any, gather: Any = lambda value: [value, value]) -> bool:
+    def told(code: str, reduce: Any, gather: Any = lambda value, *_: [value, value]) -> bool:
         names = {"watched": lambda runtime: runtime.loaders.evaluations.watching(reduce, gather)}
         notes = loop_of(code, **learning, **names)["notes"]
         return any("brought together what is the same on every rank" in note for note in notes)
@@ -287,7 +287,7 @@ def test_a_count_that_an_object_kept_and_that_is_summed_elsewhere_is_told(learni
     assert not told(summed, other), "the ranks' numbers differ"
     assert not told(summed.replace('"sum"', '"mean"'), twice)
     assert not told(summed.replace("torch.no_grad()", "torch.enable_grad()"), twice), "each rank has seen its share"
-    assert not told(gathered, twice, lambda value: [value, value + 1])
+    assert not told(gathered, twice, lambda value, *_: [value, value + 1])
 
 
 def test_a_loop_that_trains_although_it_did_not_look_like_it_is_told(learning: dict[str, Any]) -> None:
