@@ -16,8 +16,6 @@ check = its.check
 _task = its.name("torch._C._current_graph_task_id")
 _keeps = its.name("torch._C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = its.name("torch._C._autograd._top_saved_tensors_default_hooks")
-_is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
-_unwrapped = its.name("torch._C._functorch.get_unwrapped")
 _functorch_level = its.name("torch._C._functorch.peek_interpreter_stack")
 _is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
 _unwrapped = its.name("torch._C._functorch.get_unwrapped")
@@ -50,10 +48,10 @@ def in_functional_transform() -> bool:
     return _functorch_level() is not None
 
 
-def unwrapped(value: Any) -> Any:
-    """Of what `torch.func.grad` differentiates, the tensor that it was given; anything else as it is. Where samples are
-    mapped (`vmap`), theirs stay as they are."""
-    while isinstance(value, torch.Tensor) and _is_wrapped(value) and not _is_batched(value):
+def unwrapped(value: Any, mapped: bool = False) -> Any:
+    """Of what `torch.func.grad` differentiates, the tensor that it was given; anything else as it is. Of what `vmap`
+    maps over samples it is the whole where `mapped` is set; otherwise that stays as it is."""
+    while isinstance(value, torch.Tensor) and _is_wrapped(value) and (mapped or not _is_batched(value)):
         value = _unwrapped(value)
     return value
 
@@ -143,10 +141,3 @@ def divisor(node: Any) -> float | None:
 
 def _is_number(tensor: torch.Tensor) -> bool:
     return not tensor.dim() and not tensor.requires_grad and not tensor.is_complex() and tensor.device.type == "cpu"
-
-
-def below_transforms(tensor: Any) -> Any:
-    """What `torch.func.grad` and `vmap` were given, of what they give to the function."""
-    while _is_wrapped(tensor):
-        tensor = _unwrapped(tensor)
-    return tensor

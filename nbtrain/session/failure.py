@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import nbtrain.words as words
+from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import RankDied, RankError
 from nbtrain.events import Failed
@@ -43,7 +44,7 @@ def exception(
     lines = [*first.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
     error.__cause__ = RankError("\n".join(lines))
     with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        kernel.show_as(error, lines)
     return error
 
 

@@ -146,7 +146,7 @@ def test_what_a_transform_differentiates_is_known_again() -> None:
     assert engine.unwrapped(weight) is weight
     assert engine.unwrapped("w") == "w"
     below: list[Any] = []
-    torch.func.vmap(lambda x: below.append(engine.below_transforms(x)) or x)(mapped)
+    torch.func.vmap(lambda x: below.append(engine.unwrapped(x, mapped=True)) or x)(mapped)
     assert below[0] is mapped
 
 

@@ -70,4 +70,4 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_lost(tensor: Any) -> bool:
     """A transform holds it, and looks at the numbers that this rank has."""
-    return not is_placed(tensor) and is_placed(engine.below_transforms(tensor))
+    return not is_placed(tensor) and is_placed(engine.unwrapped(tensor, mapped=True))
