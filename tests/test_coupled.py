@@ -47,3 +47,8 @@ def test_a_loss_of_the_whole_batch_has_one_processs_gradients(notebook: Notebook
     notebook(f"%%distributed -s {strategy} --split-batches\n{PAIRS}", timeout=110)
     far = "max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), alone))"
     assert float(notebook(far).value or "inf") < 1e-5
+
+
+def test_values_in_the_order_of_the_data_have_no_gradient(notebook: Notebook) -> None:
+    said = notebook.kernel.run("%%distributed -s ddp -d 2\ngather(model(X), of=loader, sync_grads=True)").text
+    assert "sync_grads=True goes without `of`" in said

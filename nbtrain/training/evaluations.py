@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
+from nbtrain.errors import UsageError
 from nbtrain.training import loops
 from nbtrain.training.in_order import Orders
 from nbtrain.training.steps import Steps
@@ -115,6 +116,8 @@ class Evaluations:
         @wraps(gather)
         def gathering(value: Any, of: Any = None, sync_grads: bool = False) -> Any:
             if of is not None:
+                if sync_grads:
+                    raise UsageError("gather(values, of=loader) is for evaluations; sync_grads=True goes without `of`")
                 return self.orders.gather(value, of)
             found = gather(value, sync_grads)
             if self._saw_whole and len(found) > 1 and all(_is(one, found[0]) for one in found[1:]):
