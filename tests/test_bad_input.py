@@ -260,13 +260,24 @@ def test_a_rank_that_dies_is_named(notebook: Notebook, code: str, says: str) -> 
     notebook("assert torch.equal(before, model[0].weight)")
 
 
-def test_a_rank_that_dies_between_cells_is_replaced(notebook: Notebook) -> None:
+@pytest.mark.parametrize("late", [0, 0.4], ids=["told at once", "told late"])
+def test_a_rank_that_dies_between_cells_is_replaced(notebook: Notebook, late: float) -> None:
+    """Whoever forked it tells of its death, and may get to that after the next cell has begun."""
     notebook("%%distributed --devices 2" + LOOP)
     other, dead = notebook.pids()
     victim = psutil.Process(dead)
+    nursery = victim.parent()
+    assert nursery is not None
+    if late:
+        nursery.suspend()
     victim.kill()
-    victim.wait(10)
-    shown = notebook("%%distributed --devices 2" + LOOP)
+    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    running = notebook.kernel.start("%%distributed --devices 2" + LOOP)
+    time.sleep(late)
+    nursery.resume()
+    shown = notebook.kernel.wait(running)
+    assert shown.error is None, shown.text
     assert "SIGKILL" in shown.stdout
     notebook("assert opt.state[model[0].weight]['step'] == 6")
     assert notebook.pids()[0] == other

@@ -141,15 +141,20 @@ def test_who_meets_at_a_port_is_freed_when_a_rank_has_failed(notebook: Notebook)
 
 
 SCRIPTS = sorted((ROOT / "tests/scripts").glob("*.py"))
+PLAYED = "import os, runpy, sys; runpy.run_path(sys.argv.pop(), run_name='__main__'); os._exit(0)"
+"""A script from its first line to its last. How Python ends is left out: there a thread of gloo that lets go of a DDP
+now and then aborts the process, with all its work done (torch's issue 179291)."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_in_a_cell_does_what_it_does_under_torchrun(notebook: Notebook, script: Path, tmp_path: Path) -> None:
     """To the last bit: its own process group, its own sampler, its own wrapper of the model."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    torchrun += [sys.executable, "-c", PLAYED, str(script)]
     real, ours = tmp_path / "real.pt", tmp_path / "ours.pt"
     environment = {**os.environ, "OUT": str(real), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    subprocess.run(torchrun, env=environment, check=True, capture_output=True, timeout=120)
+    played = subprocess.run(torchrun, env=environment, capture_output=True, timeout=120, text=True)
+    assert played.returncode == 0, played.stderr
     notebook(f"import os; os.environ['OUT'] = {str(ours)!r}")
     notebook(f"%%distributed -s none -d 2\n{script.read_text()}")
     assert torch.equal(torch.load(real), torch.load(ours))

@@ -34,6 +34,8 @@ GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
 ANSWER = 0.02
 """Seconds in which a running process has written where it is."""
+NEWS = 1.0
+"""Seconds in which the death of a process whose connection has ended is reported."""
 LOOK_UP = 0.1
 """Seconds between looks at processes that nobody reports on."""
 _generations = 0
@@ -143,6 +145,11 @@ class LocalPool:
             seconds = min(seconds, LOOK_UP)
         heard: list[Event | Death] = list(self._channel.receive(seconds))
         deaths = self._processes.news()
+        ended, self._channel.ended = self._channel.ended, set()
+        patience = Patience(NEWS)  # a cell that began before the news came would wait for a rank that is gone
+        while ended & set(self._processes.pids()) and not patience.over:
+            heard += self._channel.receive(0.005)
+            deaths += self._processes.news()
         if deaths:
             heard += self._channel.receive(0.05)  # what they said before they died
         for event in heard:

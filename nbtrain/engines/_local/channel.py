@@ -49,6 +49,8 @@ class Channel:
         self._waiting: dict[int, list[bytes]] = {}
         self.secrets: dict[int, bytes] = {}
         """what each rank's process is to be given when it is born"""
+        self.ended: set[int] = set()
+        """ranks whose connection has ended, and that nobody has asked about yet"""
         for rank in range(world_size):
             self.expect(rank)
 
@@ -56,6 +58,7 @@ class Channel:
         """A new process takes this rank's place."""
         if rank in self._ranks:
             self._drop(self._ranks.pop(rank)[0])
+        self.ended.discard(rank)
         self._waiting[rank] = []
         self.secrets[rank] = secrets.token_bytes(32)
 
@@ -164,6 +167,7 @@ class Channel:
             return
         if not data:
             self._ignore(connection)
+            self.ended.add(self._peers[connection][0])
             return
         rank, frames = self._peers[connection]
         try:
