@@ -19,12 +19,6 @@ IN_CIRCLES = """
     planning.plan planning.plan_table
     planning.comparison planning.comparison_table
     planning.growth planning.growth_table
-    exchange.arrival exchange.bulk exchange.cargo exchange.kinds exchange.kinds.apart exchange.kinds.arrays
-    exchange.kinds.base exchange.kinds.classes exchange.kinds.code exchange.kinds.containers
-    exchange.kinds.derived exchange.kinds.frozen exchange.kinds.hooks exchange.kinds.learning
-    exchange.kinds.module_state exchange.kinds.numeric exchange.kinds.objects exchange.kinds.random
-    exchange.kinds.refused exchange.kinds.tensors exchange.meet exchange.reach exchange.table exchange.trace
-    exchange.visit
     session.audience session.controls session.homecoming session.run session.unkept
     strategies._deepspeed.asked strategies._deepspeed.calls strategies._deepspeed.engine
     strategies._deepspeed.gradients strategies._deepspeed.handle strategies._deepspeed.letting_go

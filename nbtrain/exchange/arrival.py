@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import kinds, meet
+from nbtrain.exchange import meet
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.cargo import Cargo
-from nbtrain.exchange.kinds import module_state
-from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds.base import Make, Node, Packed, Put, Receiver, Ref
+from nbtrain.exchange.table import Table
 from nbtrain.exchange.trace import path_to
 
 Buffers = Callable[[int], memoryview]
@@ -35,8 +35,10 @@ class _NotYet(LookupError):
     """Nothing is known under a key so far."""
 
 
-class Arrival:
+class Arrival(Receiver):
     """Raises `CannotTravel`, naming the object, when one that could be packed cannot be made here."""
+
+    table: Table
 
     @calm()
     def __init__(
@@ -53,9 +55,7 @@ class Arrival:
         self.namespace = namespace
         self.buffer = buffers
         self.device = device
-        """where a tensor that was on this device is to live here"""
         self.renew = renew
-        """whether the memory at an address shows the sender's buffer, now that it was written again"""
         self.lenient = lenient
         """what the class of a receiver's own object does not let happen is left, and said"""
         self.left: list[str] = []
@@ -84,11 +84,9 @@ class Arrival:
         return found
 
     def twin(self, key: int) -> Any:
-        """This side's object for a key."""
         return self.node(key).obj
 
     def whole_twin(self, key: int) -> Any:
-        """The same for an object's own pickle, which may run its code at once."""
         if key in self._made and not self._made[key].kind.whole and not self._filled:
             raise _NotYet(key)
         return self.twin(key)
@@ -98,7 +96,7 @@ class Arrival:
         if kind is Ref:
             return self.node(value.key).obj
         if kind is Packed:
-            return kinds.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
+            return dispatch.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
         return value
 
     # -- what the session calls ----------------------------------------------------------
@@ -162,7 +160,7 @@ class Arrival:
 
     def _make(self, record: Make) -> bool:
         """False: something that it is made of does not exist yet."""
-        kind = kinds.kind_named(record.kind)
+        kind = dispatch.kind_named(record.kind)
         try:
             obj = self._attempt(record.key, kind.make, record.args, self)
         except _NotYet:

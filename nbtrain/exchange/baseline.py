@@ -13,10 +13,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
-from nbtrain.exchange.kinds import ATOMS, module_state, numeric
-from nbtrain.exchange.kinds.base import Packed, Put, Ref, keys_in
+from nbtrain.exchange.kinds import dispatch, module_state, numeric
+from nbtrain.exchange.kinds.base import ATOMS, Packed, Put, Ref, keys_in
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.pickle_check import path_of
 from nbtrain.exchange.residence import Node, Table, Walk
@@ -51,7 +50,7 @@ class _Inside(Walk):
 
     def encode(self, value: Any) -> Any:
         if type(value) not in ATOMS and self.table.find(value) is None:
-            kind = kinds.kind_of(value, self.namespace)
+            kind = dispatch.kind_of(value, self.namespace)
             if kind is None or not (kind.compound or kind.name in _INSIDE or kind.name.endswith(" with attributes")):
                 return _Itself(value)
         return super().encode(value)
@@ -129,7 +128,7 @@ class Made:
         if type(value) is _Itself:
             return value.obj
         if type(value) is Packed:
-            return kinds.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
+            return dispatch.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
         return value
 
 

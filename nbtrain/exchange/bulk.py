@@ -18,7 +18,7 @@ from nbtrain.exchange.fingerprint import lanes
 if TYPE_CHECKING:
     import torch
 
-    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.kinds.base import Node
 
 CHUNK = 1 << 20
 """Bytes compared at once."""

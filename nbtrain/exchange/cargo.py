@@ -21,15 +21,6 @@ class Culprit:
 
 
 @dataclass(slots=True)
-class Stay:
-    """Why a new object does not come home."""
-
-    reason: str
-    kept: bool
-    """it could"""
-
-
-@dataclass(slots=True)
 class Cargo:
     """What a walk found, ready to be packed."""
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbtrain.exchange import kinds
-from nbtrain.exchange.kinds import module_state
-from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds.base import Kind, Node
 from nbtrain.exchange.kinds.module_state import MISSING, Place
 from nbtrain.exchange.kinds.objects import own as held_by
 from nbtrain.exchange.kinds.objects import slots_of
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.table import Table
 
 _CONTENT = ("storage", "array")
 """Kinds whose records bring the content along."""
@@ -31,13 +30,13 @@ def own(place: Place, made: Any, kind: Kind, table: Table) -> Any:
         # its memory is the receiver's own, too, if it could be
         fits = _form(obj) == _form(made) and obj.requires_grad == made.requires_grad
     else:
-        fits = not kind.whole and kinds.kind_of(obj, {}) is kind
+        fits = not kind.whole and dispatch.kind_of(obj, {}) is kind
     return obj if fits else MISSING
 
 
 def renewed(node: Node | None, made: Any, kind: Kind) -> Any:
     """This side's object under the key, where it can become what was `made` in its place."""
-    if node is None or node.kind is not kind or kind is not kinds.kind_named("opaque"):
+    if node is None or node.kind is not kind or kind is not dispatch.kind_named("opaque"):
         return MISSING
     obj = node.obj
     if obj is made or type(obj) is not type(made):
@@ -71,7 +70,7 @@ def fill(node: Node, made: Any) -> None:
         node.obj.copy_(made)
     elif node.kind.name == "array":
         node.obj[...] = made
-    elif node.kind is kinds.kind_named("opaque"):
+    elif node.kind is dispatch.kind_named("opaque"):
         if _is_array(made):
             _bare(node.obj)[...] = _bare(made)
         _take_over(node.obj, made)

@@ -12,9 +12,9 @@ from typing import Any
 import cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import kinds
 from nbtrain.exchange.arrival import UNOPENED
 from nbtrain.exchange.cargo import Culprit
+from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.origin import Cells, Place
 from nbtrain.exchange.reach import Segment, read, way
 from nbtrain.exchange.remedies import instead
@@ -95,8 +95,8 @@ def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[Segmen
     if namespace and name in namespace and chain and namespace[name] is not chain[0]:
         segments += way(namespace[name], chain[0]) or []  # in a tuple
     for holder, child in pairwise(chain):
-        kind = kinds.kind_of(holder, {})
-        segments += way(holder, child, deep=kind is kinds.kind_named("opaque")) or []
+        kind = dispatch.kind_of(holder, {})
+        segments += way(holder, child, deep=kind is dispatch.kind_named("opaque")) or []
     return segments
 
 
@@ -104,7 +104,7 @@ def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[Segm
     """The culprit, or what makes it one where only its own pickle knows."""
     outer = _segments(culprit, namespace)
     top = culprit.trail[-1]
-    if kinds.kind_of(top, namespace) is not kinds.kind_named("opaque"):
+    if dispatch.kind_of(top, namespace) is not dispatch.kind_named("opaque"):
         return [(outer, top, culprit.reason)]
     found: list[tuple[list[Segment], Any, str]] = []
     skip: dict[int, Any] = {}
@@ -137,7 +137,7 @@ class _Probe(cp.Pickler):
         if id(obj) in self.skip:
             return int, ()
         if obj is not self.top:
-            kind = kinds.kind_of(obj, self.namespace)
+            kind = dispatch.kind_of(obj, self.namespace)
             if kind is not None and (kind.name in ("refused", "running frame")):
                 self.at = obj
                 kind.shell(_Bare(obj), None)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ coming home it finds what the cell changed. What it sends is edited *into* the r
 identity, aliases and cycles hold on both sides.
 
     table.py     the nodes of one side
-    visit.py     what kinds see of whoever asks them what an object holds
+    visit.py     asks kinds what objects hold
     walk.py      what changed, and what cannot travel
     cargo.py     what it found
     arrival.py   a parcel opened and put in place
@@ -23,9 +23,9 @@ identity, aliases and cycles hold on both sides.
 from __future__ import annotations
 
 from nbtrain.exchange.arrival import Arrival
-from nbtrain.exchange.cargo import Cargo, Culprit, Stay
-from nbtrain.exchange.kinds.base import Handle
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.cargo import Cargo, Culprit
+from nbtrain.exchange.kinds.base import Handle, Node, Stay
+from nbtrain.exchange.table import Table
 from nbtrain.exchange.walk import Walk, remember
 from nbtrain.exchange.ways import Way, Ways, find_all
 

@@ -6,30 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbtrain.exchange.bulk import Bulk
-from nbtrain.exchange.kinds.base import Kind, Ref
-
-
-class Node:
-    """One object that has a twin on the other side."""
-
-    __slots__ = ("children", "fixed", "key", "kind", "memo", "obj", "ref", "seen", "via", "walk")
-
-    def __init__(self, key: int, obj: Any, kind: Kind) -> None:
-        self.key = key
-        self.obj = obj
-        self.kind = kind
-        self.ref = Ref(key)
-        self.seen: Any = None
-        """what `kind.look` remembered; None: nobody knows what the other side has"""
-        self.children: list[Node] = []
-        """nodes that its present state refers to"""
-        self.fixed: list[Node] | None = None
-        """nodes it is made of: the class of an instance, the storage of a tensor"""
-        self.memo: Any = None
-        """whatever makes the kind's next look cheaper"""
-        self.walk: Any = None
-        """the stamp of the last walk that came by; not the walk itself, which holds what it sent"""
-        self.via: Node | str | None = None
+from nbtrain.exchange.kinds.base import Kind, Node
 
 
 class Table:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbtrain.exchange.cargo import Cargo
-from nbtrain.exchange.kinds.base import Make, Packed, Ref
+from nbtrain.exchange.kinds.base import Make, Node, Packed, Ref
 from nbtrain.exchange.reach import step
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.table import Table
 
 Step = tuple[int, str]
 """A key, and what is appended to the holder's address to come to it."""

@@ -1,49 +1,38 @@
-"""What kinds see of whoever asks them what an object holds; and those who only ask, and send nothing."""
+"""Asks kinds what objects hold; here are those who only ask, and send nothing."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from nbtrain.exchange import kinds
-from nbtrain.exchange.cargo import Stay
-from nbtrain.exchange.kinds.base import ATOMS, Kind, Later
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.kinds import dispatch
+from nbtrain.exchange.kinds.base import ATOMS, Kind, Later, Node, Sender
+from nbtrain.exchange.table import Table
 
 
-class Visit(ABC):
-    """A kind calls `encode` for each object that its own leads to, in an order that is always the same."""
+class Visit(Sender):
+    """A look at one side's objects, of all kinds."""
+
+    table: Table
+    kind_of = staticmethod(dispatch.kind_of)
 
     def __init__(self, table: Table, namespace: dict[str, Any], *, quiet: bool, keep_home: bool = False) -> None:
         self.table = table
         self.namespace = namespace
         self.quiet = quiet
-        """only how things are is asked: nothing is sent, no key is given"""
         self.keep_home = keep_home
-        """coming home: what cannot travel stays where it is, behind a handle"""
-        self.staying: dict[int, Stay] = {}
-        """coming home: id of a new object → why it is to stay behind a handle"""
-        self.arrays: Any = None
-        """where the arrays lie that a tensor may have been made of, once one asked"""
-        self.children: list[Node] = []
-        """nodes met while one object is looked at"""
-
-    @abstractmethod
-    def encode(self, value: Any) -> Any:
-        """How the holder's state names it."""
+        self.staying = {}
+        self.arrays = None
+        self.children = []
 
     def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
-        """Bytes that go beside the pickle; returns where the other side finds them."""
         return 0
 
     def is_new(self, node: Node) -> bool:
-        """Whether the other side gets it, with its bytes, from this visit."""
         return False
 
     def known_inside(self, obj: Any) -> list[Node]:
-        """The first objects on every way into this one that the other side knows."""
         return Inside(self.table, self.namespace).known(obj)
 
 
@@ -56,7 +45,7 @@ class Members(Visit):
 
     def encode(self, value: Any) -> Any:
         if type(value) not in ATOMS:
-            kind = kinds.kind_of(value, self.namespace, self.table.apart)
+            kind = self.kind_of(value, self.namespace, self.table.apart)
             if kind is not None and kind.compound:
                 for part in kind.parts(value):
                     self.encode(part)
@@ -78,7 +67,7 @@ class Inside(Members):
     def known(self, root: Any) -> list[Node]:
         self._nodes: dict[int, Node] = {}
         self._seen: dict[int, Any] = {}
-        self._ahead: deque[Node] = deque([Node(0, root, kinds.kind_of(root, self.namespace))])  # type: ignore[arg-type]
+        self._ahead: deque[Node] = deque([Node(0, root, self.kind_of(root, self.namespace))])  # type: ignore[arg-type]
         left = OBJECTS
         while self._ahead and left:
             left -= 1

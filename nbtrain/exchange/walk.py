@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import kinds
 from nbtrain.exchange.calm import calm
 from nbtrain.exchange.cargo import Cargo, Culprit
-from nbtrain.exchange.kinds import frozen, module_state
-from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Later, Make, Packed, Put, Ref
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.kinds import dispatch, frozen, module_state
+from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Later, Make, Node, Packed, Put, Ref
+from nbtrain.exchange.table import Table
 from nbtrain.exchange.visit import Visit
 
 NOT_GIVEN = Packed("sentinel", (argparse, "SUPPRESS"))
@@ -57,7 +56,7 @@ class Walk(Visit):
             return value if cls is not str or value is not SUPPRESS else NOT_GIVEN
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            kind = kinds.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else frozen.FROZEN
+            kind = self.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else frozen.FROZEN
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
@@ -251,7 +250,7 @@ class Walk(Visit):
             self.cargo.records.append(state)
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
-        elif state is not kinds.NOTHING:
+        elif state is not NOTHING:
             self.cargo.records.append(Put(node.key, state))
 
     def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
@@ -283,7 +282,7 @@ class Walk(Visit):
     def _stay(self, value: Any, culprit: Culprit) -> Any:
         """The other side gets a handle for it."""
         self.stayed.append(culprit)
-        handle = kinds.kind_named("handle")
+        handle = dispatch.kind_named("handle")
         node = self.table.add(self.table.new_key(), value, handle)
         node.via = self.holder
         self.added.append(node)

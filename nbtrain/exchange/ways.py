@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any, Union
 
 from nbtrain.exchange.kinds import frozen, module_state
-from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS, Node
 from nbtrain.exchange.reach import step
-from nbtrain.exchange.table import Node, Table
+from nbtrain.exchange.table import Table
 from nbtrain.exchange.visit import Members
 
 Way = tuple[int | str, bool, int, int]

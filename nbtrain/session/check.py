@@ -10,7 +10,8 @@ from typing import Any
 
 import nbtrain.words as words
 from nbtrain.errors import UsageError
-from nbtrain.exchange.kinds import ATOMS, numeric
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.names import CellNames, private, reach
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.pickle_check import Finding, findings, path_of, told, type_name, unopened

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.exchange.kinds import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.session.traffic import MISSING
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtrain.errors import PoolError
 from nbtrain.events import Failed
-from nbtrain.exchange.kinds import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Conclude
 from nbtrain.patience import Stopwatch

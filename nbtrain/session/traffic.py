@@ -14,8 +14,8 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import baseline
-from nbtrain.exchange.kinds import ATOMS, Make, numeric
-from nbtrain.exchange.kinds.base import keys_in
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import ATOMS, Make, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.words as words
-from nbtrain.exchange import kinds
 from nbtrain.exchange.cargo import Cargo
-from nbtrain.exchange.kinds import ATOMS, numeric
+from nbtrain.exchange.kinds import dispatch, numeric
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import Packer, Parcel, fetched
 from nbtrain.exchange.pickle_check import path_of
@@ -65,7 +65,7 @@ class Homeward:
 
     def values(self) -> list[tuple[str, int]]:
         """A number for what each name holds here."""
-        handle = kinds.kind_named("handle")
+        handle = dispatch.kind_named("handle")
         names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
         kept = {name: value for name in self.keep if not by_value(value := self.namespace.get(name))}
         ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
@@ -173,5 +173,5 @@ def _pull(
 
 def spared(table: Table, keys: Iterable[int]) -> list[tuple[int, Any]]:
     """What the notebook has handles for."""
-    handle = kinds.kind_named("handle")
+    handle = dispatch.kind_named("handle")
     return [(key, table.nodes[key].obj) for key in keys if key in table.nodes and table.nodes[key].kind is handle]

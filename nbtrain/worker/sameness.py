@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from nbtrain.exchange.fingerprint import array_checksum, checksum
-from nbtrain.exchange.kinds import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.segment import untouched
 from nbtrain.exchange.table import Table
 

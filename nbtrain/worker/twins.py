@@ -6,8 +6,8 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nbtrain.exchange import baseline, kinds
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange import baseline
+from nbtrain.exchange.kinds import dispatch, numeric
 from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names import private
@@ -76,8 +76,8 @@ class Twins:
         ways = Ways(self.table, self.namespace)
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
-            wanted = kinds.kind_named(kind)
-            fits = wanted in (kinds.kind_named("handle"), kinds.kind_of(obj, self.namespace, self.table.apart))
+            wanted = dispatch.kind_named(kind)
+            fits = wanted in (dispatch.kind_named("handle"), dispatch.kind_of(obj, self.namespace, self.table.apart))
             if way is None or obj is None or not fits:
                 lacking.append(key)
                 continue
@@ -164,7 +164,7 @@ class Twins:
             remember(self.table, self.namespace, touched)
         self._unsure = not lead
         self._homeward = None
-        optimizer = kinds.kind_named("optimizer")
+        optimizer = dispatch.kind_named("optimizer")
         nodes = self.table.nodes.values() if self.pieces else ()
         self._states = {n.key: (n.obj, n.obj.state) for n in nodes if n.kind is optimizer and hasattr(n.obj, "state")}
         self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
@@ -220,7 +220,7 @@ class Twins:
         held = [node for node in self.table.nodes.values() if node.key in known]
         self.table = self.pieces.table = Table(self.table.last_key, self.table.step)
         for key, obj in kept:
-            self.table.add(key, obj, kinds.kind_named("handle"))
+            self.table.add(key, obj, dispatch.kind_named("handle"))
         for node in held:
             node.seen = node.memo = None
             self.table.adopt(node)

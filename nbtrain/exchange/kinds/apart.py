@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import hooks
-from nbtrain.exchange.kinds.base import Kind, Later
+from nbtrain.exchange.kinds.base import Kind, Later, Node, Nodes, Receiver, Sender
 from nbtrain.exchange.kinds.tensors import STORAGE, decoded_hooks, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node, Table
-    from nbtrain.exchange.visit import Visit
 
 
 class Apart:
@@ -62,7 +58,7 @@ class PlaceKind(Kind):
     sent_as = "storage"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         apart = node.obj.of
         if walk.quiet:
             return None
@@ -71,7 +67,7 @@ class PlaceKind(Kind):
             device = "cpu"
         return device, apart.nbytes, walk.buffer(apart.later()) if apart.nbytes else None
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         return None
 
 
@@ -82,7 +78,7 @@ class ApartKind(Kind):
     sent_as = "tensor"
     whole = leaf = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         import torch
 
         apart = walk.table.apart[id(node.obj)]
@@ -95,7 +91,7 @@ class ApartKind(Kind):
         grown = node.seen[2]
         return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, grown, None, hung, node.seen
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         apart = walk.table.apart[id(node.obj)]
         hung = hooks.encoded(node.obj, walk)
         state = _state(node, apart, hung)
@@ -106,7 +102,7 @@ class ApartKind(Kind):
         node.seen = state
         return state, walk.buffer(apart.later()), None, hung, None
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         import torch
 
         seen, where, _, hung, memory = state
@@ -140,7 +136,7 @@ PLACE: Kind = PlaceKind()
 APART: Kind = ApartKind()
 
 
-def part(table: Table, apart: Apart) -> None:
+def part(table: Nodes, apart: Apart) -> None:
     """From here on its content is in pieces. What memory it had is let go."""
     table.apart[id(apart.tensor)] = apart
     node = table.find(apart.tensor)
@@ -152,7 +148,7 @@ def part(table: Table, apart: Apart) -> None:
     empty(table, node, apart)
 
 
-def empty(table: Table, node: Node, apart: Apart) -> None:
+def empty(table: Nodes, node: Node, apart: Apart) -> None:
     """No longer hold the memory that the other side's tensor shows."""
     held = [one for one in node.fixed or () if one.kind is STORAGE]
     for one in held:
@@ -160,7 +156,7 @@ def empty(table: Table, node: Node, apart: Apart) -> None:
         one.fixed = []
 
 
-def join(table: Table, tensor: torch.Tensor, kind: Kind) -> None:
+def join(table: Nodes, tensor: torch.Tensor, kind: Kind) -> None:
     """It is an ordinary tensor again, and nobody knows what the other side has."""
     table.apart.pop(id(tensor), None)
     node = table.find(tensor)

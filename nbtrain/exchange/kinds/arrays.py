@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right, insort
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.fingerprint import array_checksum
-from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
 from nbtrain.exchange.kinds.containers import same_items
 from nbtrain.exchange.segment import untouched
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 
 class Array(Kind):
@@ -24,7 +19,7 @@ class Array(Kind):
     name = "array"
     whole = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         array = node.obj
         owner = owner_of(array)
         if owner is not array:
@@ -39,7 +34,7 @@ class Array(Kind):
         where = walk.buffer(_bytes(array, order), node)
         return None, (array.dtype, array.shape, order, where), array.flags.writeable, node.seen
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import numpy as np
 
         owner, form, writeable, _ = args
@@ -53,12 +48,12 @@ class Array(Kind):
             array.flags.writeable = False
         return array
 
-    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
         owner, form, _, seen = args
         node.seen = form if owner is not None else seen
         node.fixed = [] if owner is None else [arrival.node(owner.key)]
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         array, before = node.obj, node.seen
         if walk.quiet and before is not None:
             return None
@@ -78,7 +73,7 @@ class Array(Kind):
         order = _order(array)
         return seen, order, walk.buffer(_bytes(array, order), node), array.flags.writeable
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         import numpy as np
 
         seen, order, where, writeable = state
@@ -97,7 +92,7 @@ class Objects(Kind):
 
     name = "object array"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         array = node.obj
         owner = _shown(array)
         if owner is array:
@@ -105,7 +100,7 @@ class Objects(Kind):
         node.seen = _view(array, owner)
         return walk.encode(owner), node.seen
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import numpy as np
 
         owner, form = args
@@ -115,12 +110,12 @@ class Objects(Kind):
         cells = arrival.decode(owner).reshape(-1, order="A")[offset // np.dtype(object).itemsize :]
         return np.lib.stride_tricks.as_strided(cells, shape, strides)
 
-    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
         owner, form = args
         if owner is not None:
             node.seen, node.fixed = form, [arrival.node(owner.key)]
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         owner = _shown(node.obj)
         if owner is not node.obj:
             if node.seen == _view(node.obj, owner):
@@ -133,7 +128,7 @@ class Objects(Kind):
         node.seen = shape, items
         return shape, list(map(walk.encode, items))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         shape, items = state
         if node.obj.shape != shape:
             node.obj.resize(shape, refcheck=False)
@@ -149,19 +144,19 @@ class Memmap(Kind):
     name = "memmap"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         array = node.obj
         if array.filename is None or type(array.base).__name__ != "mmap":
             raise CannotTravel("this view of a memory map has no file of its own; send the map and slice it there")
         return str(array.filename), array.dtype, array.mode, array.offset, array.shape
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import numpy as np
 
         name, dtype, mode, offset, shape = args
         return np.memmap(name, dtype, "r+" if mode == "w+" else mode, offset, shape)
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         return None
 
 
@@ -186,7 +181,7 @@ def owner_of(array: Any) -> Any:
     return owner if known and (owner.flags.c_contiguous or owner.flags.f_contiguous) else array
 
 
-def array_at(address: int, size: int, walk: Visit) -> Any:
+def array_at(address: int, size: int, walk: Sender) -> Any:
     """The array whose memory this is, for a tensor of `torch.from_numpy`, which cannot be asked. Among those that the
     other side has, or will have with this walk, and those that names of the notebook lead to at once."""
     import numpy as np

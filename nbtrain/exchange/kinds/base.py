@@ -1,4 +1,5 @@
-"""What a kind is: how one sort of object is looked at, made on the other side, and edited in place."""
+"""What a kind is: how one sort of object is looked at, made on the other side, and edited in place; and what it sees of
+the side that sends and of the side that receives."""
 
 from __future__ import annotations
 
@@ -10,16 +11,12 @@ import pickle
 import re
 import types
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nbtrain.errors import CannotTravel
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 ATOMS: set[type] = {
     type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),
@@ -206,22 +203,22 @@ class Kind:
         """What tells two objects apart: their address, but for things that Python wraps anew each time."""
         return id(obj)
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         """How the other side makes it, without what it holds. In the sender."""
         return None
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         """The twin, from what `shell` said. In the receiver."""
         raise TypeError(f"{self.name} is not made on its own")
 
-    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
         """In the receiver: what both sides know now, where `args` say it."""
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""
         raise TypeError(f"{self.name} has no state")
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         """Edit the twin so that it holds `state`."""
         raise TypeError(f"{self.name} cannot be edited")
 
@@ -233,3 +230,113 @@ class Kind:
 
     def join(self, parts: tuple[Any, ...]) -> Any:
         raise TypeError(self.name)
+
+
+class Node:
+    """One object that has a twin on the other side."""
+
+    __slots__ = ("children", "fixed", "key", "kind", "memo", "obj", "ref", "seen", "via", "walk")
+
+    def __init__(self, key: int, obj: Any, kind: Kind) -> None:
+        self.key = key
+        self.obj = obj
+        self.kind = kind
+        self.ref = Ref(key)
+        self.seen: Any = None
+        """what `kind.look` remembered; None: nobody knows what the other side has"""
+        self.children: list[Node] = []
+        """nodes that its present state refers to"""
+        self.fixed: list[Node] | None = None
+        """nodes it is made of: the class of an instance, the storage of a tensor"""
+        self.memo: Any = None
+        """whatever makes the kind's next look cheaper"""
+        self.walk: Any = None
+        """the stamp of the last walk that came by; not the walk itself, which holds what it sent"""
+        self.via: Node | str | None = None
+
+
+@dataclass(slots=True)
+class Stay:
+    """Why a new object does not come home."""
+
+    reason: str
+    kept: bool
+    """it could"""
+
+
+class Nodes(Protocol):
+    """The nodes of one side (`exchange/table.py`)."""
+
+    nodes: dict[int, Node]
+    apart: dict[int, Any]
+    """id → the tensor of that id, in pieces (`kinds.apart`)"""
+
+    def find(self, obj: Any) -> Node | None: ...
+
+    def replace(self, node: Node, obj: Any, kind: Kind) -> None: ...
+
+
+class Sender(ABC):
+    """Asks kinds what objects hold (`exchange/visit.py`).
+
+    A kind calls `encode` for each object that its own leads to, in an order that is always the same.
+    """
+
+    table: Nodes
+    namespace: dict[str, Any]
+    quiet: bool
+    """only how things are is asked: nothing is sent, no key is given"""
+    keep_home: bool
+    """coming home: what cannot travel stays where it is, behind a handle"""
+    staying: dict[int, Stay]
+    """coming home: id of a new object → why it is to stay behind a handle"""
+    arrays: Any
+    """where the arrays lie that a tensor may have been made of, once one asked"""
+    children: list[Node]
+    """nodes met while one object is looked at"""
+    kind_of: Callable[..., Kind | None]
+    """which kind another object is (`kinds/dispatch.py`)"""
+
+    @abstractmethod
+    def encode(self, value: Any) -> Any:
+        """How the holder's state names it."""
+
+    @abstractmethod
+    def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
+        """Bytes that go beside the pickle; returns where the other side finds them."""
+
+    @abstractmethod
+    def is_new(self, node: Node) -> bool:
+        """Whether the other side gets it, with its bytes, from this visit."""
+
+    @abstractmethod
+    def known_inside(self, obj: Any) -> list[Node]:
+        """The first objects on every way into this one that the other side knows."""
+
+
+class Receiver(ABC):
+    """Makes and edits objects as a parcel says (`exchange/arrival.py`)."""
+
+    table: Nodes
+    namespace: dict[str, Any]
+    buffer: Callable[[int], memoryview]
+    device: Callable[[str], str]
+    """where a tensor that was on this device is to live here"""
+    renew: Callable[[int, int], bool]
+    """whether the memory at an address shows the sender's buffer, now that it was written again"""
+
+    @abstractmethod
+    def node(self, key: int) -> Node:
+        """This side's node for a key."""
+
+    @abstractmethod
+    def twin(self, key: int) -> Any:
+        """This side's object for a key."""
+
+    @abstractmethod
+    def whole_twin(self, key: int) -> Any:
+        """The same for an object's own pickle, which may run its code at once."""
+
+    @abstractmethod
+    def decode(self, value: Any) -> Any:
+        """The object that an encoded value names."""

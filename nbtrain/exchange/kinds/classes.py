@@ -8,16 +8,11 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import Kind
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 
 NOTE = "__slotnames__"
 """Python notes this on a class whenever an instance is pickled: no change of the user's."""
@@ -30,7 +25,7 @@ class Class(Kind):
     name = "class"
     lasting = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         cls = node.obj
         if _is_enum(cls):
             bases, *rest = pickling.enum_arguments(cls)
@@ -47,7 +42,7 @@ class Class(Kind):
         bases = tuple(map(walk.encode, bases))
         return False, bases, (walk.encode(meta), name, keywords, _slots(cls))
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         is_enum, bases, rest = args
         bases = tuple(map(arrival.decode, bases))
         if is_enum:
@@ -76,7 +71,7 @@ class Class(Kind):
             state[python.ABC_REGISTRY] = python.registered(cls)
         return state
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         raw: Any = vars(node.obj)
         if NOTE in raw:
             raw = {key: value for key, value in raw.items() if key != NOTE}
@@ -93,7 +88,7 @@ class Class(Kind):
         held = [(name, walk.encode(value)) for name, value in members]
         return items, None if registry is None else list(map(walk.encode, registry)), held
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         cls = node.obj
         items, registry, members = state
         held = vars(cls)

@@ -9,17 +9,12 @@ import sys
 import types
 import typing
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.intercept import at, path_of
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 NAMESPACE = "namespace"
 
@@ -55,12 +50,12 @@ class Function(Kind):
     name = "function"
     lasting = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         fn: types.FunctionType = node.obj
         cells = tuple(map(walk.encode, fn.__closure__ or ()))
         return fn.__code__, self._globals(fn, walk), fn.__name__, cells
 
-    def _globals(self, fn: types.FunctionType, walk: Visit) -> Any:
+    def _globals(self, fn: types.FunctionType, walk: Sender) -> Any:
         if fn.__globals__ is walk.namespace:
             return NAMESPACE
         module = sys.modules.get(fn.__globals__.get("__name__", ""))
@@ -70,7 +65,7 @@ class Function(Kind):
         known = {name: fn.__globals__[name] for name in ("__name__", *names) if name in fn.__globals__}
         return [(name, walk.encode(value)) for name, value in known.items()]
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         code, where, name, cells = args
         if where == NAMESPACE:
             globals_ = arrival.namespace
@@ -87,7 +82,7 @@ class Function(Kind):
         return (fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ or None,
                 annotations or None, fn.__code__, fn.__name__, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         fn: types.FunctionType = node.obj
         fields = self._fields(fn)
         if node.seen is not None and len(fields) == len(node.seen) and all(map(is_, fields, node.seen)):
@@ -99,7 +94,7 @@ class Function(Kind):
         attributes = list(zip(rest[:count], map(walk.encode, rest[count : 2 * count]), strict=True))
         return encoded, attributes, tuple(map(walk.encode, rest[2 * count :]))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         fn: types.FunctionType = node.obj
         (*fields, code, fn.__name__), attributes, type_params = state
         if fn.__code__ is not code:
@@ -121,10 +116,10 @@ class Cell(Kind):
     name = "cell"
     lasting = True
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return types.CellType()
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         try:
             now: tuple[Any, ...] = (node.obj.cell_contents,)
         except ValueError:
@@ -134,7 +129,7 @@ class Cell(Kind):
         node.seen = now
         return tuple(map(walk.encode, now))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         if state:
             node.obj.cell_contents = arrival.decode(state[0])
         else:
@@ -214,13 +209,13 @@ class Cached(Kind):
     name = "lru_cache"
     whole = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return functools.lru_cache(**dict(args[1]))(arrival.decode(args[0]))
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         return None
 
 
@@ -229,13 +224,13 @@ class Partial(Kind):
 
     name = "partial"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.func)
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return functools.partial(arrival.decode(args))
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         made = node.obj
         seen = (*made.args, None, *made.keywords, *made.keywords.values(), None, *vars(made), *vars(made).values())
         if node.seen is not None and len(seen) == len(node.seen) and all(map(is_, seen, node.seen)):
@@ -244,7 +239,7 @@ class Partial(Kind):
         fields = [[(key, walk.encode(value)) for key, value in held.items()] for held in (made.keywords, vars(made))]
         return tuple(map(walk.encode, made.args)), *fields
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         args, *fields = state
         keywords, held = ({key: arrival.decode(value) for key, value in field} for field in fields)
         node.obj.__setstate__((node.obj.func, tuple(map(arrival.decode, args)), keywords, held))
@@ -257,16 +252,16 @@ class NewType(Kind):
     name = "NewType"
     whole = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.__name__, node.obj.__module__, walk.encode(node.obj.__supertype__)
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         new: Any = typing.NewType
         made = new(args[0], arrival.decode(args[2]))
         made.__module__ = args[1]
         return made
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         return None
 
 
@@ -311,7 +306,7 @@ class Running(Kind):
 
     name = "running frame"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         raise CannotTravel(f"a {type(node.obj).__name__} holds a running frame")
 
 

@@ -9,14 +9,9 @@ import types
 import weakref
 import zlib
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbtrain.exchange.kinds.base import ATOMS, Kind
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+from nbtrain.exchange.kinds.base import ATOMS, Kind, Node, Receiver, Sender
 
 LARGE = 4096
 """From this length on, a container of plain data (numbers, text, lists and dicts of them) is one block:
@@ -71,10 +66,10 @@ class Sequence(Kind):
 
     name = "list"
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return []
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         obj, seen = node.obj, node.seen
         if type(seen) is list and same_items(obj, seen):
             return None
@@ -87,12 +82,12 @@ class Sequence(Kind):
         node.seen = list(obj)
         return node.seen if atomic(obj) else list(map(walk.encode, node.seen))
 
-    def values(self, state: Any, arrival: Arrival) -> list[Any]:
+    def values(self, state: Any, arrival: Receiver) -> list[Any]:
         if type(state) is bytes:
             return pickle.loads(state)  # type: ignore[no-any-return]
         return list(map(arrival.decode, state))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         node.obj[:] = self.values(state, arrival)
         node.seen = Block(state) if type(state) is bytes else None
 
@@ -100,13 +95,13 @@ class Sequence(Kind):
 class Deque(Sequence):
     name = "deque"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.maxlen
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return collections.deque(maxlen=args)
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         values = self.values(state, arrival)
         node.obj.clear()
         node.obj.extend(values)
@@ -119,10 +114,10 @@ class Set(Sequence):
     def turn(self, obj: Any) -> int:
         return 1
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return set()
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         values = self.values(state, arrival)
         node.obj.clear()
         node.obj.update(values)
@@ -137,10 +132,10 @@ class Mapping(Kind):
     def turn(self, obj: Any) -> int:
         return 1
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return {}
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         obj, seen = node.obj, node.seen
         if type(seen) is tuple and same_items(list(obj), seen[0]) and same_items(list(obj.values()), seen[1]):
             return None
@@ -154,7 +149,7 @@ class Mapping(Kind):
         node.seen = keys, values
         return list(map(walk.encode, keys)), list(map(walk.encode, values))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         if type(state) is bytes:
             items = list(pickle.loads(state).items())
             node.seen = Block(state)
@@ -169,17 +164,17 @@ class Mapping(Kind):
 class Counter(Mapping):
     name = "Counter"
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return collections.Counter()
 
 
 class Default(Mapping):
     name = "defaultdict"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.default_factory)
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return collections.defaultdict(arrival.decode(args))
 
 
@@ -188,31 +183,31 @@ class WeakKeys(Mapping):
 
     name = "WeakKeyDictionary"
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return weakref.WeakKeyDictionary()
 
 
 class WeakValues(Mapping):
     name = "WeakValueDictionary"
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return weakref.WeakValueDictionary()
 
 
 class Bytes(Kind):
     name = "bytearray"
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return bytearray()
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         seen = zlib.crc32(node.obj), len(node.obj)
         if seen == node.seen:
             return None
         node.seen = seen
         return bytes(node.obj)
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         node.obj[:] = state
         node.seen = zlib.crc32(state), len(state)
 

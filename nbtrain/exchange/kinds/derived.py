@@ -9,16 +9,11 @@ import copyreg
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.containers import Mapping, Sequence, same_items
 from nbtrain.exchange.kinds.objects import INSTANCE
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 
 class _Items:
@@ -47,10 +42,10 @@ class Derived(Kind):
     def turn(self, obj: Any) -> int:
         return 1 if self.base in (set, dict, OrderedDict, defaultdict) else 0
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj)), getattr(node.obj, "maxlen", None) if self.base is deque else None
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         cls, length = args
         new: Any = self.base.__new__
         obj = new(arrival.decode(cls))
@@ -58,7 +53,7 @@ class Derived(Kind):
             deque.__init__(obj, (), length)
         return obj
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         obj = node.obj
         keys, values = INSTANCE.fields(obj)
         if self.base is defaultdict:
@@ -74,7 +69,7 @@ class Derived(Kind):
         node.seen = now.seen, keys, values
         return state, keys, list(map(walk.encode, values))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         items, keys, values = state
         if type(items) is bytes:
             held = pickle.loads(items)

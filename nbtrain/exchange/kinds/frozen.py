@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import pickle
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbtrain.exchange.kinds.base import ATOMS, Kind
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+from nbtrain.exchange.kinds.base import ATOMS, Kind, Node, Receiver, Sender
 
 TEXT = 1 << 14
 """Characters or bytes from which a string is one."""
@@ -26,7 +21,7 @@ class Frozen(Kind):
     name = "frozen"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         if walk.quiet:
             return None
         obj = node.obj
@@ -34,12 +29,12 @@ class Frozen(Kind):
             return "bytes", walk.buffer(memoryview(obj))
         return "other", walk.buffer(memoryview(pickle.dumps(obj, 5)))
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         form, where = args
         data = arrival.buffer(where)
         return bytes(data) if form == "bytes" else pickle.loads(data)
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         return None
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import modules, tensors
-from nbtrain.exchange.kinds.base import keys_in
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.visit import Visit
+from nbtrain.exchange.kinds.base import Sender, keys_in
 
 TABLES = (tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS)
 NONE: tuple[tuple[int, ...], ...] = ((), ())
@@ -22,7 +19,7 @@ def hooked(tensor: Any) -> bool:
     return any(tensors.hook_tables(tensor)) and tensor.is_leaf
 
 
-def encoded(tensor: Any, walk: Visit) -> Hooks | None:
+def encoded(tensor: Any, walk: Sender) -> Hooks | None:
     """None where there are none, as nearly everywhere."""
     if not hooked(tensor):
         return None

@@ -6,16 +6,11 @@ import sys
 import weakref
 from collections import OrderedDict
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import loaders, modules, optimizers
-from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import Instance, Opaque
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
 
@@ -29,11 +24,11 @@ class Module(Kind):
     def turn(self, obj: Any) -> int:
         return 2 if _own_setstate(obj) else 0
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         cls = type(node.obj)
         return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import torch
 
         cls = arrival.decode(args)
@@ -50,7 +45,7 @@ class Module(Kind):
             return held
         return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         held = self._state(node.obj)
         if node.seen is not None and node.seen.same(held):
             return None
@@ -60,7 +55,7 @@ class Module(Kind):
         own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
         return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         own, boxes = state
         obj = node.obj
         held = vars(obj)
@@ -140,7 +135,7 @@ class Optimizer(Instance):
         held = {k: v for k, v in vars(obj).items() if k != "step" and not _empty_hook(k, v)}
         return list(held), list(held.values())
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         held = vars(node.obj)
         tables = {key: value for key, value in held.items() if modules.is_hook_table(key)}
         super().put(node, state, arrival)
@@ -149,7 +144,7 @@ class Optimizer(Instance):
                 table.clear()
                 held[key] = table
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         cls = arrival.decode(args)
         obj = cls.__new__(cls)
         optimizers.make_hook_tables(obj)
@@ -172,7 +167,7 @@ class HookHandle(Instance):
         extra = [ref() for ref in obj.extra_dict_ref]
         return ["id", "table", *map(str, range(len(extra)))], [obj.id, obj.hooks_dict_ref(), *extra]
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         node.obj.id, table, *extra = map(arrival.decode, state[1])
         node.obj.hooks_dict_ref = _weakly(table)
         node.obj.extra_dict_ref = tuple(map(_weakly, extra))
@@ -206,7 +201,7 @@ class Loader(Instance):
         held.setdefault(loaders.RUNNING, None)
         return list(held), [None if k == loaders.RUNNING else v for k, v in held.items()]
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         running = vars(node.obj).get(loaders.RUNNING)
         super().put(node, state, arrival)
         vars(node.obj)[loaders.RUNNING] = running
@@ -218,18 +213,18 @@ class Compiled(Opaque):
     name = "compiled"
     lasting = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         made = super().shell(node, walk)
         node.seen = self._seen(node)
         return made
 
-    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
         node.seen = self._seen(node)
 
     def _seen(self, node: Node) -> tuple[int, int]:
         return id(modules.compiled(node.obj)), id(modules.compiled_by(node.obj))
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         if self._seen(node) == node.seen:
             return None
         made = self.shell(node, walk)

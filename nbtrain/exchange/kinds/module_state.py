@@ -14,16 +14,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import namespaces, python
-from nbtrain.exchange.kinds.base import ATOMS, Kind
+from nbtrain.exchange.kinds.base import ATOMS, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.containers import same_items
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 MODULE = "module "
 """No name of Python's begins so: under such names the states of modules travel."""
@@ -195,16 +190,16 @@ class State(Kind):
 
     name = "module state"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.name
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         if args not in sys.modules:
             with suppress(Exception):  # then it cannot be imported here by anybody else either, who will say so
                 importlib.import_module(args)
         return state_of(args)
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         state: ModuleState = node.obj
         paths, values = list(state.entries), list(state.entries.values())
         gone = sorted(state.shared - state.entries.keys() - state.refused.keys())
@@ -214,7 +209,7 @@ class State(Kind):
         node.seen = paths, values, gone
         return paths, list(map(walk.encode, values)), gone
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         paths, values, gone = state
         own: ModuleState = node.obj
         own.entries = dict(zip(paths, map(arrival.decode, values), strict=True))

@@ -12,22 +12,16 @@ import sys
 import weakref
 import zlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle as cp
 
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import kinds
 from nbtrain.exchange.fingerprint import memory_checksum
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make
+from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make, Node, Receiver, Sender
 from nbtrain.exchange.kinds.containers import same_items
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 MISSING = object()
 
@@ -37,10 +31,10 @@ class Instance(Kind):
 
     name = "instance"
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj))
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         cls = arrival.decode(args)
         return cls.__new__(cls)
 
@@ -55,7 +49,7 @@ class Instance(Kind):
                 values.append(value)
         return keys, values
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         keys, values = self.fields(node.obj)
         seen = node.seen
         if seen is not None and keys == seen[0] and same_items(values, seen[1]):
@@ -63,7 +57,7 @@ class Instance(Kind):
         node.seen = keys, values
         return keys, list(map(walk.encode, values))
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         obj = node.obj
         fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
         slots = slots_of(type(obj))
@@ -114,7 +108,7 @@ class Stateful(Instance):
         except Exception as error:  # the user's own method may raise anything
             raise CannotTravel(f"its __getstate__ raised {type(error).__name__}: {error}") from error
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
         if hasattr(node.obj, "__setstate__"):
             node.obj.__setstate__(fields)
@@ -241,7 +235,7 @@ class _Pickler(cp.Pickler):
     Arrays and containers that nobody knew before go by value: most pickle methods make them up on the spot.
     """
 
-    def __init__(self, file: io.BytesIO, walk: Visit, top: Any, buffers: list[memoryview]) -> None:
+    def __init__(self, file: io.BytesIO, walk: Sender, top: Any, buffers: list[memoryview]) -> None:
         def aside(buffer: pickle.PickleBuffer) -> bool:
             buffers.append(buffer.raw())
             return False  # not in the stream
@@ -256,7 +250,7 @@ class _Pickler(cp.Pickler):
         if numeric.is_far(obj) and (obj is self.top or not self.walk.table.find(obj)):
             return numeric.tensor_by_value(obj)
         if obj is not self.top:
-            kind = kinds.kind_of(obj, self.walk.namespace)
+            kind = self.walk.kind_of(obj, self.walk.namespace)
             if kind is not None and not kind.compound and (kind.lasting or self.walk.table.find(obj)):
                 ref = self.walk.encode(obj)
                 if ref is None and not self.walk.quiet:
@@ -268,7 +262,7 @@ class _Pickler(cp.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, buffers: list[memoryview], arrival: Arrival) -> None:
+    def __init__(self, data: bytes, buffers: list[memoryview], arrival: Receiver) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
         self.arrival = arrival
 
@@ -289,7 +283,7 @@ class Opaque(Kind):
     name = "opaque"
     whole = True
 
-    def _pickle(self, node: Node, walk: Visit) -> tuple[bytes, list[memoryview], tuple[int, ...]]:
+    def _pickle(self, node: Node, walk: Sender) -> tuple[bytes, list[memoryview], tuple[int, ...]]:
         file = io.BytesIO()
         buffers: list[memoryview] = []
         try:
@@ -303,15 +297,15 @@ class Opaque(Kind):
         data = file.getvalue()
         return data, buffers, (zlib.crc32(data), len(data), *map(memory_checksum, buffers))
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         data, buffers, node.seen = self._pickle(node, walk)
         return data, [] if walk.quiet else list(map(walk.buffer, buffers))
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         data, where = args
         return _Unpickler(data, list(map(arrival.buffer, where)), arrival).load()
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         data, buffers, seen = self._pickle(node, walk)
         if seen == node.seen:
             node.children = walk.children
@@ -336,7 +330,7 @@ class Kept(Kind):
     name = "handle"
     whole = late = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         if type(node.obj) is Handle:
             if node.fixed is None and not walk.quiet and not walk.keep_home:
                 raise CannotTravel(GONE)
@@ -350,10 +344,10 @@ class Kept(Kind):
         stay = walk.staying.get(id(node.obj))
         return name, text if len(text) <= LONG else text[: LONG - 1] + "…", stay is not None and stay.kept
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         return Handle(*args)
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         if type(node.obj) is Handle:
             if node.obj.lost and not walk.quiet:
                 raise CannotTravel(f"{words.ranks(sorted(node.obj.lost))} {REPLACED}")
@@ -365,7 +359,7 @@ class Kept(Kind):
         node.seen = keys
         return [walk.encode(one.obj) for one in held]
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         node.children = [arrival.node(ref.key) for ref in state]
         if type(node.obj) is Handle:
             node.obj.holds = [child.obj for child in node.children]

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import arrays
-from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import SENTINEL
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 
 class TorchGenerator(Kind):
@@ -21,22 +16,22 @@ class TorchGenerator(Kind):
     name = "torch generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.device.type
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import torch
 
         return torch.Generator(arrival.device(args))
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         state = bytes(node.obj.get_state().numpy())
         if state == node.seen:
             return None
         node.seen = state
         return state, node.obj.device.type
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         import torch
 
         data, device = state
@@ -51,21 +46,21 @@ class BitGenerator(Kind):
     name = "bit generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return type(node.obj), arrays.seed_sequence(node.obj)
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         cls, seed = args
         return cls(seed)
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         state = _plain(node.obj.state), getattr(arrays.seed_sequence(node.obj), "n_children_spawned", 0)
         if state == node.seen:
             return None
         node.seen = state
         return state
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         node.obj.state = _arrays(state[0])
         seed = arrays.seed_sequence(node.obj)
         children = state[1] - getattr(seed, "n_children_spawned", state[1])
@@ -80,14 +75,14 @@ class NumpyGenerator(Kind):
     name = "numpy generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         return type(node.obj), walk.encode(arrays.bit_generator(node.obj))
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         cls, bits = args
         return cls(arrival.decode(bits))
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         get = getattr(node.obj, "get_state", None)
         spare = None if get is None else tuple(get(legacy=False).get(key) for key in ("has_gauss", "gauss"))
         if (spare,) == node.seen:
@@ -95,7 +90,7 @@ class NumpyGenerator(Kind):
         node.seen = (spare,)
         return spare
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         if state is not None:
             held = node.obj.get_state(legacy=False)
             held["has_gauss"], held["gauss"] = state

@@ -5,18 +5,13 @@ from __future__ import annotations
 import builtins
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import INSTANCE, Instance, plain_instance
 from nbtrain.exchange.remedies import known_reason
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 
 class Refused(Kind):
@@ -25,7 +20,7 @@ class Refused(Kind):
     name = "refused"
     lasting = True  # inside an object's own pickle too: cloudpickle would take a file's whole text along
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         raise CannotTravel(known_reason(type(node.obj)) or "it belongs to the process that made it")
 
 
@@ -76,7 +71,7 @@ class LogHandler(Instance):
         held = {key: value for key, value in vars(obj).items() if key != "lock"}
         return list(held), list(held.values())
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         made = super().make(args, arrival)
         made.createLock()
         return made

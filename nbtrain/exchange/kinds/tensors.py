@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
@@ -13,16 +13,11 @@ from nbtrain.exchange.bulk import Form, form_of
 from nbtrain.exchange.fingerprint import SMALL, checksum
 from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
-from nbtrain.exchange.kinds.base import NOTHING, Kind
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender
 from nbtrain.exchange.segment import untouched
 
 EMPTY = "empty"
 """Stands where a buffer would, for a tensor on the device "meta"."""
-
-if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
 
 
 class Storage(Kind):
@@ -34,7 +29,7 @@ class Storage(Kind):
     def identity(self, obj: Any) -> int:
         return tensors.memory_id(obj)
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         if walk.quiet:
             return None
         storage = node.obj
@@ -47,7 +42,7 @@ class Storage(Kind):
                 return "array", size, (walk.encode(array), storage.data_ptr() - array.ctypes.data)
         return device, size, walk.buffer(_bytes(storage), node)
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import torch
 
         kind, size, where = args
@@ -59,10 +54,10 @@ class Storage(Kind):
         storage = torch.frombuffer(arrival.buffer(where), dtype=torch.uint8).untyped_storage()
         return storage if device == "cpu" else storage.to(device=device)
 
-    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
         node.fixed = [arrival.node(args[2][0].key)] if args[0] == "array" else []
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         return None
 
 
@@ -72,7 +67,7 @@ class Tensor(Kind):
     name = "tensor"
     whole = leaf = True
 
-    def shell(self, node: Node, walk: Visit) -> Any:
+    def shell(self, node: Node, walk: Sender) -> Any:
         import torch
 
         tensor = node.obj
@@ -89,7 +84,7 @@ class Tensor(Kind):
         grown = tensor.requires_grad and tensor.is_leaf
         return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), grown, notes, hung, seen
 
-    def make(self, args: Any, arrival: Arrival) -> Any:
+    def make(self, args: Any, arrival: Receiver) -> Any:
         import torch
 
         is_parameter, storage, dtype, window, grown, notes, hung, _ = args
@@ -104,13 +99,13 @@ class Tensor(Kind):
             hooks.hang(tensor, decoded_hooks(hung, arrival))
         return tensor
 
-    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
         node.seen = _complete(node.obj, args[-1])
         node.memo = Form(node.obj)
         if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
 
-    def look(self, node: Node, walk: Visit) -> Any:
+    def look(self, node: Node, walk: Sender) -> Any:
         if walk.quiet and (node.seen is not None or _filled(node)):
             return None
         tensor = node.obj
@@ -141,7 +136,7 @@ class Tensor(Kind):
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
         return seen, where, ref, hung, memory and (memory.ref, _window(tensor), old)
 
-    def _memory(self, node: Node, walk: Visit) -> Node | None:
+    def _memory(self, node: Node, walk: Sender) -> Node | None:
         """What it shows now: `.data = …` gave it other memory, or another part of it, and views of what it had do not
         see any more what becomes of it."""
         walk.encode(node.obj.untyped_storage())
@@ -160,7 +155,7 @@ class Tensor(Kind):
             node.memo.flatten(tensor)
         return _state_of(tensor, hung)
 
-    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
         import torch
 
         seen, where, notes, hung, memory = state
@@ -250,7 +245,7 @@ def _noted(tensor: Any) -> bool:
     return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
 
 
-def decoded_hooks(hung: hooks.Hooks | None, arrival: Arrival) -> hooks.Hooks | None:
+def decoded_hooks(hung: hooks.Hooks | None, arrival: Receiver) -> hooks.Hooks | None:
     if hung is None:
         return None
     *tables, held = hung
