@@ -19,7 +19,6 @@ IN_CIRCLES = """
     planning.plan planning.plan_table
     planning.comparison planning.comparison_table
     planning.growth planning.growth_table
-    session.audience session.controls session.homecoming session.run session.unkept
     strategies._deepspeed.asked strategies._deepspeed.calls strategies._deepspeed.engine
     strategies._deepspeed.gradients strategies._deepspeed.handle strategies._deepspeed.letting_go
 """

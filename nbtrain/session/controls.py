@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run_state import RunState
 
 COMMANDS = ("stop", "stacks", "kill")
 
@@ -16,8 +16,8 @@ Answer = tuple[bool, str]
 class Controls:
     """One run's; `do` may be called from any thread, and once more with the same command."""
 
-    def __init__(self, run: CellRun) -> None:
-        self._run: CellRun | None = run
+    def __init__(self, run: RunState) -> None:
+        self._run: RunState | None = run
 
     def close(self) -> None:
         """The run is over; who still has a button of it keeps nothing else of it."""

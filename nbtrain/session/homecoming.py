@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtrain.errors import PoolError
-from nbtrain.events import Failed
+from nbtrain.events import Event, Failed
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Conclude
@@ -24,7 +24,7 @@ from nbtrain.shield import presses, shielded
 from nbtrain.worker.homeward import Home
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run_state import RunState
 
 APART = (
     "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "
@@ -40,8 +40,10 @@ GONE = (
 class Homecoming:
     """One run's. All calls come from the kernel's main thread."""
 
-    def __init__(self, run: CellRun) -> None:
+    def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:
+        """`take`: what becomes of an event of the ranks."""
         self.run = run
+        self._take = take
         self.held = run.held
         self.spec = run.spec
         self.outcome = run.outcome
@@ -154,7 +156,7 @@ class Homecoming:
         failed: Stopwatch | None = None
         while waiting:
             for event in self.held.answers():
-                self.run.take(event)
+                self._take(event)
             waiting -= set(self.outcome.finished)
             if waiting and not said and self.run.presses.count > before:
                 said = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,42 +25,30 @@ from nbtrain.session.outcome import Outcome
 from nbtrain.session.ranks import BEAT, Ranks, starting
 from nbtrain.session.relay import Relay
 from nbtrain.session.report import check_ahead, slow
+from nbtrain.session.run_state import RunState
 from nbtrain.session.screen import Left, Nowhere, Screen
 from nbtrain.session.traffic import Outgoing, Traffic
 from nbtrain.session.unkept import Unkept
-from nbtrain.shield import Presses, presses
+from nbtrain.shield import presses
 from nbtrain.specs import PRECISIONS, RunSpec
 
 STIR = 30.0
 """Seconds between two signs of life of a run in the background."""
 
 
-class CellRun:
+class CellRun(RunState):
     """One run."""
 
     def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, names: Captured, kernel: str = "") -> None:
         """`kernel`: its id, as a server knows it."""
-        self.shell = shell
-        self.held = ranks
-        self.spec = run
-        self.cell = cell
-        self.names = names
         count = run.pool.world_size
-        self.outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
+        outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
         screen = Left(shell) if run.background else Screen(shell) if run.trial is None else Nowhere(shell)
-        self.relay = Relay(screen, run.output, self.outcome.lead, self.outcome.ranks)
+        relay = Relay(screen, run.output, outcome.lead, outcome.ranks)
+        super().__init__(shell, ranks, run, cell, names, outcome, relay)
         self.controls = Controls(self)
-        self.audience = Audience(shell, run, cell, self.controls, kernel, self.relay.say, self.relay.screen)
-        self.number = 0
-        """by which the ranks know it"""
-        self.aside = ""
-        """where they put their weights when the notebook reads them"""
-        self.memory: dict[int, Memory] = {}
-        """what each rank has said last"""
-        self.presses = Presses()
+        self.audience = Audience(shell, run, cell, self.controls, kernel, relay.say, screen)
         self._asked = None if run.background else Asked(shell, self.audience.shows_through)
-        self.ending: Ending | None = None
-        """once the ranks have been sent the cell"""
         self._running = False
         """the lead has begun"""
         self._sent = 0.0
@@ -73,9 +61,7 @@ class CellRun:
         """what it raised"""
         self._ok = False
         """every rank has come to the end of the cell"""
-        self.over = True
-        """no rank runs the cell, or those that did are gone"""
-        self.home = Homecoming(self) if run.trial is None else Unkept(self)
+        self.home = (Homecoming if run.trial is None else Unkept)(self, self.take)
 
     def run(self) -> None:
         """All of it; raises what the cell raised."""
@@ -85,15 +71,6 @@ class CellRun:
             self.finish()
         if self.presses.count and not self.stopped:
             raise KeyboardInterrupt("the cell had ended before it was stopped; all it did is in the notebook")
-
-    def once_shown(self, do: Callable[[], None]) -> None:
-        """When the notebook's cell is over."""
-
-        def over(*_: Any) -> None:
-            self.shell.events.unregister("post_execute", over)
-            do()
-
-        self.shell.events.register("post_execute", over)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -197,30 +174,6 @@ class CellRun:
         held.send(run, range(spec.pool.world_size))
 
     # -- while it runs -------------------------------------------------------------------
-
-    @property
-    def stopped(self) -> bool:
-        return self.ending is not None and self.ending.stopped
-
-    @property
-    def runs_as(self) -> tuple[Any, ...]:
-        return self.spec.strategy, dict(self.spec.options), self.spec.precision
-
-    @property
-    def open(self) -> set[int]:
-        """Who has not ended."""
-        return self.outcome.silent - self.held.gone
-
-    @property
-    def fault(self) -> bool:
-        """Something else than Stop."""
-        return bool(self.held.deaths) or self.outcome.fault
-
-    @property
-    def quiet(self) -> bool:
-        """Whether the process group can be used again."""
-        gave_up = self.ending is not None and self.ending.gave_up
-        return self.outcome.quiet() and self.outcome.grouped and (not gave_up or self.spec.pool.world_size == 1)
 
     @property
     def _left_alone(self) -> bool:

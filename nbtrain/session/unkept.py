@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
-from nbtrain.events import Failed, Tried
+from nbtrain.events import Event, Failed, Tried
 from nbtrain.session.homecoming import Homecoming
 from nbtrain.session.memory import ran_out
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run_state import RunState
 
 EXITS = (1, 127)
 """of a process that could not start a thread, or load a library"""
@@ -23,8 +24,8 @@ LINE = 200
 class Unkept(Homecoming):
     """One trial's."""
 
-    def __init__(self, run: CellRun) -> None:
-        super().__init__(run)
+    def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:
+        super().__init__(run, take)
         self.why = ""
         """it failed: in a sentence"""
         self.no_memory = False
