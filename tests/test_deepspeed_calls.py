@@ -89,7 +89,7 @@ def steps_on_a_card(rank: int) -> list[Any]:
                 plain(x).square().mean().backward()
                 other.step()
                 optimizer.zero_grad(), other.zero_grad()
-        stepped = [group["fused"] for group in prepared.engine.basic_optimizer.param_groups]
+        stepped = [group["fused"] for group in prepared.parts.engine.basic_optimizer.param_groups]
         prepared.close()
         apart = max((p - q).abs().max().item() for p, q in zip(model.parameters(), plain.parameters(), strict=True))
         found.append((stepped, prepared.notes, [group["fused"] for group in optimizer.param_groups], apart))
@@ -115,7 +115,7 @@ def fused(rank: int) -> list[Any]:
     ):
         model = net()
         prepared = engined(model, make(model), card=card)
-        found.append([group.get("fused") for group in prepared.engine.basic_optimizer.param_groups])
+        found.append([group.get("fused") for group in prepared.parts.engine.basic_optimizer.param_groups])
         prepared.close()
     return found
 
@@ -151,7 +151,7 @@ def told(rank: int, cases: list[tuple[str, dict[str, Any]]], real: bool = False)
         model = net()
         with nullcontext() if real else pytest.raises(NoCard):
             prepared = engined(model, adam(model), precision, **options)
-            seen[-1] = seen[-1][0], prepared.engine._config.zero_config.overlap_comm
+            seen[-1] = seen[-1][0], prepared.parts.engine._config.zero_config.overlap_comm
             prepared.close()
     return seen
 
@@ -216,7 +216,7 @@ def scaled(rank: int) -> list[Any]:
         model = net()
         optimizer = adam(model)
         prepared = engined(model, optimizer, "16-mixed", stage=stage)
-        zero, scale = prepared.engine.optimizer, prepared.loss_scale
+        zero, scale = prepared.parts.engine.optimizer, prepared.loss_scale
         given: list[float] = []
         zero.override_loss_scale = recorded(given, zero.override_loss_scale)
         found, x = [], torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))

@@ -4,7 +4,7 @@ words, as in a backward."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from nbtrain.compat.engine import nodes_below
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies._deepspeed import sentences
+from nbtrain.strategies._deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.arguments import by_name, called_with
-
-if TYPE_CHECKING:
-    from nbtrain.strategies._deepspeed.engine import Engined
 
 
 def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,5 +63,5 @@ def _put(listeners: Listeners) -> None:
         listeners.listen(f"torch.{name}.functional_call", "deepspeed", _functional)
 
 
-asked: While[Engined] = While(_put)
+asked: While[EngineParts] = While(_put)
 """Engines whose cells run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,59 +14,56 @@ from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.engine import in_backward
 from nbtrain.compat.pytree import tree_map
 from nbtrain.errors import NotSupported
+from nbtrain.strategies._deepspeed.engine_parts import EngineParts
+from nbtrain.strategies._deepspeed.reading import Reader
 from nbtrain.strategies.route import call_plainly, route, unroute
-
-if TYPE_CHECKING:
-    from nbtrain.strategies._deepspeed.engine import Engined
 
 
 class Calls:
     """`enter` and `leave` with each cell."""
 
-    def __init__(self, owner: Engined) -> None:
-        self.owner = owner
-        self.inside = False
-        """of a call that goes through the engine"""
-        self._outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """of models, on which DeepSpeed has put something that is not the notebook's"""
+    def __init__(self, parts: EngineParts, reader: Reader, outputs: WeakValueDictionary[int, Any]) -> None:
+        """`outputs`: of models, on which DeepSpeed has put something that is not the notebook's."""
+        self.parts, self.reader = parts, reader
+        self._outputs = outputs
 
     def enter(self) -> None:
-        for module in self.owner.component.modules.values():
+        for module in self.parts.component.modules.values():
             route(module, self._through, self._apart)
 
     @property
     def busy(self) -> bool:
         """A forward or a backward is under way."""
-        return self.inside or in_backward()
+        return self.parts.inside or in_backward()
 
     def pause(self) -> None:
         """Outputs wait for their backward."""
-        for module in self.owner.component.modules.values():
+        for module in self.parts.component.modules.values():
             unroute(module)
 
     def leave(self) -> None:
-        self.inside = False
+        self.parts.inside = False
         self.pause()
         for out in self._outputs.values():
             ds.unmark(out)
         self._outputs.clear()
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-        owner = self.owner
-        if self.inside or not owner.entered:
+        parts = self.parts
+        if parts.inside or not parts.entered:
             return call_plainly(module, name, args, kwargs)
         if in_backward():
-            if any(module is model for model in owner.models):
+            if any(module is model for model in parts.models):
                 raise NotSupported(
                     f"{type(module).__name__} as a whole is recomputed in the backward, and DeepSpeed's engine has to "
                     "see its forward: checkpoint its blocks instead of all of it, or take the strategy ddp"
                 )
             return call_plainly(module, name, args, kwargs)
-        self.inside = True
-        owner.core.target = module
-        owner.reader.aside()
+        parts.inside = True
+        parts.core.target = module
+        self.reader.aside()
         try:
-            (out,) = owner.engine(name, args, kwargs)
+            (out,) = parts.engine(name, args, kwargs)
             if isinstance(out, dict):
                 _in_step(out)
                 for value in out.values():
@@ -74,12 +71,12 @@ class Calls:
             tree_map(self._note_output, out)
             return out
         except AttributeError as error:
-            owner.tell_of_layers(error)
+            parts.tell_of_layers(error)
             raise
         finally:
-            owner.reader.back()
-            self.inside = False
-            owner.core.target = None
+            self.reader.back()
+            parts.inside = False
+            parts.core.target = None
 
     def _note_output(self, out: Any) -> None:
         if ds.is_marked(out):
@@ -88,24 +85,24 @@ class Calls:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """While a model is copied (an average of its weights is kept so): the copy is to be a plain one."""
-        owner = self.owner
-        if owner.stage == 3:
+        parts = self.parts
+        if parts.stage == 3:
             raise NotSupported(
                 "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Copy "
                 "it in a cell that is not distributed, keep model.state_dict(), or take stage 2"
             )
-        grads = [p.grad for p in owner.trained]
-        owner.attachments.take_off()
+        grads = [p.grad for p in parts.trained]
+        parts.attachments.take_off()
         try:
             yield
         finally:
-            owner.attachments.put_back()
-            for p, grad in zip(owner.trained, grads, strict=True):
+            parts.attachments.put_back()
+            for p, grad in zip(parts.trained, grads, strict=True):
                 p.grad = grad
 
     def check_part(self, module: nn.Module, args: Any) -> None:
         """A hook of each part of a model."""
-        if self.inside or not self.owner.entered or not torch.is_grad_enabled() or in_backward():
+        if self.parts.inside or not self.parts.entered or not torch.is_grad_enabled() or in_backward():
             return
         raise NotSupported(
             f"{type(module).__name__} is a part of a model and was called directly, past DeepSpeed's engine, which "

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,12 @@ import torch.distributed as dist
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.strategies._deepspeed import buffers, sentences
+from nbtrain.strategies._deepspeed.engine_parts import EngineParts
 from nbtrain.strategies._deepspeed.handle import Handle
 from nbtrain.strategies._deepspeed.held import MOVED, Held
 from nbtrain.strategies._deepspeed.inner import Inner
 from nbtrain.strategies._deepspeed.norms import norm_of_pieces, norm_of_sum
-
-if TYPE_CHECKING:
-    from nbtrain.strategies._deepspeed.engine import Engined
+from nbtrain.strategies._deepspeed.reading import Reader
 
 TRAINABLE = attrgetter("requires_grad")
 
@@ -36,15 +35,15 @@ TRAINABLE = attrgetter("requires_grad")
 class Gradients:
     """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
 
-    def __init__(self, owner: Engined) -> None:
-        self.owner = owner
-        self.engine = engine = owner.engine
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self.engine = engine = parts.engine
         self.zero = engine.optimizer
-        self.layout, self.weights = owner.layout, owner.weights
-        self.stage = owner.stage
-        self.trained = owner.trained
-        self.user = owner.user
-        self.handle = Handle(owner.user, self)
+        self.layout, self.weights = parts.layout, parts.weights
+        self.stage = parts.stage
+        self.trained = parts.trained
+        self.user = parts.user
+        self.handle = Handle(parts.user, self)
         self.skipped = 0
         self.held = False
         """some backward has left gradients with the engine"""
@@ -64,12 +63,26 @@ class Gradients:
         self.max_norm = 0.0
         """of a clip, until the step"""
         self.clipping = float(self.zero.clip_grad)
-        self.stand_ins = [Held.of(p, _dtype(owner, p)) for p in self.trained]
+        self.stand_ins = [Held.of(p, _dtype(parts, p)) for p in self.trained]
         self.aside: list[torch.Tensor | None] | None = None
         """what each parameter's grad was, in a pause"""
-        self.scaled = owner.precision.startswith("16")
+        self.scaled = parts.precision.startswith("16")
         self._warned = False
+        self.reader = Reader(self.weights, parts.parameters if self.stage == 3 else (), self.open_for_penalty)
         self._listen()
+
+    @property
+    def entered(self) -> bool:
+        return self.parts.entered
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Of the engine: parameters are what DeepSpeed takes them for."""
+        self.reader.aside()
+        try:
+            yield
+        finally:
+            self.reader.back()
 
     # -- the engine's own hooks ----------------------------------------------------------
 
@@ -97,14 +110,14 @@ class Gradients:
         zero.register_grad_acc_post_hook(self._after_backward)  # which calls the engine's
         if self.scaled:
             zero.torch_autocast_gradscaler = None
-            zero.override_loss_scale(self.owner.loss_scale.value)
+            zero.override_loss_scale(self.parts.loss_scale.value)
         name = "reduce_ready_partitions_and_remove_grads" if self.stage == 3 else "process_gradients"
         plain: Callable[..., Any] = getattr(zero, name)
         arrived = self.arrived
 
         def noted(p: torch.Tensor, *args: Any) -> Any:
             if not self.opened:  # by a way on which no output of a new forward lay
-                if self.stage == 3 and not self.owner.calls.inside:  # inside: by a method that trains
+                if self.stage == 3 and not self.parts.inside:  # inside: by a method that trains
                     raise NotSupported(sentences.SPENT)
                 prologue()
             arrived.add(id(p))
@@ -127,7 +140,7 @@ class Gradients:
             return
         ds.end_backward(self.engine)
         self.held = True
-        self.owner.loss_scale.holding.add(id(self))
+        self.parts.loss_scale.holding.add(id(self))
         self._stand_in()
 
     def _stand_in(self) -> None:
@@ -200,11 +213,11 @@ class Gradients:
         self.discard()
 
     def step(self) -> None:
-        with self.owner.at_work():
+        with self.at_work():
             self._step()
 
     def _step(self) -> None:
-        owner, engine, zero = self.owner, self.engine, self.zero
+        parts, engine, zero = self.parts, self.engine, self.zero
         self._check_frozen()
         self.take_back()
         if self.stepped:  # and nobody has thrown them away since
@@ -216,15 +229,15 @@ class Gradients:
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
         self.weights.follow_edits(self.trained)
-        if isinstance(owner.inner, Inner):
-            owner.state.follow()
-            owner.inner.take_options()
+        if isinstance(parts.inner, Inner):
+            parts.state.follow()
+            parts.inner.take_options()
         zero.clip_grad = self.max_norm or self.clipping
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
         try:
             engine.step()
         except AttributeError as error:
-            owner.tell_of_layers(error)
+            parts.tell_of_layers(error)
             raise
         finally:
             zero.clip_grad = self.clipping
@@ -234,18 +247,18 @@ class Gradients:
         if overflow and not self.scaled:
             self._warn_of_skipping()
         if self.scaled:
-            owner.loss_scale.stepped(overflow)
+            parts.loss_scale.stepped(overflow)
         if engine.lr_scheduler is not None:
             self._show_rates()
         self._done()
-        if isinstance(owner.inner, Inner):
-            owner.state.begin()
+        if isinstance(parts.inner, Inner):
+            parts.state.begin()
         self.stepped = True
         self._stand_in()
 
     def _show_rates(self) -> None:
         """A scheduler of the config's has moved them: the user's groups say so, and bring it home."""
-        for group, number in zip(self.zero.param_groups, self.owner.sources, strict=True):
+        for group, number in zip(self.zero.param_groups, self.parts.sources, strict=True):
             shown = self.user.param_groups[number]
             shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
@@ -255,14 +268,14 @@ class Gradients:
         self.max_norm = 0.0
         self.arrived.clear()
         self.local.clear()
-        self.owner.loss_scale.holding.discard(id(self))
+        self.parts.loss_scale.holding.discard(id(self))
         if dirty:  # once a step is enough
             buffers.wipe(self.layout)
         self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
-        owner = self.owner
-        if not all(map(eq, map(TRAINABLE, owner.parameters), owner.requires)):
+        parts = self.parts
+        if not all(map(eq, map(TRAINABLE, parts.parameters), parts.requires)):
             raise NotSupported(sentences.THAWED)
 
     def _warn_of_missing(self) -> None:
@@ -270,7 +283,7 @@ class Gradients:
             return
         self._warned = True
         missing = [p for p in self.trained if id(p) not in self.arrived]
-        names = [n for m in self.owner.models for n, p in m.named_parameters() if any(p is one for one in missing)]
+        names = [n for m in self.parts.models for n, p in m.named_parameters() if any(p is one for one in missing)]
         if dist.get_rank() == 0:
             warnings.warn(sentences.without_gradient(names), stacklevel=5)
 
@@ -287,7 +300,7 @@ class Gradients:
         mine = {id(p) for p in self.trained}
         if not asked & mine:
             return None
-        if not mine <= asked or asked - mine - {id(p) for p in self.owner.component.parameters()}:
+        if not mine <= asked or asked - mine - {id(p) for p in self.parts.component.parameters()}:
             raise NotSupported(sentences.SOME_CLIPPED)
         if float(norm_type) != 2.0:
             raise NotSupported(sentences.OTHER_NORM.format(norm_type=norm_type))
@@ -307,7 +320,7 @@ class Gradients:
         """`to_step`: it is the end of gathering gradients."""
         zero, engine = self.zero, self.engine
         if self.stage != 1:
-            return norm_of_pieces(zero, self.layout, self.owner.device, self.arrived)
+            return norm_of_pieces(zero, self.layout, self.parts.device, self.arrived)
         self.take_back()
         if not to_step and not self.reduced:
             mine = (self.local_of(p) for p in self.trained)
@@ -349,28 +362,28 @@ class Gradients:
             p.grad = None
         self.taken = True
         self.opened = self.ended = False
-        self.owner.calls.inside = False
+        self.parts.inside = False
         self.discard()
 
     @contextmanager
     def backward(self) -> Iterator[float]:
-        if any(map(TRAINABLE, self.owner.parameters)):  # else a loss of another model's: a GAN freezes one for it
+        if any(map(TRAINABLE, self.parts.parameters)):  # else a loss of another model's: a GAN freezes one for it
             self._check_frozen()  # before anything is sent: all ranks say it
         self.take_back()
         self._clip_now()
         factor = 1.0
         if self.scaled:
-            factor = self.owner.loss_scale.begin()
+            factor = self.parts.loss_scale.begin()
             self.zero.override_loss_scale(factor)  # what is held now was made with it, or will be
         try:
-            with self.owner.at_work():
+            with self.at_work():
                 yield factor
             if self.taken and (self.held or self.stepped):  # it went through other models only
                 self._stand_in()
         except NbtrainError:
             raise
         except Exception as error:
-            self.owner.tell_of_layers(error)
+            self.parts.tell_of_layers(error)
             moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
             sentence = MOVED if moved else sentences.of_backward(error, self.stage)
             if sentence is None:
@@ -382,6 +395,6 @@ class Gradients:
         self.zero.unregister_grad_acc_post_hooks()
 
 
-def _dtype(owner: Engined, p: torch.Tensor) -> torch.dtype:
+def _dtype(parts: EngineParts, p: torch.Tensor) -> torch.dtype:
     """What the model computes with."""
-    return p.dtype if p.dtype.is_floating_point else owner.shapes[id(p)][1]
+    return p.dtype if p.dtype.is_floating_point else parts.shapes[id(p)][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -12,14 +12,21 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import optimizers
 
-if TYPE_CHECKING:
-    from nbtrain.strategies._deepspeed.gradients import Gradients
+
+class Stepping(Protocol):
+    """Takes a step of the engine."""
+
+    @property
+    def entered(self) -> bool:
+        """A cell runs."""
+
+    def step(self) -> None: ...
 
 
 class Handle:
     """`put_on` and `take_off` with each cell. Holds the optimizer, and not those whose step it is."""
 
-    def __init__(self, user: Optimizer, gradients: Gradients) -> None:
+    def __init__(self, user: Optimizer, gradients: Stepping) -> None:
         self.user, self.gradients = user, ref(gradients)
         self.before: dict[str, Any] = {}
 
@@ -57,7 +64,7 @@ class Handle:
 
     def _user_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
         gradients = self.gradients()
-        if gradients is None or not gradients.owner.entered:  # a wrapper of a cell that is over still leads here
+        if gradients is None or not gradients.entered:  # a wrapper of a cell that is over still leads here
             return type(optimizer).step(optimizer, closure)
         loss = None
         if closure is not None:

@@ -10,7 +10,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
 from nbtrain.compat import deepspeed as ds
@@ -18,32 +18,31 @@ from nbtrain.compat import tensors
 from nbtrain.strategies._deepspeed.inner import Inner
 
 if TYPE_CHECKING:
-    from nbtrain.strategies._deepspeed.engine import Engined
+    from nbtrain.strategies._deepspeed.engine_parts import EngineParts
+    from nbtrain.strategies._deepspeed.gradients import Gradients
+
+Owner = TypeVar("Owner")
 
 _HELD = "_nbtrain_engined"
 
 
-def let_go(owner: Engined) -> Callable[[], Engined | None]:
-    """What is returned takes it back, if it is still there."""
-    entered = owner.entered
-    if entered:  # between cells nothing of this is on
-        owner.surroundings.close()
-        owner.attachments.take_off()
-    hooks = [table for p in owner.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
+def let_go(owner: Owner, parts: EngineParts, gradients: Gradients) -> Callable[[], Owner | None]:
+    """Between cells, or with nothing on that is on in one. What is returned takes it back, if it is still there."""
+    hooks = [table for p in parts.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
     hung = [dict(table) for table in hooks]
     for table in hooks:
         table.clear()
-    times = ds.forget_module(owner.engine.module)
-    parts = [part for model in owner.models for part in model.modules()]
-    owner.meanwhile = hooks, hung, parts
-    for part in parts:
-        vars(part)[_HELD] = owner
-    alive, user, handle = ref(owner), ref(owner.user), ref(owner.gradients.handle)
-    steps, scale, number = isinstance(owner.inner, Inner), owner.loss_scale, id(owner.gradients)
+    times = ds.forget_module(parts.engine.module)
+    modules = [module for model in parts.models for module in model.modules()]
+    parts.meanwhile = hooks, hung, modules
+    for module in modules:
+        vars(module)[_HELD] = owner
+    alive, built, user, handle = ref(owner), ref(parts), ref(parts.user), ref(gradients.handle)
+    steps, scale, number = isinstance(parts.inner, Inner), parts.loss_scale, id(gradients)
 
-    def hold_again() -> Engined | None:
-        owner = alive()
-        if owner is None:
+    def hold_again() -> Owner | None:
+        owner, parts = alive(), built()
+        if owner is None or parts is None:
             scale.holding.discard(number)
             if (optimizer := user()) is not None:  # what it held of the engine's means nothing any more
                 if (worn := handle()) is not None:
@@ -53,16 +52,13 @@ def let_go(owner: Engined) -> Callable[[], Engined | None]:
                 if steps:
                     optimizer.state.clear()
             return None
-        hooks, hung, parts = owner.meanwhile
-        owner.meanwhile = None
-        for part in parts:
-            vars(part).pop(_HELD, None)
+        hooks, hung, modules = parts.meanwhile
+        parts.meanwhile = None
+        for module in modules:
+            vars(module).pop(_HELD, None)
         for table, own in zip(hooks, hung, strict=True):
             table.update(own)
-        ds.remember_module(owner.engine.module, times)
-        if entered:
-            owner.attachments.put_back()
-            owner.surround()
+        ds.remember_module(parts.engine.module, times)
         return owner
 
     return hold_again
