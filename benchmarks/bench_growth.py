@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.measure import Table, kernel, run, say
-from nbtrain import probes
+from nbtrain.machine import probes
 from nbtrain.planning.growth import Growth, Point, Volume, fit, ring
 from tests.kernels import Kernel
 

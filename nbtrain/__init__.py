@@ -74,8 +74,8 @@ _watches: dict[int, Any] = {}
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
-    from nbtrain.cuda_watch import watch_cuda_init
     from nbtrain.engines._local.warm import foresee
+    from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.magics.extension import load
     from nbtrain.worker.local_files import note_executed
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain import probes
 from nbtrain.exchange.names import Captured
+from nbtrain.machine import probes
 from nbtrain.planning import guide
 from nbtrain.session.advice import advise
 from nbtrain.session.instead import instead

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.worker.gauges import Gauges
 from tests.kernels import Kernel
 from tests.notebook import Notebook

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-import nbtrain.devices as devices
-import nbtrain.probes as probes
+import nbtrain.machine.devices as devices
+import nbtrain.machine.probes as probes
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
 from nbtrain.engines._local.channel import Channel

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-import nbtrain.devices as devices
+import nbtrain.machine.devices as devices
 from nbtrain import registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import choice_cards, choice_options, own

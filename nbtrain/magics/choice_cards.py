@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain import registry
-from nbtrain.devices import Machine
 from nbtrain.errors import UsageError
+from nbtrain.machine.devices import Machine
 from nbtrain.magics.own import checked, of_notebook
 from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.values import Namespace

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nbtrain import probes
 from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.machine import probes
 from nbtrain.magics import trials
 from nbtrain.magics.parse import Given, Request
 from nbtrain.magics.resolve import Chosen
@@ -25,7 +25,7 @@ BANDWIDTH = 25e9
 
 def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
-    from nbtrain import devices  # on use, as in `resolve`
+    from nbtrain.machine import devices
     from nbtrain.planning.growth import fit
 
     request = line.over(base)

@@ -22,7 +22,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.presets import Preset
 
 if TYPE_CHECKING:
-    from nbtrain.devices import Devices
+    from nbtrain.machine.devices import Devices
 
 AUTO = ("single", "ddp")
 """What `auto` may become: on one device, on several."""
@@ -233,7 +233,7 @@ class Resolver:
         return values.writer("--log-to", Word(name), notebook) if name else ""
 
     def _devices(self, request: Request, spec: DeviceSpec, accelerator: str) -> Devices:
-        from nbtrain import devices
+        from nbtrain.machine import devices
 
         oversubscribe = request.value("oversubscribe")
         key = (spec, accelerator, oversubscribe, os.environ.get("CUDA_VISIBLE_DEVICES"))

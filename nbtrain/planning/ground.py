@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.planning.room import Room, in_memory, room
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec
 from nbtrain.strategies.estimates import World

@@ -6,10 +6,10 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import nbtrain.devices as devices
-import nbtrain.probes as probes
+import nbtrain.machine.devices as devices
+import nbtrain.machine.probes as probes
 import nbtrain.words as words
-from nbtrain.probes import Gpu
+from nbtrain.machine.probes import Gpu
 
 INTERPRETER = 120 * 10**6
 """bytes of its own that a rank has before it has a model: a fork of a process that has imported torch"""

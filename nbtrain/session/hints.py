@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 import nbtrain.words as words
 from nbtrain.events import Failed
 from nbtrain.exchange.names import private

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 import nbtrain.words as words
 from nbtrain.events import Failed, Memory
 

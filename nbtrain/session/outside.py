@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.beacon import Beacon
 from nbtrain.session.controls import Answer, Controls
 from nbtrain.watch.shelf import notebook

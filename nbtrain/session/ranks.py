@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Pool

@@ -6,7 +6,7 @@ import os
 from collections.abc import Container
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 import nbtrain.words as words
 from nbtrain.engines.base import Pool
 from nbtrain.session.traffic import Traffic

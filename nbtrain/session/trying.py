@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.events import Memory, Use
 
 LIGHT = 1000

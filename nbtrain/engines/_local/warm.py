@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.errors import DeviceError
-from nbtrain.leases import Lease
-from nbtrain.probes import Gpu
+from nbtrain.machine.leases import Lease
+from nbtrain.machine.probes import Gpu
 
 Spec = int | str | Sequence[int] | None
 

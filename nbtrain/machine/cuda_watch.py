@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.compat import cuda, python
 
 if TYPE_CHECKING:
