@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.session.check import check
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from nbtrain.exchange.residence import Table, Walk
+from nbtrain.exchange.graph.residence import Table, Walk
 from nbtrain.session.traffic import Outgoing, Traffic
 from nbtrain.worker.homeward import KERNEL, Home
 from nbtrain.worker.twins import Twins

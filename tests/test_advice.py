@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.exchange.names import Captured
+from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.machine import probes
 from nbtrain.planning import guide
 from nbtrain.session.advice import advise

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nbtrain.errors import CannotTravel
+from nbtrain.exchange.graph.rank_paths import Ways
+from nbtrain.exchange.graph.residence import Walk
 from nbtrain.exchange.kinds.base import Handle, Kind
-from nbtrain.exchange.residence import Walk
-from nbtrain.exchange.ways import Ways
 from tests.sides import Sides
 
 NOTEBOOK = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain.exchange.places import FEW, Places
+from nbtrain.exchange.names.name_order import FEW, Places
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured
 from nbtrain.session.traffic import Traffic

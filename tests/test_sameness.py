@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.exchange.table import Table
+from nbtrain.exchange.graph.table import Table
 from nbtrain.worker.sameness import number as numbered
 
 

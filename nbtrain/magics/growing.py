@@ -66,7 +66,7 @@ def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None, thre
 def _volume(state: State, cell: Cell, spec: RunSpec) -> Volume | None:
     """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
     cell, or cannot be looked at."""
-    from nbtrain.exchange.places import Places
+    from nbtrain.exchange.names.name_order import Places
     from nbtrain.magics.planned import subject_of
     from nbtrain.planning.growth import ring
     from nbtrain.planning.profile import profile

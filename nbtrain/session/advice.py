@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.words as words
-from nbtrain.exchange.names import Captured
+from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import Any
 
 import nbtrain.words as words
 from nbtrain.errors import UsageError
+from nbtrain.exchange.graph.residence import Cargo, Culprit, Node, Table, Walk
 from nbtrain.exchange.kinds import ATOMS, numeric
-from nbtrain.exchange.names import CellNames, private, reach
+from nbtrain.exchange.kinds.remedies import GENERAL
+from nbtrain.exchange.names.cell_names import CellNames, private, reach
 from nbtrain.exchange.origin import Cells
-from nbtrain.exchange.pickle_check import Finding, findings, path_of, told, type_name, unopened
-from nbtrain.exchange.remedies import GENERAL
-from nbtrain.exchange.residence import Cargo, Culprit, Node, Table, Walk
-from nbtrain.exchange.stream import dump
+from nbtrain.exchange.records import dump
+from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
 from nbtrain.session import opening
 from nbtrain.session.traffic import Traffic
 

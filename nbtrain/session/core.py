@@ -9,7 +9,7 @@ from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.exchange.places import Places
+from nbtrain.exchange.names.name_order import Places
 from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.comparison import Comparison
 from nbtrain.session import inkernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.exchange.residence import Table
+from nbtrain.exchange.graph.residence import Table
 from nbtrain.worker.birth import RankConfig
 from nbtrain.worker.main import Rank
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.events import Event, Pulled
+from nbtrain.exchange.graph.residence import Handle, Node
 from nbtrain.exchange.kinds.base import GONE
-from nbtrain.exchange.residence import Handle, Node
 from nbtrain.messages import Message, Pull, Serve
 from nbtrain.session import kept
 from nbtrain.session.traffic import Traffic

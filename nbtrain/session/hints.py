@@ -9,7 +9,7 @@ from typing import Any
 import nbtrain.machine.probes as probes
 import nbtrain.words as words
 from nbtrain.events import Failed
-from nbtrain.exchange.names import private
+from nbtrain.exchange.names.cell_names import private
 from nbtrain.session.traffic import Traffic
 
 _MISSING = (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtrain.errors import PoolError
 from nbtrain.events import Failed
+from nbtrain.exchange.graph.residence import Handle
 from nbtrain.exchange.kinds import ATOMS
-from nbtrain.exchange.residence import Handle
 from nbtrain.messages import Conclude
 from nbtrain.patience import Stopwatch
 from nbtrain.session import failure

@@ -14,8 +14,8 @@ from nbtrain import intercept
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.events import Event
+from nbtrain.exchange.graph.residence import Table, Walk, find_all
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.residence import Table, Walk, find_all
 from nbtrain.session.audience import Audience
 from nbtrain.session.cell import Cell
 from nbtrain.session.screen import Screen

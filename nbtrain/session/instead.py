@@ -8,7 +8,7 @@ from typing import Any
 
 import nbtrain.registry as registry
 import nbtrain.words as words
-from nbtrain.exchange.names import Captured
+from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.planning import guide
 from nbtrain.planning.ground import Ground, ground
 from nbtrain.planning.guide import Way

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from nbtrain.exchange.names import private
-from nbtrain.exchange.reach import way
-from nbtrain.exchange.residence import Handle, Node, Table
+from nbtrain.exchange.graph.object_path import way
+from nbtrain.exchange.graph.residence import Handle, Node, Table
+from nbtrain.exchange.names.cell_names import private
 
 
 def handles(table: Table, worth: bool = False) -> list[Node]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from nbtrain.compat import namespaces
 from nbtrain.errors import MissingName, UsageError
-from nbtrain.exchange.names import Captured, CellNames, analyse, reach
-from nbtrain.exchange.places import Places
+from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, reach
+from nbtrain.exchange.names.name_order import Places
 from nbtrain.session.cell import Cell
 
 ON_RANKS = frozenset(

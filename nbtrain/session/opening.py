@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.names import CellNames, reach
-from nbtrain.exchange.residence import Arrival, Node, Table, Walk
-from nbtrain.exchange.stream import dump, load
+from nbtrain.exchange.names.cell_names import CellNames, reach
+from nbtrain.exchange.records import dump, load
 from nbtrain.patience import Patience
 
 PATIENCE = 20.0

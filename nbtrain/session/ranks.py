@@ -13,7 +13,7 @@ from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
-from nbtrain.exchange.arrival import Unmakeable
+from nbtrain.exchange.graph.arrival import Unmakeable
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
 from nbtrain.patience import Patience
 from nbtrain.session import failure

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.registry as registry
-from nbtrain.exchange.names import analyse, reach
-from nbtrain.exchange.residence import find_all
+from nbtrain.exchange.graph.residence import find_all
+from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.session.report import listed
 from nbtrain.shield import shielded
 

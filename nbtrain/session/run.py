@@ -11,7 +11,7 @@ from typing import Any
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
-from nbtrain.exchange.names import Captured
+from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import Run, Source
 from nbtrain.patience import Standing
 from nbtrain.session.asked import Asked

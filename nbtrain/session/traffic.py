@@ -13,15 +13,15 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import baseline
+from nbtrain.exchange import module_baseline as baseline
+from nbtrain.exchange.graph.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
 from nbtrain.exchange.kinds import ATOMS, Make, numeric
 from nbtrain.exchange.kinds.base import keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
+from nbtrain.exchange.names.name_order import Places
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.exchange.pickle_check import refusal
-from nbtrain.exchange.places import Places
-from nbtrain.exchange.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
+from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, Source
 from nbtrain.session import kept
 from nbtrain.worker.homeward import Home

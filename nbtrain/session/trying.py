@@ -10,8 +10,8 @@ import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
-from nbtrain.exchange.names import Captured
-from nbtrain.exchange.places import Places
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.exchange.names.name_order import Places
 from nbtrain.session.advice import advise
 from nbtrain.session.cell import Cell
 from nbtrain.session.names import captured

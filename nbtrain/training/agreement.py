@@ -10,7 +10,7 @@ import torch
 
 from nbtrain.compat import tensors
 from nbtrain.events import GROUP
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.randomness import Randomness
 

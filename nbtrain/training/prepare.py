@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.errors import NotPrepared
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.become import become
 from nbtrain.training.collectives import equalise

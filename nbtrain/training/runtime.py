@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.events import Phases as Spent
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.words as words
 from nbtrain.exchange import kinds
-from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.rank_paths import by_value
+from nbtrain.exchange.graph.residence import Stay, Table, Walk, Way, Ways
 from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import Packer, Parcel, fetched
-from nbtrain.exchange.pickle_check import path_of
-from nbtrain.exchange.residence import Stay, Table, Walk, Way, Ways
-from nbtrain.exchange.ways import by_value
+from nbtrain.exchange.travel_check import path_of
 from nbtrain.worker.sameness import number
 
 if TYPE_CHECKING:

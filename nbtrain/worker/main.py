@@ -16,7 +16,7 @@ import nbtrain.registry as registry
 from nbtrain.compat import fit
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
-from nbtrain.exchange.residence import Table
+from nbtrain.exchange.graph.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.board import ABORT, OPEN, RAISED, TAKEN, Board

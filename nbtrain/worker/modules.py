@@ -20,8 +20,8 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.exchange.baseline import kept_over
 from nbtrain.exchange.kinds.module_state import state_of, states
+from nbtrain.exchange.module_baseline import kept_over
 from nbtrain.worker.local_files import Stamp, local, local_modules, note_executed, stamp
 from nbtrain.worker.renewal import pairs, renew
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.graph.table import Table
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.apart import Apart, join, part
 from nbtrain.exchange.kinds.base import Later
-from nbtrain.exchange.table import Table
+from nbtrain.exchange.kinds.checksum import checksum
+from nbtrain.exchange.kinds.split_tensors import Apart, join, part
 from nbtrain.worker.strays import find_strays
 
 Ranges = list[tuple[int, int]]

@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from nbtrain.exchange.fingerprint import array_checksum, checksum
+from nbtrain.exchange.graph.table import Table
 from nbtrain.exchange.kinds import ATOMS
+from nbtrain.exchange.kinds.checksum import array_checksum, checksum
 from nbtrain.exchange.segment import untouched
-from nbtrain.exchange.table import Table
 
 ITEMS = 1000
 """Objects looked at below one name."""

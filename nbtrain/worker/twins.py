@@ -6,13 +6,14 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nbtrain.exchange import baseline, kinds
+from nbtrain.exchange import kinds
+from nbtrain.exchange import module_baseline as baseline
+from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
-from nbtrain.exchange.names import private
+from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.exchange.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
 from nbtrain.training.become import become
 from nbtrain.worker.homeward import KERNEL, MISSING, Home, Homeward, New, pull, spared
 

@@ -21,9 +21,9 @@ from nbtrain.exchange.kinds.base import ATOMS, Kind
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 MODULE = "module "
 """No name of Python's begins so: under such names the states of modules travel."""

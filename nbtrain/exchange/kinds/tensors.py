@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.bulk import Form, form_of
-from nbtrain.exchange.fingerprint import SMALL, checksum
 from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind
+from nbtrain.exchange.kinds.bulk_compare import Form, form_of
+from nbtrain.exchange.kinds.checksum import SMALL, checksum
 from nbtrain.exchange.segment import untouched
 
 EMPTY = "empty"
 """Stands where a buffer would, for a tensor on the device "meta"."""
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class Storage(Kind):

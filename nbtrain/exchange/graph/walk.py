@@ -9,12 +9,13 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
-from nbtrain.exchange.calm import calm
-from nbtrain.exchange.cargo import Cargo, Culprit
-from nbtrain.exchange.kinds import frozen, module_state
+from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.graph.cargo import Cargo, Culprit
+from nbtrain.exchange.graph.table import Node, Table
+from nbtrain.exchange.graph.visit import Visit
+from nbtrain.exchange.kinds import long_constants as frozen
+from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import ATOMS, Handle, Kind, Later, Make, Packed, Put, Ref
-from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.visit import Visit
 
 NOT_GIVEN = Packed("sentinel", (argparse, "SUPPRESS"))
 """Python asks whether a default is this very string."""

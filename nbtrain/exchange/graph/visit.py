@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from nbtrain.exchange import kinds
-from nbtrain.exchange.cargo import Stay
+from nbtrain.exchange.graph.cargo import Stay
+from nbtrain.exchange.graph.table import Node, Table
 from nbtrain.exchange.kinds.base import ATOMS, Kind, Later
-from nbtrain.exchange.table import Node, Table
 
 
 class Visit(ABC):

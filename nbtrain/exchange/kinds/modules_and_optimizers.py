@@ -13,9 +13,9 @@ from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
 from nbtrain.exchange.kinds.objects import Instance, Opaque
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
 

@@ -13,12 +13,12 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import tensors
-from nbtrain.exchange.fingerprint import lanes
+from nbtrain.exchange.kinds.checksum import lanes
 
 if TYPE_CHECKING:
     import torch
 
-    from nbtrain.exchange.table import Node
+    from nbtrain.exchange.graph.table import Node
 
 CHUNK = 1 << 20
 """Bytes compared at once."""

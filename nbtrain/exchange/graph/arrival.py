@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import kinds, meet
-from nbtrain.exchange.calm import calm
-from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange import kinds
+from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.graph import edit_in_place as meet
+from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.parcel_path import path_to
+from nbtrain.exchange.graph.table import Node, Table
 from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
-from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.trace import path_to
 
 Buffers = Callable[[int], memoryview]
 

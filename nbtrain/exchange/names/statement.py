@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.exchange._code import CodeNames
+from nbtrain.exchange.names.code_globals import CodeNames
 
 # Parts of a node in the order they are evaluated; a kind of node that opens a scope, binds in passing, or may stand in
 # the wrong place is not here: those are left to the compiler.

@@ -8,8 +8,8 @@ from typing import Any
 
 import cloudpickle as cp
 
-from nbtrain.exchange.calm import calm
-from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.graph.cargo import Cargo
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 
 

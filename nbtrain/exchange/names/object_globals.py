@@ -23,8 +23,8 @@ from types import (
 from typing import Any
 
 from nbtrain.compat import modules, tensors
-from nbtrain.exchange._code import function_names
 from nbtrain.exchange.kinds.base import Handle
+from nbtrain.exchange.names.code_globals import function_names
 
 ELEMENTS = 1000
 """so many elements of one list, dict or set are looked at"""

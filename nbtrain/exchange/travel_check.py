@@ -13,11 +13,11 @@ import cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
-from nbtrain.exchange.arrival import UNOPENED
-from nbtrain.exchange.cargo import Culprit
+from nbtrain.exchange.graph.arrival import UNOPENED
+from nbtrain.exchange.graph.cargo import Culprit
+from nbtrain.exchange.graph.object_path import Segment, read, way
+from nbtrain.exchange.kinds.remedies import instead
 from nbtrain.exchange.origin import Cells, Place
-from nbtrain.exchange.reach import Segment, read, way
-from nbtrain.exchange.remedies import instead
 
 SEVERAL = 20
 """so many culprits are looked for inside one object that only its own pickle can move"""

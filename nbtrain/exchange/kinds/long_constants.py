@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.exchange.kinds.base import ATOMS, Kind
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 TEXT = 1 << 14
 """Characters or bytes from which a string is one."""

@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from nbtrain.compat import namespaces, python
-from nbtrain.exchange._flow import UNSEEN, Flow
-from nbtrain.exchange._objects import Objects
-from nbtrain.exchange.calm import calm
-from nbtrain.exchange.places import Places
+from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.names.flow import UNSEEN, Flow
+from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.names.object_globals import Objects
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")

@@ -16,9 +16,9 @@ from nbtrain.exchange.kinds.containers import Mapping, Sequence, same_items
 from nbtrain.exchange.kinds.objects import INSTANCE
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class _Items:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from nbtrain.exchange import _magic_text
-from nbtrain.exchange._code import CodeNames, code_names
-from nbtrain.exchange._statement import compiled, may_leave, plain
+from nbtrain.exchange.names import magic_text as _magic_text
+from nbtrain.exchange.names.code_globals import CodeNames, code_names
+from nbtrain.exchange.names.statement import compiled, may_leave, plain
 
 Settled = frozenset[str]
 """names the cell has surely bound or deleted: what the notebook has under them no longer matters"""

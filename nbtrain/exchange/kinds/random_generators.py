@@ -10,9 +10,9 @@ from nbtrain.exchange.kinds.base import Kind
 from nbtrain.exchange.kinds.objects import SENTINEL
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class TorchGenerator(Kind):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node, Table
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node, Table
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class Apart:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Union
 
-from nbtrain.exchange.kinds import frozen, module_state
+from nbtrain.exchange.graph.object_path import step
+from nbtrain.exchange.graph.table import Node, Table
+from nbtrain.exchange.graph.visit import Members
+from nbtrain.exchange.kinds import long_constants as frozen
+from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import ATOMS
-from nbtrain.exchange.reach import step
-from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.visit import Members
 
 Way = tuple[int | str, bool, int, int]
 """How to come to an object: a key or name, whether among what it is made of, which one, of how many."""

@@ -14,12 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from nbtrain.exchange import kinds
-from nbtrain.exchange.calm import calm
+from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.graph.residence import Node, Table, Walk
 from nbtrain.exchange.kinds import ATOMS, module_state, numeric
 from nbtrain.exchange.kinds.base import Packed, Put, Ref, keys_in
 from nbtrain.exchange.kinds.module_state import ModuleState
-from nbtrain.exchange.pickle_check import path_of
-from nbtrain.exchange.residence import Node, Table, Walk
+from nbtrain.exchange.travel_check import path_of
 
 _INSIDE = frozenset((
     "list", "deque", "dict", "set", "bytearray", "instance", "module", "optimizer", "scheduler", "array", "tensor",

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.object_path import step
+from nbtrain.exchange.graph.table import Node, Table
 from nbtrain.exchange.kinds.base import Make, Packed, Ref
-from nbtrain.exchange.reach import step
-from nbtrain.exchange.table import Node, Table
 
 Step = tuple[int, str]
 """A key, and what is appended to the holder's address to come to it."""

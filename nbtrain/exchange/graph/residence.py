@@ -22,12 +22,12 @@ identity, aliases and cycles hold on both sides.
 
 from __future__ import annotations
 
-from nbtrain.exchange.arrival import Arrival
-from nbtrain.exchange.cargo import Cargo, Culprit, Stay
+from nbtrain.exchange.graph.arrival import Arrival
+from nbtrain.exchange.graph.cargo import Cargo, Culprit, Stay
+from nbtrain.exchange.graph.rank_paths import Way, Ways, find_all
+from nbtrain.exchange.graph.table import Node, Table
+from nbtrain.exchange.graph.walk import Walk, remember
 from nbtrain.exchange.kinds.base import Handle
-from nbtrain.exchange.table import Node, Table
-from nbtrain.exchange.walk import Walk, remember
-from nbtrain.exchange.ways import Way, Ways, find_all
 
 __all__ = [
     "Arrival", "Cargo", "Culprit", "Handle", "Node", "Stay", "Table", "Walk", "Way", "Ways", "find_all", "remember",

@@ -11,12 +11,12 @@ from weakref import WeakSet
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
 from nbtrain.exchange.kinds.objects import INSTANCE, Instance, plain_instance
-from nbtrain.exchange.remedies import known_reason
+from nbtrain.exchange.kinds.remedies import known_reason
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class Refused(Kind):

@@ -7,12 +7,12 @@ import sys
 from typing import Any
 
 from nbtrain.exchange import kinds
+from nbtrain.exchange.graph.table import Node, Table
 from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import Kind
 from nbtrain.exchange.kinds.module_state import MISSING, Place
 from nbtrain.exchange.kinds.objects import own as held_by
 from nbtrain.exchange.kinds.objects import slots_of
-from nbtrain.exchange.table import Node, Table
 
 _CONTENT = ("storage", "array")
 """Kinds whose records bring the content along."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nbtrain.exchange.bulk import Bulk
 from nbtrain.exchange.kinds.base import Kind, Ref
+from nbtrain.exchange.kinds.bulk_compare import Bulk
 
 
 class Node:
