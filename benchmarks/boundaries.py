@@ -14,7 +14,7 @@ from benchmarks.measure import Table, in_turns
 from nbtrain.training.board import Owned
 from nbtrain.training.steps import Steps
 from nbtrain.training.stopping import Stopping
-from nbtrain.worker.link import DOWN, Frames, Sealer
+from nbtrain.worker.process.channel import DOWN, Frames, Sealer
 
 PLAIN = struct.Struct("<Q")
 OFTEN = 20_000

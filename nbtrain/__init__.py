@@ -77,7 +77,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbtrain.engines._local.warm import foresee
     from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.magics.extension import load
-    from nbtrain.worker.local_files import note_executed
+    from nbtrain.worker.modules.local_files import note_executed
 
     load(shell, doctor=_doctor)
     _watches[id(shell)] = watch_cuda_init(shell)

@@ -10,8 +10,8 @@ from typing import Any
 
 from nbtrain.exchange.graph.residence import Table, Walk
 from nbtrain.session.traffic import Outgoing, Traffic
-from nbtrain.worker.homeward import KERNEL, Home
-from nbtrain.worker.twins import Twins
+from nbtrain.worker.home.homecoming import KERNEL, Home
+from nbtrain.worker.home.rank_side import Twins
 
 
 def namespace() -> dict[str, Any]:

@@ -43,8 +43,8 @@ COMES_WITH = {
 
 OF_THE_PLACE = {
     "torch-xla": ("strategies/_xla/", "compat/xla.py"),  # its version is the machine's: no extra could name it
-    "pandas": ("worker/settings.py",),  # what the notebook has set of it follows to the ranks
-    "matplotlib": ("worker/settings.py",),
+    "pandas": ("worker/process/library_settings.py",),  # what the notebook has set of it follows to the ranks
+    "matplotlib": ("worker/process/library_settings.py",),
 }
 """Used where it is installed."""
 

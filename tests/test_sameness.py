@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbtrain.exchange.graph.table import Table
-from nbtrain.worker.sameness import number as numbered
+from nbtrain.worker.home.rank_differences import number as numbered
 
 
 def number(value: Any) -> int:

@@ -27,8 +27,8 @@ from nbtrain.messages import Close, Message, Regroup
 from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.training.board import Owned
-from nbtrain.worker.birth import RankConfig
-from nbtrain.worker.stack import ASK
+from nbtrain.worker.process.stack_dump import ASK
+from nbtrain.worker.process.start import RankConfig
 
 GRACE = 2.0
 """Seconds in which ranks may end by themselves."""

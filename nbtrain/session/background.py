@@ -16,7 +16,7 @@ from nbtrain.session.reading import Reading
 from nbtrain.session.report import listed
 from nbtrain.session.run import CellRun
 from nbtrain.shield import presses
-from nbtrain.worker.homeward import Home
+from nbtrain.worker.home.homecoming import Home
 
 PAUSE = 0.05
 

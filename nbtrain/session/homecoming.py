@@ -21,7 +21,7 @@ from nbtrain.session.relay import figures_can_be_shown
 from nbtrain.session.report import Said, drop_ahead, report
 from nbtrain.session.traffic import MISSING, Traffic
 from nbtrain.shield import presses, shielded
-from nbtrain.worker.homeward import Home
+from nbtrain.worker.home.homecoming import Home
 
 if TYPE_CHECKING:
     from nbtrain.session.run import CellRun

@@ -27,7 +27,7 @@ from nbtrain.session.traffic import Traffic
 from nbtrain.session.where import where
 from nbtrain.shield import shielded
 from nbtrain.specs import PoolSpec, difference
-from nbtrain.worker.homeward import Home
+from nbtrain.worker.home.homecoming import Home
 
 BEAT = 0.05
 """Seconds between two looks at the clock while nothing happens."""

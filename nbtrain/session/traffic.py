@@ -24,9 +24,9 @@ from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, Source
 from nbtrain.session import kept
-from nbtrain.worker.homeward import Home
-from nbtrain.worker.streams import States, capture, restore
-from nbtrain.worker.twins import OPTION
+from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.random_states import States, capture, restore
+from nbtrain.worker.home.rank_side import OPTION
 
 MISSING = object()
 BUDGET = 0.2

@@ -19,7 +19,7 @@ from nbtrain.errors import PoolError
 from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
-    from nbtrain.worker.birth import RankConfig
+    from nbtrain.worker.process.start import RankConfig
 
 SPARE = 4 << 30
 """Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""

@@ -12,9 +12,9 @@ from nbtrain.compat import fit
 from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
-from nbtrain.worker.interrupts import cut_a_step_short
-from nbtrain.worker.shell import RankShell
-from nbtrain.worker.twins import Twins
+from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.process.interrupts import cut_a_step_short
+from nbtrain.worker.shell.shell import RankShell
 
 
 class Failing:

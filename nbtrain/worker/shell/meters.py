@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from nbtrain.events import Event
-from nbtrain.worker.gauges import Gauges
-from nbtrain.worker.output import FLUSH_EVERY, Outputs
+from nbtrain.worker.shell.gauges import Gauges
+from nbtrain.worker.shell.output import FLUSH_EVERY, Outputs
 
 SPEED_EVERY = 0.5
 USE_EVERY = 1.0

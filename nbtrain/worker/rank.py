@@ -20,24 +20,24 @@ from nbtrain.exchange.graph.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.board import ABORT, OPEN, RAISED, TAKEN, Board
-from nbtrain.worker.birth import RankConfig
-from nbtrain.worker.failing import Failing, where_it_stood
-from nbtrain.worker.group import Group
-from nbtrain.worker.heap import give_back
-from nbtrain.worker.homeward import KERNEL, LIMIT, Home, Homeward
-from nbtrain.worker.interrupts import Interrupts
-from nbtrain.worker.libraries import Libraries
-from nbtrain.worker.link import Link
-from nbtrain.worker.meters import Meters
-from nbtrain.worker.output import Outputs
-from nbtrain.worker.place import settle, surround
-from nbtrain.worker.shell import RankShell
-from nbtrain.worker.stack import answer_in
-from nbtrain.worker.streams import adopt as adopt_streams
-from nbtrain.worker.streams import collect as collect_streams
-from nbtrain.worker.surroundings import PythonsOwn, Taken
-from nbtrain.worker.trying import trying
-from nbtrain.worker.twins import Twins
+from nbtrain.worker.home.homecoming import KERNEL, LIMIT, Home, Homeward
+from nbtrain.worker.home.random_states import adopt as adopt_streams
+from nbtrain.worker.home.random_states import collect as collect_streams
+from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.home.trial_baseline import trying
+from nbtrain.worker.process.channel import Link
+from nbtrain.worker.process.failure_report import Failing, where_it_stood
+from nbtrain.worker.process.interrupts import Interrupts
+from nbtrain.worker.process.kernel_environment import PythonsOwn, Taken
+from nbtrain.worker.process.malloc_trim import give_back
+from nbtrain.worker.process.other_trainers import Libraries
+from nbtrain.worker.process.process_group import Group
+from nbtrain.worker.process.rank_environment import settle, surround
+from nbtrain.worker.process.stack_dump import answer_in
+from nbtrain.worker.process.start import RankConfig
+from nbtrain.worker.shell.meters import Meters
+from nbtrain.worker.shell.output import Outputs
+from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
     from nbtrain.training.trial import Trying

@@ -16,10 +16,10 @@ from nbtrain.exchange.kinds import ATOMS, numeric
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import Packer, Parcel, fetched
 from nbtrain.exchange.travel_check import path_of
-from nbtrain.worker.sameness import number
+from nbtrain.worker.home.rank_differences import number
 
 if TYPE_CHECKING:
-    from nbtrain.worker.pieces import Pieces
+    from nbtrain.worker.home.pieces import Pieces
 
 KERNEL = -1
 """The reader of what goes home."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from nbtrain.compat import python
 from nbtrain.messages import Surroundings
-from nbtrain.worker import settings
-from nbtrain.worker.modules import Modules
+from nbtrain.worker.modules.local_modules import Modules
+from nbtrain.worker.process import library_settings as settings
 
 
 def torch_flags() -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.training.become import become
-from nbtrain.worker.homeward import KERNEL, MISSING, Home, Homeward, New, pull, spared
+from nbtrain.worker.home.homecoming import KERNEL, MISSING, Home, Homeward, New, pull, spared
 
 OPTION = "--"
 """No name of Python's begins so: under such names the strategy's options travel."""
@@ -39,7 +39,7 @@ class Twins:
         """what the last cell set in modules and cannot come home"""
         self.options: dict[str, Any] = {}
         """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
-        from nbtrain.worker.pieces import Pieces  # it loads torch, and the notebook reads a name of this module's
+        from nbtrain.worker.home.pieces import Pieces  # it loads torch, and the notebook reads a name of this module's
 
         self.pieces = Pieces(rank, world_size, self.table)
         self._states: dict[int, tuple[Any, Any]] = {}

@@ -21,7 +21,7 @@ from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import Apart, join, part
-from nbtrain.worker.strays import find_strays
+from nbtrain.worker.home.split_leftovers import find_strays
 
 Ranges = list[tuple[int, int]]
 

@@ -22,9 +22,9 @@ from traitlets.config import Config
 
 from nbtrain.compat import kernel, namespaces, python
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.worker.output import Outlet
-from nbtrain.worker.packages import Packages
-from nbtrain.worker.texts import Texts
+from nbtrain.worker.modules.installed_packages import Packages
+from nbtrain.worker.shell.cell_sources import Texts
+from nbtrain.worker.shell.output import Outlet
 
 INLINE = "module://matplotlib_inline.backend_inline"
 
