@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     def barrier() -> None: ...
     def setup(*objects: Any) -> Any: ...
 
-    from nbtrain.training.checkpoints.here import load, save
-    from nbtrain.training.resumable import resumable
+    from nbtrain.training.checkpoints.api import load, save
+    from nbtrain.training.checkpoints.resumable import resumable
 
 
 __version__ = "0.1.0"
@@ -171,11 +171,11 @@ def __getattr__(name: str) -> Any:
 
         return wrap
     if name in ("save", "load"):
-        from nbtrain.training.checkpoints import here
+        from nbtrain.training.checkpoints import api as here
 
         return getattr(here, name)
     if name == "resumable":
-        from nbtrain.training.resumable import resumable
+        from nbtrain.training.checkpoints.resumable import resumable
 
         return resumable
     if name == "history":

@@ -23,7 +23,7 @@ from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies._deepspeed.scaling import PATIENCE
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.accumulate import Accumulation
+from nbtrain.training.loop.accumulation import Accumulation
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 

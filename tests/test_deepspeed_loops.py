@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.prepare import Workshop
+from nbtrain.training.setup.components import Workshop
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 

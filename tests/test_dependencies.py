@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_AN_EXTRA = {
     "deepspeed": (
         *("strategies/_deepspeed/", "strategies/deepspeed.py", "compat/deepspeed.py"),
-        "training/checkpoints/foreign.py",
+        "training/checkpoints/other_formats.py",
     ),
     "fairscale": ("strategies/_sharded/", "strategies/sharded.py", "compat/fairscale.py"),
     "horovod": ("strategies/_horovod/", "strategies/horovod.py", "compat/horovod.py"),

@@ -19,8 +19,8 @@ from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.shards import whole
 from nbtrain.strategies.single import Single
+from nbtrain.training.ranks.default_generators import capture
 from nbtrain.training.runtime import Runtime
-from nbtrain.training.streams import capture
 from tests.ranks import run_on_ranks
 from tests.test_fsdp import Stage
 

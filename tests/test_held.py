@@ -17,7 +17,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.training.checkpoints import here
+from nbtrain.training.checkpoints import api as here
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 from tests.test_checkpoints import cell

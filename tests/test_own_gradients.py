@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbtrain.strategies.arguments import WEIGHTS, by_name, called_with, with_weights
-from nbtrain.training.own_gradients import CALLS, LOOKS, OwnGradients
+from nbtrain.training.gradients.by_autograd_grad import CALLS, LOOKS, OwnGradients
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 

@@ -16,9 +16,9 @@ from nbtrain.strategies.alike import differing, digest
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.collectives import equalise, gather, reduce
-from nbtrain.training.prepare import Workshop, place
+from nbtrain.training.ranks.collectives import equalise, gather, reduce
 from nbtrain.training.runtime import Runtime
+from nbtrain.training.setup.components import Workshop, place
 from tests.ranks import RankFailed, run_on_ranks
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import nn
 
 from nbtrain.events import Finished
 from nbtrain.session.compared import compared
-from nbtrain.training.summed import Summed
+from nbtrain.training.gradients.summed_losses import Summed
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 

@@ -26,7 +26,7 @@ from nbtrain.exchange.segment import Segment
 from nbtrain.messages import Close, Message, Regroup
 from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.board import Owned
+from nbtrain.training.loop.shared_board import Owned
 from nbtrain.worker.process.stack_dump import ASK
 from nbtrain.worker.process.start import RankConfig
 

@@ -1,6 +1,6 @@
 """Strategies that are not nbtrain's: written in a cell, or brought by a package. What is wrong is said in the kernel.
 
-What can only be known while they run, `nbtrain.training.contract` looks at.
+What can only be known while they run, `nbtrain.training.setup.validate_strategy` looks at.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
 
 def _resume() -> tuple[str, bytes] | None:
     """Where loops go on, if a checkpoint was loaded in the notebook. Nothing is imported to find that out."""
-    here = sys.modules.get("nbtrain.training.checkpoints.here")
+    here = sys.modules.get("nbtrain.training.checkpoints.api")
     return here.resume() if here is not None else None
 
 

@@ -26,7 +26,7 @@ from nbtrain.planning.profile_units import places_of
 from nbtrain.planning.tracing import CannotProfile, size
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.estimates import Profile, Weight
-from nbtrain.training.precision import FORMATS, Format
+from nbtrain.training.precision.autocast import FORMATS, Format
 
 __all__ = ["CannotProfile", "profile"]
 

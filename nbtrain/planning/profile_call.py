@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.planning.tracing import CannotProfile, tensors
-from nbtrain.training.precision import changed
+from nbtrain.training.precision.autocast import changed
 
 TARGETS = ("target", "targets", "label", "labels", "y")
 """Arguments of a forward that computes its loss itself."""

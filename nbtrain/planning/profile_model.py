@@ -14,7 +14,7 @@ from torch import nn
 from nbtrain.compat import compiler, modules
 from nbtrain.planning.tracing import CannotProfile
 from nbtrain.strategies.base import is_lazy
-from nbtrain.training.streams import capture, restore
+from nbtrain.training.ranks.default_generators import capture, restore
 
 BOXES = (dict, OrderedDict, list, set, deque)
 APART = (nn.Module, torch.Tensor, type, ModuleType, FunctionType)

@@ -16,7 +16,7 @@ from nbtrain.planning.profile_model import lent
 from nbtrain.planning.profile_run import Traced, trace
 from nbtrain.planning.tracing import CannotProfile
 from nbtrain.strategies.estimates import Moment, Unit
-from nbtrain.training.precision import Format
+from nbtrain.training.precision.autocast import Format
 
 
 def for_real(model: nn.Module, call: Call, form: Format | None, recompute: tuple[str, ...], why: Exception) -> Traced:

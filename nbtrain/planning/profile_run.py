@@ -14,8 +14,8 @@ from nbtrain.planning.profile_call import Call, find_loss
 from nbtrain.planning.profile_units import Units
 from nbtrain.planning.tracing import Memory, Timeline
 from nbtrain.strategies.estimates import Moment, Unit
-from nbtrain.training.precision import HALVES, Format, changed
-from nbtrain.training.recompute import Recompute
+from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.precision.autocast import HALVES, Format, changed
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ def trace(model: nn.Module, call: Call, form: Format | None, recompute: tuple[st
 
 
 def _forward(model: nn.Module, call: Call, form: Format | None) -> Any:
-    """As `nbtrain.training.precision` does it on the ranks."""
+    """As `nbtrain.training.precision.autocast` does it on the ranks."""
     if form is None:
         return model(*call.given, **call.named)
     if form.weights:

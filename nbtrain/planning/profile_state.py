@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import modules
 from nbtrain.planning.tracing import Memory, size, tensors
-from nbtrain.training.precision import changed
+from nbtrain.training.precision.autocast import changed
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from nbtrain.compat import fake
 from nbtrain.compat.tensors import memory_id, sparse_parts
 from nbtrain.errors import UsageError
 from nbtrain.strategies.estimates import Moment
-from nbtrain.training.operations import KNOWN, UNKNOWN
+from nbtrain.training.loop.flop_count import KNOWN, UNKNOWN
 
 
 class CannotProfile(UsageError):

@@ -1,7 +1,7 @@
 """How the ranks of a run are brought to an end: asked, interrupted, freed from each other, and at last given up.
 
-*Stop.* All ranks are asked to end after the same step (`training/stopping.py`). Where none has finished a step there is
-nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE is
+*Stop.* All ranks are asked to end after the same step (`training/loop/stopping.py`). Where none has finished a step
+there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE is
 interrupted where it is. Nobody is given up: that takes a second press.
 
 *A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from nbtrain.engines.base import Pool
 from nbtrain.patience import Stopwatch
-from nbtrain.training.board import ABORT, OPEN, STEPS, STOP, TARGET, UNKNOWN
+from nbtrain.training.loop.shared_board import ABORT, OPEN, STEPS, STOP, TARGET, UNKNOWN
 
 VISIBLE = 0.004
 """Seconds after which a word on the board is seen by every rank."""

@@ -62,7 +62,7 @@ def _own_again(namespace: dict[str, Any]) -> None:
 
 
 def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
-    from nbtrain.training.prepare import PREPARABLE
+    from nbtrain.training.setup.components import PREPARABLE
 
     numeric.learn_atoms()
     walk = Walk(Table(0), namespace, keep_home=True)

@@ -29,7 +29,7 @@ class Reading:
         from torch.optim import Optimizer
         from torch.optim.lr_scheduler import LRScheduler
 
-        from nbtrain.training.checkpoints.aside import Wishes
+        from nbtrain.training.checkpoints.live_weights import Wishes
 
         self._run = run
         self._said: set[str] = set()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import psutil
 
 from nbtrain.engines.base import Frame, Pool
-from nbtrain.training.board import OPEN
+from nbtrain.training.loop.shared_board import OPEN
 from nbtrain.words import ranks as ranks_in_words
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

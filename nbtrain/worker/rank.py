@@ -19,7 +19,7 @@ from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
 from nbtrain.specs import RunSpec
-from nbtrain.training.board import ABORT, OPEN, RAISED, TAKEN, Board
+from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.home.homecoming import KERNEL, LIMIT, Home, Homeward
 from nbtrain.worker.home.random_states import adopt as adopt_streams
 from nbtrain.worker.home.random_states import collect as collect_streams
@@ -40,7 +40,7 @@ from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
-    from nbtrain.training.trial import Trying
+    from nbtrain.training.loop.trial_steps import Trying
 
 
 class Rank:
@@ -310,7 +310,7 @@ class Rank:
 
     def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
-        from nbtrain.training.subset import only
+        from nbtrain.training.ranks.some_ranks import only
 
         me = os.getpid()
         own = PythonsOwn()
@@ -374,7 +374,7 @@ class Rank:
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
         """Everything that a strategy may want to prepare; found again only when something changed."""
-        from nbtrain.training.prepare import PREPARABLE
+        from nbtrain.training.setup.components import PREPARABLE
 
         asked = frozenset((name, id(value)) for name, value in names.items())
         if changed or self._found is None or self._found[0] != asked:

@@ -40,7 +40,7 @@ class Never(Optimizer):
 
 
 def make_oss(oss: Any, parameters: list[torch.Tensor]) -> Any:
-    """Whoever watches for new optimizers (training/made.py) is not to take it for one of the user's."""
+    """Whoever watches for new optimizers (training/setup/in_cell_models.py) is not to take it for one of the user's."""
     with without("torch.optim.Optimizer.__init__", "torch.optim.Optimizer.add_param_group"), fairscale.quiet():
         return oss(parameters, optim=Never)
 

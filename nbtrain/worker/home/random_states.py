@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import nbtrain.training.streams as streams
-from nbtrain.training.streams import States
+import nbtrain.training.ranks.default_generators as streams
+from nbtrain.training.ranks.default_generators import States
 
 
 def capture() -> States:

@@ -14,7 +14,7 @@ from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.training.become import become
+from nbtrain.training.setup.replace_references import become
 from nbtrain.worker.home.homecoming import KERNEL, MISSING, Home, Homeward, New, pull, spared
 
 OPTION = "--"

@@ -80,7 +80,7 @@ def _text(error: BaseException) -> str:
 
 
 def _is_stop(error: BaseException) -> bool:
-    from nbtrain.training.stopping import Stopped
+    from nbtrain.training.loop.stopping import Stopped
 
     return isinstance(error, Stopped)
 

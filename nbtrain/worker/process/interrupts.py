@@ -9,8 +9,8 @@ import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from nbtrain.training.board import RAISED, Board
-from nbtrain.training.checkpoints import unbroken
+from nbtrain.training.checkpoints import uninterrupted as unbroken
+from nbtrain.training.loop.shared_board import RAISED, Board
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")
 

@@ -28,7 +28,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.patience import Patience
 from nbtrain.specs import RankInfo
-from nbtrain.training.board import FORMING, Board
+from nbtrain.training.loop.shared_board import FORMING, Board
 
 A_MONTH = datetime.timedelta(days=30)
 """Collectives wait this long for a slow peer: there is no time limit on user code."""
