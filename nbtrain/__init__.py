@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain import errors
-    from nbtrain.planning.plan import Plan
+    from nbtrain.planning.plan.plan import Plan
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
     from nbtrain.strategies.units import wrap

@@ -15,7 +15,7 @@ from torch import nn
 
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.machine import probes
-from nbtrain.planning import guide
+from nbtrain.planning.plan import guide
 from nbtrain.session.advice import advise
 from nbtrain.session.instead import instead
 from nbtrain.session.memory import LESS

@@ -21,12 +21,12 @@ from nbtrain.magics.loop import loop, resized
 from nbtrain.magics.parse import Request, parse
 from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.state import State
+from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.comparison import Comparison
-from nbtrain.planning.ground import ground
-from nbtrain.planning.plan import Plan
-from nbtrain.planning.subject import subject
-from nbtrain.planning.whole import plan
+from nbtrain.planning.plan.device_memory import ground
+from nbtrain.planning.plan.make_plan import plan
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.planning.profile.subject import subject
 from nbtrain.specs import PoolSpec
 from tests.kernels import Kernel
 from tests.notebook import LOOP, Notebook

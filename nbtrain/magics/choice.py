@@ -17,10 +17,10 @@ from nbtrain.magics.choice_wish import Backing, Wish, devices_of, ranks_of, whol
 from nbtrain.magics.parse import Request
 from nbtrain.magics.resolve import AUTO, Chosen
 from nbtrain.magics.state import State
+from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.comparison import Comparison
-from nbtrain.planning.guide import GOALS, LOSSES, place
-from nbtrain.planning.plan import Plan
+from nbtrain.planning.plan.guide import GOALS, LOSSES, place
+from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PRECISIONS
 
 Tell = Callable[[Data], None]

@@ -13,8 +13,8 @@ from nbtrain.machine.devices import Machine
 from nbtrain.magics.own import checked, of_notebook
 from nbtrain.magics.resolve import Chosen
 from nbtrain.magics.values import Namespace
-from nbtrain.planning.making import UNTOUCHED, Candidate, planned
-from nbtrain.planning.plan import Plan
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.planning.plan.rows import UNTOUCHED, Candidate, planned
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from nbtrain.errors import UsageError
 from nbtrain.magics.parse import Request
+from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.comparison import Comparison
-from nbtrain.planning.guide import GOALS
-from nbtrain.planning.plan import Plan
+from nbtrain.planning.plan.guide import GOALS
+from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PRECISIONS
 
 

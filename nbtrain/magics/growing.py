@@ -14,8 +14,8 @@ from nbtrain.magics.state import State
 from nbtrain.magics.values import DeviceSpec
 
 if TYPE_CHECKING:
-    from nbtrain.planning.comparison import Measured
-    from nbtrain.planning.growth import Point, Volume
+    from nbtrain.planning.compare.comparison import Measured
+    from nbtrain.planning.growth.growth import Point, Volume
     from nbtrain.session import Cell
     from nbtrain.specs import RunSpec
 
@@ -26,7 +26,7 @@ BANDWIDTH = 25e9
 def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
     from nbtrain.machine import devices
-    from nbtrain.planning.growth import fit
+    from nbtrain.planning.growth.growth import fit
 
     request = line.over(base)
     counts = request.value("grow")
@@ -50,7 +50,7 @@ def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
 
 
 def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
-    from nbtrain.planning.growth import Point
+    from nbtrain.planning.growth.growth import Point
 
     cores = probes.cores_allowed() if spec.pool.kind == "cpu" else 0
     return Point(
@@ -68,8 +68,8 @@ def _volume(state: State, cell: Cell, spec: RunSpec) -> Volume | None:
     cell, or cannot be looked at."""
     from nbtrain.exchange.names.name_order import Places
     from nbtrain.magics.planned import subject_of
-    from nbtrain.planning.growth import ring
-    from nbtrain.planning.profile import profile
+    from nbtrain.planning.growth.growth import ring
+    from nbtrain.planning.profile.profile import profile
     from nbtrain.session.names import captured
     from nbtrain.strategies.estimates import World
 

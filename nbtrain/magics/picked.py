@@ -15,14 +15,14 @@ from nbtrain.magics.choice import Choice
 from nbtrain.magics.choice_wish import Wish
 from nbtrain.magics.parse import Request
 from nbtrain.magics.state import State
-from nbtrain.planning.plan import Plan
+from nbtrain.planning.plan.plan import Plan
 from nbtrain.shield import shielded
 from nbtrain.views import no_widget
 from nbtrain.watch import shelf
 
 if TYPE_CHECKING:
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.planning.compare.receipt import Receipt
-    from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
 
 Do = Callable[[Mapping[str, Any]], None]

@@ -14,12 +14,12 @@ from nbtrain.magics.parse import Request, parse
 from nbtrain.magics.resolve import Chosen, Resolver
 from nbtrain.magics.state import State
 from nbtrain.magics.values import Namespace
-from nbtrain.planning.ground import Ground, ground
-from nbtrain.planning.plan import Plan
+from nbtrain.planning.plan.device_memory import Ground, ground
+from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PoolSpec
 
 if TYPE_CHECKING:
-    from nbtrain.planning.subject import Subject
+    from nbtrain.planning.profile.subject import Subject
 
 LARGE = 300_000_000
 """parameters: from here on it takes so long that one wonders"""
@@ -46,7 +46,7 @@ def _weights(model: Any) -> int:
 
 
 def subject_of(notebook: Namespace, model: str, batch: str) -> Subject:
-    from nbtrain.planning.subject import subject  # it loads torch
+    from nbtrain.planning.profile.subject import subject  # it loads torch
 
     return subject(dict(notebook), model, batch)
 
@@ -60,7 +60,7 @@ def plan_of(
     loss: str = "any",
 ) -> Plan:
     """`wanted`: over the defaults. `ranks`: processes that will make room. Nothing is started, no card is leased."""
-    from nbtrain.planning.whole import plan
+    from nbtrain.planning.plan.make_plan import plan
 
     return plan(
         found,
@@ -118,7 +118,7 @@ def for_programs(
 ) -> Plan:
     """`nbtrain.plan()`. `state`: of the notebook that calls, where the extension is loaded. `options`: those of the
     magic, by name; None: the notebook's default."""
-    from nbtrain.planning.guide import GOALS, LOSSES
+    from nbtrain.planning.plan.guide import GOALS, LOSSES
 
     for what, value, known in (("goal", goal, GOALS), ("loss", loss, LOSSES)):
         if value not in known:
@@ -134,7 +134,7 @@ def for_programs(
 
 def optimizer_of(value: Any, notebook: Mapping[str, Any]) -> Any:
     """Itself, or the one of this name."""
-    from nbtrain.planning.subject import optimizer
+    from nbtrain.planning.profile.subject import optimizer
 
     return optimizer(notebook, value)
 

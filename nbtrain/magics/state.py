@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.magics.cells import Seen
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.planning.compare.receipt import Receipt
-    from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
     from nbtrain.session.compare import Question
     from nbtrain.session.trying import Way

@@ -18,7 +18,7 @@ from nbtrain.magics.values import ALL, DeviceSpec, similar
 from nbtrain.magics.words import Word
 
 if TYPE_CHECKING:
-    from nbtrain.planning.comparison import Comparison
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.session import Cell
     from nbtrain.session.compare import Question
     from nbtrain.session.trying import Way

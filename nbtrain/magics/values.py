@@ -196,7 +196,7 @@ def memory(flag: str, word: Word, notebook: Namespace) -> int:
 
 def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
     """Bytes a second."""
-    from nbtrain.planning.bandwidth import read
+    from nbtrain.planning.growth.bandwidth import read
 
     try:
         return read(word.plain)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from nbtrain.planning.plan import Planned
+    from nbtrain.planning.plan.plan import Planned
 
 SMALL = 32 * 10**6
 """Bytes of weights: what has fewer fits everywhere, and nothing is asked of the machine."""
@@ -81,8 +81,8 @@ def _instead(
     pids: Iterable[int],
 ) -> tuple[Planned, Planned] | None:
     """ddp, which does not fit, and what does."""
-    from nbtrain.planning.advice import instead_of, weighed
-    from nbtrain.planning.ground import ground
+    from nbtrain.planning.plan.device_memory import ground
+    from nbtrain.planning.plan.quick_estimate import instead_of, weighed
 
     at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
     if sum(p.nbytes for p in weights) * STATES < SHARE * min(one.bytes for one in at.each):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nbtrain.planning.comparison import Comparison
-from nbtrain.planning.search import largest
+from nbtrain.planning.compare.comparison import Comparison
+from nbtrain.planning.compare.search import largest
 from nbtrain.session.trying import Tries, Way
 from nbtrain.specs import Trial
 

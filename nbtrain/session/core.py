@@ -10,8 +10,8 @@ from typing import Any
 import nbtrain.registry as registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.exchange.names.name_order import Places
+from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.comparison import Comparison
 from nbtrain.session import inkernel
 from nbtrain.session.advice import advise
 from nbtrain.session.aging import Aging

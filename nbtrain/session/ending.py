@@ -1,8 +1,8 @@
 """How the ranks of a run are brought to an end: asked, interrupted, freed from each other, and at last given up.
 
 *Stop.* All ranks are asked to end after the same step (`training/loop/stopping.py`). Where none has finished a step
-there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE is
-interrupted where it is. Nobody is given up: that takes a second press.
+there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
+is interrupted where it is. Nobody is given up: that takes a second press.
 
 *A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
 end by themselves; then they are interrupted, which wakes those who wait, and if that does not help their collectives

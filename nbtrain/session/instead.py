@@ -9,9 +9,9 @@ from typing import Any
 import nbtrain.registry as registry
 import nbtrain.words as words
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.planning import guide
-from nbtrain.planning.ground import Ground, ground
-from nbtrain.planning.guide import Way
+from nbtrain.planning.plan import guide
+from nbtrain.planning.plan.device_memory import Ground, ground
+from nbtrain.planning.plan.guide import Way
 from nbtrain.session.memory import LESS
 from nbtrain.specs import Needs, RunSpec
 
@@ -54,10 +54,10 @@ def instead(
 
 def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Ground) -> str:
     """With figures."""
-    from nbtrain.planning import whole
-    from nbtrain.planning.making import Candidate, make, planned
-    from nbtrain.planning.recomputed import recomputed, repeated
-    from nbtrain.planning.subject import subject
+    from nbtrain.planning.plan import make_plan as whole
+    from nbtrain.planning.plan.rows import Candidate, make, planned
+    from nbtrain.planning.profile.recompute import recomputed, repeated
+    from nbtrain.planning.profile.subject import subject
 
     found = subject({name: notebook[name] for name in (*names.hard, *names.soft) if name in notebook})
     if sum(1 for _ in found.model.modules()) > MODULES:
@@ -90,7 +90,7 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Gro
 
 def _guided(run: RunSpec, at: Ground) -> str:
     """What the guide names next, of what can be used here."""
-    from nbtrain.planning.making import candidates, lacking
+    from nbtrain.planning.plan.rows import candidates, lacking
 
     known = {one.name: one for one in candidates({}, {}, at.pool.nodes) if not lacking(one, at)}
     for way in guide.less_than(run.strategy, bool(run.checkpoint_activations)):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
-from nbtrain.planning.samples import first_batch
+from nbtrain.planning.profile.sample_batch import first_batch
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.units import callable_by_itself
 

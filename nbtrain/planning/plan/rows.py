@@ -8,9 +8,9 @@ from typing import Any
 
 from nbtrain import registry, words
 from nbtrain.errors import UsageError
-from nbtrain.planning import guide
-from nbtrain.planning.ground import Ground
-from nbtrain.planning.plan import Plan, Planned
+from nbtrain.planning.plan import guide
+from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.plan import Plan, Planned
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 from nbtrain.strategies.estimates import Profile

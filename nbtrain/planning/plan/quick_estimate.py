@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.planning import guide
-from nbtrain.planning.ground import Ground
-from nbtrain.planning.making import candidates, planned
-from nbtrain.planning.plan import Plan, Planned
-from nbtrain.planning.profile_state import step
-from nbtrain.planning.profile_units import places_of
+from nbtrain.planning.plan import guide
+from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.plan import Plan, Planned
+from nbtrain.planning.plan.rows import candidates, planned
+from nbtrain.planning.profile.optimizer_state import step
+from nbtrain.planning.profile.units import places_of
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.estimates import Profile, Unit, Weight
 from nbtrain.strategies.units import find_units

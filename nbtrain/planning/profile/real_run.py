@@ -11,10 +11,10 @@ from torch import nn
 
 from nbtrain.compat import fake
 from nbtrain.errors import UsageError
-from nbtrain.planning.profile_call import Call
-from nbtrain.planning.profile_model import lent
-from nbtrain.planning.profile_run import Traced, trace
-from nbtrain.planning.tracing import CannotProfile
+from nbtrain.planning.profile.forward_backward import Traced, trace
+from nbtrain.planning.profile.lend_model import lent
+from nbtrain.planning.profile.model_call import Call
+from nbtrain.planning.profile.trace import CannotProfile
 from nbtrain.strategies.estimates import Moment, Unit
 from nbtrain.training.precision.autocast import Format
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import compiler, modules
-from nbtrain.planning.tracing import CannotProfile
+from nbtrain.planning.profile.trace import CannotProfile
 from nbtrain.strategies.base import is_lazy
 from nbtrain.training.ranks.default_generators import capture, restore
 

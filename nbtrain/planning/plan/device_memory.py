@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import nbtrain.machine.probes as probes
-from nbtrain.planning.room import Room, in_memory, room
+from nbtrain.planning.plan.device_room import Room, in_memory, room
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec
 from nbtrain.strategies.estimates import World
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nbtrain.errors import UsageError
-from nbtrain.planning import growth_table
+from nbtrain.planning.growth import table as growth_table
 
 COUNTS = (8, 64, 512)
 PER_NODE = 8

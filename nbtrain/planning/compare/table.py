@@ -12,7 +12,7 @@ from nbtrain.planning.scatter import Axis, Dot, image, scatter
 from nbtrain.words import quantity, size
 
 if TYPE_CHECKING:
-    from nbtrain.planning.comparison import Comparison, Measured
+    from nbtrain.planning.compare.comparison import Comparison, Measured
 
 WIDTH = 760
 STAR = "★"

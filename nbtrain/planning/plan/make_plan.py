@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nbtrain.planning.ground import Ground
-from nbtrain.planning.making import make
-from nbtrain.planning.plan import Plan
-from nbtrain.planning.profile import profile
-from nbtrain.planning.recomputed import recomputed, repeated
-from nbtrain.planning.subject import Subject
+from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.planning.plan.rows import make
+from nbtrain.planning.profile.profile import profile
+from nbtrain.planning.profile.recompute import recomputed, repeated
+from nbtrain.planning.profile.subject import Subject
 from nbtrain.strategies.estimates import Profile
 
 

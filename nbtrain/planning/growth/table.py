@@ -8,11 +8,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbtrain import tables
-from nbtrain.planning import bandwidth
+from nbtrain.planning.growth import bandwidth
 from nbtrain.words import quantity, size
 
 if TYPE_CHECKING:
-    from nbtrain.planning.growth import Check, Growth, Outlook
+    from nbtrain.planning.growth.growth import Check, Growth, Outlook
 
 HEAD: tables.Row = ("ranks", "nodes", "a step", "at best", "samples/s", "efficiency", "communication", "sent per rank")
 CHECKED: tables.Row = ("ranks here", "measured", "expected", "off by", "")

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from nbtrain.compat.fake import FakeTensorMode, quiet
 from nbtrain.errors import UsageError
-from nbtrain.planning.profile_call import Call, find_call
-from nbtrain.planning.profile_left import Left
-from nbtrain.planning.profile_model import bare, check, lent
-from nbtrain.planning.profile_real import for_real
-from nbtrain.planning.profile_run import Traced, trace
-from nbtrain.planning.profile_state import Stepped, step
-from nbtrain.planning.profile_units import places_of
-from nbtrain.planning.tracing import CannotProfile, size
+from nbtrain.planning.profile.forward_backward import Traced, trace
+from nbtrain.planning.profile.left_in_caches import Left
+from nbtrain.planning.profile.lend_model import bare, check, lent
+from nbtrain.planning.profile.model_call import Call, find_call
+from nbtrain.planning.profile.optimizer_state import Stepped, step
+from nbtrain.planning.profile.real_run import for_real
+from nbtrain.planning.profile.trace import CannotProfile, size
+from nbtrain.planning.profile.units import places_of
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.estimates import Profile, Weight
 from nbtrain.training.precision.autocast import FORMATS, Format

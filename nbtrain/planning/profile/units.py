@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nbtrain.planning.tracing import Memory, size, tensors
+from nbtrain.planning.profile.trace import Memory, size, tensors
 from nbtrain.strategies.estimates import Unit
 from nbtrain.strategies.units import find_units
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.compat import modules
-from nbtrain.planning.tracing import Memory, size, tensors
+from nbtrain.planning.profile.trace import Memory, size, tensors
 from nbtrain.training.precision.autocast import changed
 
 

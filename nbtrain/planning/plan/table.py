@@ -12,7 +12,7 @@ from nbtrain import tables
 from nbtrain.tables import Row
 
 if TYPE_CHECKING:
-    from nbtrain.planning.plan import Plan, Planned
+    from nbtrain.planning.plan.plan import Plan, Planned
 
 STAR = "★ "
 HEAD = ("strategy", "parameters", "gradients", "optimizer", "activations", "buffers", "peak per rank", "sent per step")

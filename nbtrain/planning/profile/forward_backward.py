@@ -1,4 +1,4 @@
-"""One forward and backward of a model that has been lent, looked at: `nbtrain.planning.tracing` counts."""
+"""One forward and backward of a model that has been lent, looked at: `nbtrain.planning.profile.trace` counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.planning.profile_call import Call, find_loss
-from nbtrain.planning.profile_units import Units
-from nbtrain.planning.tracing import Memory, Timeline
+from nbtrain.planning.profile.model_call import Call, find_loss
+from nbtrain.planning.profile.trace import Memory, Timeline
+from nbtrain.planning.profile.units import Units
 from nbtrain.strategies.estimates import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import Recompute
 from nbtrain.training.precision.autocast import HALVES, Format, changed

@@ -8,9 +8,9 @@ from typing import Any
 
 import nbtrain.words as words
 from nbtrain import registry
-from nbtrain.planning import guide
-from nbtrain.planning.ground import Ground
-from nbtrain.planning.guide import Way
+from nbtrain.planning.plan import guide
+from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.guide import Way
 from nbtrain.strategies.estimates import Estimate, Profile, World
 
 TIGHT = 0.9
@@ -214,12 +214,12 @@ class Plan:
         return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
 
     def __repr__(self) -> str:
-        from nbtrain.planning import plan_table
+        from nbtrain.planning.plan import table as plan_table
 
         return plan_table.text(self)
 
     def _repr_html_(self) -> str:
-        from nbtrain.planning import plan_table
+        from nbtrain.planning.plan import table as plan_table
 
         return plan_table.html(self)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbtrain.planning import comparison_table
+from nbtrain.planning.compare import table as comparison_table
 
 STATES = ("waiting", "running", "done", "failed")
 
