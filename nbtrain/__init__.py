@@ -133,7 +133,7 @@ def plan(
     for no, small or any `loss` of speed.
     """
     from nbtrain.magics.extension import state_here
-    from nbtrain.magics.planned import for_programs
+    from nbtrain.magics.plan import for_programs
 
     options = {
         "devices": devices,
@@ -154,7 +154,7 @@ def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **optio
     other widgets cannot be. `options`: those of `%distributed pick`, by name.
     """
     from nbtrain.magics.extension import state_here
-    from nbtrain.magics.picked import picker as make
+    from nbtrain.magics.picker.picker import picker as make
 
     return make(state_here(), model, batch, plain=plain, **options)
 

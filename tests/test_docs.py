@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from nbtrain.events import PHASES
-from nbtrain.magics.options import OPTIONS
+from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
 from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
 from nbtrain.planning.plan.table import HEAD

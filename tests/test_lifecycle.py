@@ -23,8 +23,8 @@ from nbtrain.engines.local import LocalPool
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, RankState
 from nbtrain.machine.probes import Gpu
-from nbtrain.magics.parse import parse
-from nbtrain.magics.resolve import Resolver
+from nbtrain.magics.line.parse import parse
+from nbtrain.magics.line.resolve import Resolver
 from nbtrain.specs import PoolSpec
 from tests.hygiene import GRACE, describe, gone_within
 from tests.kernels import Kernel

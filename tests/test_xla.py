@@ -20,7 +20,7 @@ from nbtrain.doctor import check_strategies
 from nbtrain.errors import DeviceError, UsageError
 from nbtrain.machine.devices import Devices, Machine, resolve
 from nbtrain.machine.probes import cores_allowed, tpus
-from nbtrain.magics import table
+from nbtrain.magics import strategy_table as table
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.strategies._xla.library import take_place
 from tests.kernels import running_kernel

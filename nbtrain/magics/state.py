@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbtrain.magics.parse import Request, parse
-from nbtrain.magics.resolve import Resolver
+from nbtrain.magics.line.parse import Request, parse
+from nbtrain.magics.line.resolve import Resolver
 from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:

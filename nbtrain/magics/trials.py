@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.options import BY_NAME
-from nbtrain.magics.parse import Given, Request
-from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.values import ALL, DeviceSpec, similar
+from nbtrain.magics.line.words import Word
 from nbtrain.magics.state import State
-from nbtrain.magics.values import ALL, DeviceSpec, similar
-from nbtrain.magics.words import Word
 
 if TYPE_CHECKING:
     from nbtrain.planning.compare.comparison import Comparison

@@ -8,8 +8,8 @@ from typing import Any
 from nbtrain import registry, tables
 from nbtrain.compat import fit
 from nbtrain.errors import UsageError
-from nbtrain.magics.flags import flags_of
-from nbtrain.magics.own import checked, of_notebook
+from nbtrain.magics.line.flags import flags_of
+from nbtrain.magics.own_strategies import checked, of_notebook
 from nbtrain.strategies import presets
 from nbtrain.tables import Row
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import flags, own, values
-from nbtrain.magics.flags import Flag
-from nbtrain.magics.options import OPTIONS
-from nbtrain.magics.parse import Given, Request
-from nbtrain.magics.values import DeviceSpec, Namespace, similar
-from nbtrain.magics.words import Word
+from nbtrain.magics import own_strategies as own
+from nbtrain.magics.line import flags, values
+from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line.options import OPTIONS
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.values import DeviceSpec, Namespace, similar
+from nbtrain.magics.line.words import Word
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy

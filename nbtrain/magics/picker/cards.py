@@ -10,9 +10,9 @@ import nbtrain.machine.probes as probes
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.machine.devices import Machine
-from nbtrain.magics.own import checked, of_notebook
-from nbtrain.magics.resolve import Chosen
-from nbtrain.magics.values import Namespace
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import Namespace
+from nbtrain.magics.own_strategies import checked, of_notebook
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.planning.plan.rows import UNTOUCHED, Candidate, planned
 from nbtrain.specs import Needs

@@ -11,11 +11,13 @@ from typing import Any
 import nbtrain.machine.devices as devices
 from nbtrain import registry
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import choice_cards, choice_options, own
-from nbtrain.magics.choice_cards import Data, variant_name
-from nbtrain.magics.choice_wish import Backing, Wish, devices_of, ranks_of, whole
-from nbtrain.magics.parse import Request
-from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics import own_strategies as own
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.picker import cards as choice_cards
+from nbtrain.magics.picker import options_form as choice_options
+from nbtrain.magics.picker.cards import Data, variant_name
+from nbtrain.magics.picker.wishes import Backing, Wish, devices_of, ranks_of, whole
 from nbtrain.magics.state import State
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt

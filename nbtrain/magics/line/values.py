@@ -12,8 +12,8 @@ from typing import Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.own import is_strategy, kind_of
-from nbtrain.magics.words import Word
+from nbtrain.magics.line.words import Word
+from nbtrain.magics.own_strategies import is_strategy, kind_of
 from nbtrain.strategies import presets
 
 Namespace = Mapping[str, Any]

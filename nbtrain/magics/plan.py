@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import flags
-from nbtrain.magics.own import of_notebook
-from nbtrain.magics.parse import Request, parse
-from nbtrain.magics.resolve import Chosen, Resolver
+from nbtrain.magics.line import flags
+from nbtrain.magics.line.parse import Request, parse
+from nbtrain.magics.line.resolve import Chosen, Resolver
+from nbtrain.magics.line.values import Namespace
+from nbtrain.magics.own_strategies import of_notebook
 from nbtrain.magics.state import State
-from nbtrain.magics.values import Namespace
 from nbtrain.planning.plan.device_memory import Ground, ground
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PoolSpec

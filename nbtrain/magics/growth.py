@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.machine import probes
 from nbtrain.magics import trials
-from nbtrain.magics.parse import Given, Request
-from nbtrain.magics.resolve import Chosen
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import DeviceSpec
 from nbtrain.magics.state import State
-from nbtrain.magics.values import DeviceSpec
 
 if TYPE_CHECKING:
     from nbtrain.planning.compare.comparison import Measured
@@ -67,7 +67,7 @@ def _volume(state: State, cell: Cell, spec: RunSpec) -> Volume | None:
     """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
     cell, or cannot be looked at."""
     from nbtrain.exchange.names.name_order import Places
-    from nbtrain.magics.planned import subject_of
+    from nbtrain.magics.plan import subject_of
     from nbtrain.planning.growth.growth import ring
     from nbtrain.planning.profile.profile import profile
     from nbtrain.session.names import captured

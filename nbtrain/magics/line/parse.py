@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import values
-from nbtrain.magics.options import BY_FLAG, BY_NAME
-from nbtrain.magics.values import Namespace
-from nbtrain.magics.words import Word, split
+from nbtrain.magics.line import values
+from nbtrain.magics.line.options import BY_FLAG, BY_NAME
+from nbtrain.magics.line.values import Namespace
+from nbtrain.magics.line.words import Word, split
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbtrain.errors import UsageError
-from nbtrain.magics.parse import Request
+from nbtrain.magics.line.parse import Request
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.plan.guide import GOALS

@@ -9,9 +9,9 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics.options import BY_FLAG
-from nbtrain.magics.values import SWITCH, Namespace, Unreadable, evaluate, similar
-from nbtrain.magics.words import Word
+from nbtrain.magics.line.options import BY_FLAG
+from nbtrain.magics.line.values import SWITCH, Namespace, Unreadable, evaluate, similar
+from nbtrain.magics.line.words import Word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import flags
-from nbtrain.magics.flags import Flag
-from nbtrain.magics.resolve import Chosen
-from nbtrain.magics.values import Namespace
-from nbtrain.magics.words import Word, split
+from nbtrain.magics.line import flags
+from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import Namespace
+from nbtrain.magics.line.words import Word, split
 
 KINDS = ("switch", "choice", "number", "text")
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import cells, planned
-from nbtrain.magics.choice import Choice
-from nbtrain.magics.choice_wish import Wish
-from nbtrain.magics.parse import Request
+from nbtrain.magics import cells
+from nbtrain.magics import plan as planned
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.wishes import Wish
 from nbtrain.magics.state import State
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.shield import shielded
@@ -93,7 +94,7 @@ class Notebook:
     def plan(self, wish: Wish) -> Plan:
         if "torch" not in sys.modules:
             raise UsageError(NO_MODEL)
-        from nbtrain.magics.loop import loop, resized  # on use: torch
+        from nbtrain.magics.picker.training_loop import loop, resized  # on use: torch
 
         state = self._state
         base = self._request.over(state.defaults)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain import registry
-from nbtrain.magics import values
-from nbtrain.magics.values import DeviceSpec, Reader
+from nbtrain.magics.line import values
+from nbtrain.magics.line.values import DeviceSpec, Reader
 from nbtrain.specs import PRECISIONS
 
 
