@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbtrain.exchange.graph.residence import Table, Walk
-from nbtrain.session.traffic import Outgoing, Traffic
+from nbtrain.session.sync.notebook_side import Outgoing, Traffic
 from nbtrain.worker.home.homecoming import KERNEL, Home
 from nbtrain.worker.home.rank_side import Twins
 

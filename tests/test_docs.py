@@ -17,7 +17,7 @@ from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
 from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
 from nbtrain.planning.plan.table import HEAD
-from nbtrain.session.background import BackgroundRun
+from nbtrain.session.background.background_run import BackgroundRun
 from nbtrain.strategies.estimates import World
 from tests.test_estimating import MB, SIZES, profile
 

@@ -446,6 +446,6 @@ def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: p
     sides.out()
     sides.out()
     assert sides.traffic.slow == {}
-    monkeypatch.setattr("nbtrain.session.traffic.BUDGET", 0.0)
+    monkeypatch.setattr("nbtrain.session.sync.notebook_side.BUDGET", 0.0)
     sides.out(["rows", "values"])
     assert list(sides.traffic.slow) == ["rows"]

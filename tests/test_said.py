@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nbtrain.events import Failed
-from nbtrain.session import hints
-from nbtrain.session.loop_variables import loop_variables
+from nbtrain.session.report import error_hints as hints
+from nbtrain.session.report.loop_variables import loop_variables
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.training.precision.activation_checkpointing import Recompute
 from nbtrain.training.setup import option_advice as advice

@@ -20,7 +20,7 @@ from comm.base_comm import BaseComm
 
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
-from nbtrain.session.screen import Screen
+from nbtrain.session.output.screens import Screen
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.views.html import HtmlView

@@ -70,7 +70,7 @@ def _volume(state: State, cell: Cell, spec: RunSpec) -> Volume | None:
     from nbtrain.magics.plan import subject_of
     from nbtrain.planning.growth.growth import ring
     from nbtrain.planning.profile.profile import profile
-    from nbtrain.session.names import captured
+    from nbtrain.session.sync.captured_names import captured
     from nbtrain.strategies.estimates import World
 
     read = captured(cell.code, state.notebook, (), cell, Places(state.notebook))

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.planning.compare.receipt import Receipt
     from nbtrain.session import Cell
-    from nbtrain.session.compare import Question
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import Way
+    from nbtrain.session.trials.compare import Question
 
 
 class Session(Protocol):

@@ -20,8 +20,8 @@ from nbtrain.magics.state import State
 if TYPE_CHECKING:
     from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.session import Cell
-    from nbtrain.session.compare import Question
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import Way
+    from nbtrain.session.trials.compare import Question
 
 OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
 """Options that mean nothing once the cell is run in earnest."""
@@ -52,7 +52,7 @@ def run(state: State, line: Request, base: Request, cell: Cell) -> None:
 
 
 def question(request: Request) -> Question:
-    from nbtrain.session.compare import Question
+    from nbtrain.session.trials.compare import Question
 
     found = Question(steps=request.value("steps"), memory=request.value("memory"))
     if request.value("find_batch"):
@@ -89,7 +89,7 @@ def _fewer(state: State, name: str, request: Request) -> dict[str, Given]:
 
 
 def way(state: State, name: str, line: Request, base: Request) -> Way:
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import Way
 
     return Way(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
 

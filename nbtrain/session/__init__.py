@@ -27,6 +27,6 @@ status.py        `%distributed status`
 from __future__ import annotations
 
 from nbtrain.session.cell import Cell
-from nbtrain.session.core import Session
+from nbtrain.session.session import Session
 
 __all__ = ["Cell", "Session"]

@@ -331,7 +331,7 @@ class Runtime:
 
     def compared(self) -> dict[str, int]:
         """Of the cell that has just ended, by name: the notebook says something where ranks have the same number, or
-        another one (session/compared.py)."""
+        another one (session/report/rank_differences.py)."""
         work, data = self.wrapped.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
         return found | self.wrapped.summed.divisors() | self.wrapped.own.number()

@@ -121,7 +121,7 @@ class Notebook:
         self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
     ) -> Comparison:
         from nbtrain.magics import trials
-        from nbtrain.session.compare import Question
+        from nbtrain.session.trials.compare import Question
 
         cell, state = self._cell(), self._state
         ways = [trials.way(state, name, state.read(line), state.defaults) for name, line in candidates]

@@ -4,8 +4,9 @@ Put into `p.grad` it is averaged before a step. What else is made of it (fast we
 share: right where each rank works on tasks of its own, otherwise not what one process has with the whole batch. The
 two cannot be told apart, so nothing is averaged unasked: it is said, and `reduce(gradient)` brings it together, which
 can be differentiated again if the gradient can. The first ones of a cell are looked at; that they differ between ranks
-shows as the cell ends (session/compared.py). Of a `p.grad` that is added up of them and of the weight (decay by hand,
-several losses), what each was multiplied by is compared: by numbers that are the same everywhere it is right.
+shows as the cell ends (session/report/rank_differences.py). Of a `p.grad` that is added up of them and of the weight
+(decay by hand, several losses), what each was multiplied by is compared: by numbers that are the same everywhere it is
+right.
 
 Nothing fails for being looked at: what cannot be is not told of.
 """

@@ -4,7 +4,8 @@ The mean of the ranks' *sums* over a batch is one N-th of what one process has w
 samples are such a sum, too, if each is divided by the size of the batch that the ranks share, or by nothing. And where
 each rank divides by a number of its own (targets that are ignored, class weights, a mask), the mean of these means is
 not the mean of all. Both are read from the graph of the first losses of a cell, so they are found wherever they stand.
-The first is known to a rank; the second, when the ranks' numbers are compared as the cell ends (session/compared.py).
+The first is known to a rank; the second, when the ranks' numbers are compared as the cell ends
+(session/report/rank_differences.py).
 """
 
 from __future__ import annotations

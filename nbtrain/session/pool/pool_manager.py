@@ -16,15 +16,15 @@ from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.arrival import Unmakeable
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
 from nbtrain.patience import Patience
-from nbtrain.session import failure
-from nbtrain.session.handles import SLOW, Fetch
-from nbtrain.session.idle import MINUTES, Idle
-from nbtrain.session.kept import handles, kept
-from nbtrain.session.memory import LESS
-from nbtrain.session.report import drop_ahead, mourn, mourn_some
-from nbtrain.session.surroundings import Mirror
-from nbtrain.session.traffic import Traffic
-from nbtrain.session.where import where
+from nbtrain.session.pool.idle_release import MINUTES, Idle
+from nbtrain.session.report import failure
+from nbtrain.session.report.oom_report import LESS
+from nbtrain.session.report.report import drop_ahead, mourn, mourn_some
+from nbtrain.session.report.stacks import where
+from nbtrain.session.sync.handles import SLOW, Fetch
+from nbtrain.session.sync.kept_handles import handles, kept
+from nbtrain.session.sync.kernel_environment import Mirror
+from nbtrain.session.sync.notebook_side import Traffic
 from nbtrain.shield import shielded
 from nbtrain.specs import PoolSpec, difference
 from nbtrain.worker.home.homecoming import Home
@@ -180,7 +180,7 @@ class Ranks:
 
     def fork(self, spec: PoolSpec, traffic: Traffic) -> None:
         """Ranks that are copies of this process, made after `traffic` knows what they hold."""
-        from nbtrain.session.forked import body
+        from nbtrain.session.pool.fork_child import body
 
         self.pool = registry.engine(spec.engine).load()(spec, body(self.shell, traffic.table))
         self.traffic = traffic

@@ -8,10 +8,10 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.exchange.kinds import ATOMS
-from nbtrain.session.traffic import MISSING
+from nbtrain.session.sync.notebook_side import MISSING
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run.cell_run import CellRun
 
 UNCHANGING = (*ATOMS, FunctionType, ModuleType, type)
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.probes as probes
 from nbtrain.beacon import Beacon
-from nbtrain.session.controls import Answer, Controls
+from nbtrain.session.run.controls import Answer, Controls
 from nbtrain.watch.shelf import notebook
 
 if TYPE_CHECKING:
-    from nbtrain.session.ranks import Ranks
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.pool.pool_manager import Ranks
+    from nbtrain.session.run.cell_run import CellRun
 
 IDLE = "no cell runs on the ranks"
 

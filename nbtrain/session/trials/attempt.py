@@ -12,12 +12,12 @@ import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import Places
-from nbtrain.session.advice import advise
 from nbtrain.session.cell import Cell
-from nbtrain.session.names import captured
-from nbtrain.session.ranks import Ranks
-from nbtrain.session.run import CellRun
-from nbtrain.session.unkept import Unkept
+from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.run.cell_run import CellRun
+from nbtrain.session.run.discard_trial import Unkept
+from nbtrain.session.sync.captured_names import captured
+from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.specs import RunSpec, Trial
 
 ROOM = 0.9

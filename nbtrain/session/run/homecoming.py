@@ -13,18 +13,18 @@ from nbtrain.exchange.graph.residence import Handle
 from nbtrain.exchange.kinds import ATOMS
 from nbtrain.messages import Conclude
 from nbtrain.patience import Stopwatch
-from nbtrain.session import failure
-from nbtrain.session.ending import SAID
-from nbtrain.session.hints import hint
-from nbtrain.session.memory import ran_out, readings
-from nbtrain.session.relay import figures_can_be_shown
-from nbtrain.session.report import Said, drop_ahead, report
-from nbtrain.session.traffic import MISSING, Traffic
+from nbtrain.session.output.relay import figures_can_be_shown
+from nbtrain.session.report import failure
+from nbtrain.session.report.error_hints import hint
+from nbtrain.session.report.oom_report import ran_out, readings
+from nbtrain.session.report.report import Said, drop_ahead, report
+from nbtrain.session.run.ending import SAID
+from nbtrain.session.sync.notebook_side import MISSING, Traffic
 from nbtrain.shield import presses, shielded
 from nbtrain.worker.home.homecoming import Home
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run.cell_run import CellRun
 
 APART = (
     "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "
@@ -223,7 +223,7 @@ class Homecoming:
 
     def _less(self) -> str:
         """What needs less memory."""
-        from nbtrain.session.instead import instead  # on use, as few cells end like that
+        from nbtrain.session.report.oom_advice import instead  # on use, as few cells end like that
 
         pids = self.held.pool.pids().values() if self.held.pool is not None else ()
         return instead(self.run.names, self.shell.user_ns, self.spec, pids, self._keeps)

@@ -12,7 +12,7 @@ from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import Ground, ground
 from nbtrain.planning.plan.guide import Way
-from nbtrain.session.memory import LESS
+from nbtrain.session.report.oom_report import LESS
 from nbtrain.specs import Needs, RunSpec
 
 MODULES = 600

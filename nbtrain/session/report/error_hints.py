@@ -10,7 +10,7 @@ import nbtrain.machine.probes as probes
 import nbtrain.words as words
 from nbtrain.events import Failed
 from nbtrain.exchange.names.cell_names import private
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.sync.notebook_side import Traffic
 
 _MISSING = (
     re.compile(r"name '(\w+)' is not defined"),

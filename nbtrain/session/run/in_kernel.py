@@ -16,9 +16,9 @@ from nbtrain.errors import UsageError
 from nbtrain.events import Event
 from nbtrain.exchange.graph.residence import Table, Walk, find_all
 from nbtrain.exchange.kinds import numeric
-from nbtrain.session.audience import Audience
 from nbtrain.session.cell import Cell
-from nbtrain.session.screen import Screen
+from nbtrain.session.output.screens import Screen
+from nbtrain.session.run.observers import Audience
 from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
 
 

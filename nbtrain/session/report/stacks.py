@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 
@@ -12,7 +13,7 @@ from nbtrain.engines.base import Frame, Pool
 from nbtrain.training.loop.shared_board import OPEN
 from nbtrain.words import ranks as ranks_in_words
 
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 TORCH = f"{os.sep}torch{os.sep}"
 """Which of its wrappers it is in says nobody anything."""
 LONG = 100

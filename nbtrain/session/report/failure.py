@@ -12,8 +12,8 @@ from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import RankDied, RankError
 from nbtrain.events import Failed
-from nbtrain.session.memory import LESS, of_the_dead
-from nbtrain.session.where import place
+from nbtrain.session.report.oom_report import LESS, of_the_dead
+from nbtrain.session.report.stacks import place
 
 AS_BEFORE = "The notebook is as it was before this cell."
 

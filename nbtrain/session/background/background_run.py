@@ -11,10 +11,10 @@ from typing import Any
 
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
-from nbtrain.session.conflicts import Conflicts
-from nbtrain.session.reading import Reading
-from nbtrain.session.report import listed
-from nbtrain.session.run import CellRun
+from nbtrain.session.background.name_conflicts import Conflicts
+from nbtrain.session.background.weight_reads import Reading
+from nbtrain.session.report.report import listed
+from nbtrain.session.run.cell_run import CellRun
 from nbtrain.shield import presses
 from nbtrain.worker.home.homecoming import Home
 

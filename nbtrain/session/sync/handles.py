@@ -12,8 +12,8 @@ from nbtrain.events import Event, Pulled
 from nbtrain.exchange.graph.residence import Handle, Node
 from nbtrain.exchange.kinds.base import GONE
 from nbtrain.messages import Message, Pull, Serve
-from nbtrain.session import kept
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.sync import kept_handles as kept
+from nbtrain.session.sync.notebook_side import Traffic
 
 SLOW = 2.0
 """Seconds after which something that is not the cell itself says what it is."""

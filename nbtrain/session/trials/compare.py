@@ -11,7 +11,7 @@ from typing import Any
 
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.search import largest
-from nbtrain.session.trying import Tries, Way
+from nbtrain.session.trials.attempt import Tries, Way
 from nbtrain.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0

@@ -9,10 +9,10 @@ import nbtrain.words as words
 from nbtrain.errors import UsageError
 from nbtrain.events import GROUP, Finished
 from nbtrain.session.cell import Cell
-from nbtrain.session.compared import compared
-from nbtrain.session.kept import kept
-from nbtrain.session.loop_variables import loop_variables
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.report.loop_variables import loop_variables
+from nbtrain.session.report.rank_differences import compared
+from nbtrain.session.sync.kept_handles import kept
+from nbtrain.session.sync.notebook_side import Traffic
 
 SHOWN = 8
 """Names in one line."""

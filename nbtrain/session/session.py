@@ -12,23 +12,23 @@ from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.exchange.names.name_order import Places
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.session import inkernel
-from nbtrain.session.advice import advise
-from nbtrain.session.aging import Aging
-from nbtrain.session.background import BackgroundRun, refuse
+from nbtrain.session.background.background_run import BackgroundRun, refuse
+from nbtrain.session.background.cell_refusal import Refusal
 from nbtrain.session.cell import Cell
-from nbtrain.session.check import Report, check
-from nbtrain.session.compare import Comparing, Question, Told
-from nbtrain.session.names import captured, check_kept, check_shown
-from nbtrain.session.outside import Outside
-from nbtrain.session.patched import Patched
-from nbtrain.session.ranks import Ranks
-from nbtrain.session.refusal import Refusal
-from nbtrain.session.report import drop_ahead, listed, mourn
-from nbtrain.session.run import CellRun
-from nbtrain.session.status import report
+from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.pool.status import report
+from nbtrain.session.report.report import drop_ahead, listed, mourn
+from nbtrain.session.run import in_kernel as inkernel
+from nbtrain.session.run.cell_run import CellRun
+from nbtrain.session.run.public_record import Outside
+from nbtrain.session.sync.captured_names import captured, check_kept, check_shown
+from nbtrain.session.sync.check_report import Report, check
+from nbtrain.session.sync.patched_packages import Patched
+from nbtrain.session.sync.stale_modules import Aging
+from nbtrain.session.trials.attempt import Tries, Way
+from nbtrain.session.trials.auto_strategy import advise
+from nbtrain.session.trials.compare import Comparing, Question, Told
 from nbtrain.session.trials.verify import Verifying
-from nbtrain.session.trying import Tries, Way
 from nbtrain.specs import PoolSpec, RunSpec
 
 

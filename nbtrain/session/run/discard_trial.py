@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.events import Failed, Tried
-from nbtrain.session.homecoming import Homecoming
-from nbtrain.session.memory import ran_out
+from nbtrain.session.report.oom_report import ran_out
+from nbtrain.session.run.homecoming import Homecoming
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run.cell_run import CellRun
 
 EXITS = (1, 127)
 """of a process that could not start a thread, or load a library"""

@@ -16,8 +16,8 @@ from nbtrain.watch.series import points
 
 if TYPE_CHECKING:
     from nbtrain.session.cell import Cell
-    from nbtrain.session.controls import Controls
-    from nbtrain.session.screen import Screen
+    from nbtrain.session.output.screens import Screen
+    from nbtrain.session.run.controls import Controls
     from nbtrain.specs import RunSpec
 
 

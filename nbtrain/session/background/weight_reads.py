@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import nbtrain.registry as registry
 from nbtrain.exchange.graph.residence import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
-from nbtrain.session.report import listed
+from nbtrain.session.report.report import listed
 from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
-    from nbtrain.session.run import CellRun
+    from nbtrain.session.run.cell_run import CellRun
 
 LONG = 10.0
 """Seconds for which a cell waits for a step to end."""

@@ -9,7 +9,7 @@ from typing import Any
 import nbtrain.machine.probes as probes
 import nbtrain.words as words
 from nbtrain.engines.base import Pool
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.sync.notebook_side import Traffic
 
 
 def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()) -> str:

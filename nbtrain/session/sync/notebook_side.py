@@ -23,7 +23,7 @@ from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, Source
-from nbtrain.session import kept
+from nbtrain.session.sync import kept_handles as kept
 from nbtrain.worker.home.homecoming import Home
 from nbtrain.worker.home.random_states import States, capture, restore
 from nbtrain.worker.home.rank_side import OPTION

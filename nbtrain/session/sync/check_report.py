@@ -17,8 +17,8 @@ from nbtrain.exchange.names.cell_names import CellNames, private, reach
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.records import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
-from nbtrain.session import opening
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.sync import trial_unpickling as opening
+from nbtrain.session.sync.notebook_side import Traffic
 
 HEAVY = 16 << 20
 """Bytes from which on it is worth a line that nobody asked for them."""

@@ -14,20 +14,20 @@ from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, Ran
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import Run, Source
 from nbtrain.patience import Standing
-from nbtrain.session.asked import Asked
-from nbtrain.session.audience import Audience
 from nbtrain.session.cell import Cell
-from nbtrain.session.controls import Controls
-from nbtrain.session.ending import Ending
-from nbtrain.session.handles import SLOW
-from nbtrain.session.homecoming import Homecoming
-from nbtrain.session.outcome import Outcome
-from nbtrain.session.ranks import BEAT, Ranks, starting
-from nbtrain.session.relay import Relay
-from nbtrain.session.report import check_ahead, slow
-from nbtrain.session.screen import Left, Nowhere, Screen
-from nbtrain.session.traffic import Outgoing, Traffic
-from nbtrain.session.unkept import Unkept
+from nbtrain.session.output.blocked_kernel import Asked
+from nbtrain.session.output.relay import Relay
+from nbtrain.session.output.screens import Left, Nowhere, Screen
+from nbtrain.session.pool.pool_manager import BEAT, Ranks, starting
+from nbtrain.session.report.report import check_ahead, slow
+from nbtrain.session.run.controls import Controls
+from nbtrain.session.run.discard_trial import Unkept
+from nbtrain.session.run.ending import Ending
+from nbtrain.session.run.homecoming import Homecoming
+from nbtrain.session.run.observers import Audience
+from nbtrain.session.run.outcome import Outcome
+from nbtrain.session.sync.handles import SLOW
+from nbtrain.session.sync.notebook_side import Outgoing, Traffic
 from nbtrain.shield import Presses, presses
 from nbtrain.specs import PRECISIONS, RunSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import nbtrain.words as words
 from nbtrain.events import Display, Output
-from nbtrain.session.screen import Screen
+from nbtrain.session.output.screens import Screen
 
 KEPT = 1 << 16
 """Characters of another rank's text that are looked at when the cell ends."""
