@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nbtrain.planning.plan.plan import Plan
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-    from nbtrain.strategies.units import wrap
+    from nbtrain.strategies.kit.units import wrap
     from nbtrain.unfilled import empty
 
     # What a rank finds among its builtins; said here for editors.
@@ -167,7 +167,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(base, name)
     if name == "wrap":
-        from nbtrain.strategies.units import wrap
+        from nbtrain.strategies.kit.units import wrap
 
         return wrap
     if name in ("save", "load"):

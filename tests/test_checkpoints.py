@@ -480,7 +480,7 @@ def test_every_k_steps_and_keep_last(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def _made_by_deepspeed(rank: int, parent: str) -> dict[str, torch.Tensor]:
     """With DeepSpeed's own calls, as any script would."""
-    from nbtrain.strategies._deepspeed.library import library
+    from nbtrain.strategies.deepspeed.library import library
 
     os.environ["LOCAL_RANK"] = str(rank)
     deepspeed = library(torch.device("cpu"))  # the library itself, without the op that it would compile for a minute

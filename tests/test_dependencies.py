@@ -24,11 +24,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OF_AN_EXTRA = {
     "deepspeed": (
-        *("strategies/_deepspeed/", "strategies/deepspeed.py", "compat/deepspeed.py"),
+        *("strategies/_deepspeed/", "strategies/deepspeed/__init__.py", "compat/deepspeed.py"),
         "training/checkpoints/other_formats.py",
     ),
-    "fairscale": ("strategies/_sharded/", "strategies/sharded.py", "compat/fairscale.py"),
-    "horovod": ("strategies/_horovod/", "strategies/horovod.py", "compat/horovod.py"),
+    "fairscale": ("strategies/_sharded/", "strategies/sharded/__init__.py", "compat/fairscale.py"),
+    "horovod": ("strategies/_horovod/", "strategies/horovod/__init__.py", "compat/horovod.py"),
     "server": ("server/",),
 }
 """The files that may count on what an extra installs: they are imported where it is asked for."""

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
-from nbtrain.strategies.arguments import kept, listed
 from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.kit.call_arguments import kept, listed
 from nbtrain.training.data.same_work import SameWork
 from nbtrain.training.gradients.by_autograd_grad import OwnGradients
 from nbtrain.training.gradients.summed_losses import Summed

@@ -437,7 +437,7 @@ class Rank:
         self.shell.let_go_of_errors()
 
     def _worth_showing(self, error: BaseException | None) -> bool:
-        from nbtrain.strategies.mixed import explain
+        from nbtrain.strategies.fsdp.ungathered_call import explain
 
         self._is_over()
         if self._trying is not None and self._trying.well(error):

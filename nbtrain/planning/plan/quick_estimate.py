@@ -16,7 +16,7 @@ from nbtrain.planning.profile.optimizer_state import step
 from nbtrain.planning.profile.units import places_of
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.estimates import Profile, Unit, Weight
-from nbtrain.strategies.units import find_units
+from nbtrain.strategies.kit.units import find_units
 
 
 def weighed(

@@ -8,7 +8,7 @@ from torch import nn
 
 from nbtrain.planning.profile.trace import Memory, size, tensors
 from nbtrain.strategies.estimates import Unit
-from nbtrain.strategies.units import find_units
+from nbtrain.strategies.kit.units import find_units
 
 
 class Units:

@@ -39,7 +39,7 @@ def weights(path: Path) -> Mapping[str, torch.Tensor]:
         )
     before = dict(os.environ)
     try:
-        from nbtrain.strategies._deepspeed.library import imported
+        from nbtrain.strategies.deepspeed.library import imported
 
         imported(torch.device("cpu"))
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -25,7 +25,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.compat import engine, tensors
-from nbtrain.strategies.arguments import by_name, called_with
+from nbtrain.strategies.kit.call_arguments import by_name, called_with
 from nbtrain.training.setup.components import Workshop
 
 LOOKS, CALLS, NODES = 4, 64, 64

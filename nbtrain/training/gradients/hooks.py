@@ -19,7 +19,7 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
-from nbtrain.strategies.gradsync import TOO_EARLY
+from nbtrain.strategies.kit.gradient_average import TOO_EARLY
 from nbtrain.training.setup.components import Workshop
 
 OWN_SHARE = (

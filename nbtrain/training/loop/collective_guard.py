@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.alongside import ALONE, MESH, ODD
+from nbtrain.strategies.kit.collective_errors import ALONE, MESH, ODD
 from nbtrain.training.loop.phases import Phases
 from nbtrain.training.loop.shared_board import (
     CELL,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from nbtrain.errors import UsageError
-from nbtrain.strategies.alike import differing
+from nbtrain.strategies.kit.same_on_ranks import differing
 
 OPERATIONS = ("mean", "sum", "min", "max")
 

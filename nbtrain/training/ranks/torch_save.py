@@ -25,8 +25,8 @@ import torch.distributed as dist
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.patience import Patience
-from nbtrain.strategies.alongside import ODD
-from nbtrain.strategies.placed import gathered as placed
+from nbtrain.strategies.kit.collective_errors import ODD
+from nbtrain.strategies.kit.stage_tensors import gathered as placed
 from nbtrain.training.loop.collective_guard import Meeting
 from nbtrain.training.ranks.disk_full import room_told
 
@@ -83,7 +83,7 @@ class Saving:
         """With whole weights, for a file that every rank writes by itself."""
         if not self._in_pieces(obj):
             return obj
-        from nbtrain.strategies.gathered import everywhere
+        from nbtrain.strategies.kit.full_tensors import everywhere
 
         self._paths(0)
         return everywhere(obj)
@@ -92,13 +92,13 @@ class Saving:
     def _in_pieces(obj: Any) -> bool:
         if "torch.distributed.tensor" not in sys.modules:
             return False
-        from nbtrain.strategies.gathered import holds_shards
+        from nbtrain.strategies.kit.full_tensors import holds_shards
 
         return holds_shards(obj)
 
     def _save_pieces(self, old: Callable[..., Any], obj: Any, path: str, key: int, *args: Any, **kwargs: Any) -> None:
         """All ranks have to come here. Of those that name one path the first writes it."""
-        from nbtrain.strategies.gathered import gathered
+        from nbtrain.strategies.kit.full_tensors import gathered
 
         rank, paths = self.meeting.rank, self._paths(key)
         for writer in sorted({paths.index(one) for one in paths}):

@@ -4,7 +4,8 @@ Ranks have streams of their own once they are apart, so that dropout differs. A 
 (`nn.init.normal_(p)`, `layer.reset_parameters()`, `p.add_(torch.randn_like(p))`, noise on `p.grad`) would be another
 one on each rank. Such a draw is made from where one process would stand. It needs every rank.
 
-What is drawn for anything else is not touched. Weights in pieces have draws of their own (`strategies/as_whole.py`).
+What is drawn for anything else is not touched. Weights in pieces have draws of their own
+(`strategies/kit/new_tensors.py`).
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class Pieces:
     def take_in(self, values: Mapping[str, Any], known: Iterable[int]) -> list[tuple[Any, Any]]:
         """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
         strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
-        from nbtrain.strategies.placed import is_placed, whole_of
-        from nbtrain.strategies.shards import Rows, by_rows, whole
+        from nbtrain.strategies.kit.row_shards import Rows, by_rows, whole
+        from nbtrain.strategies.kit.stage_tensors import is_placed, whole_of
 
         known = set(known)
         held = {id(tensor): piece for tensor, piece in self.strays}

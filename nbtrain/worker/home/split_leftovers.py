@@ -17,9 +17,9 @@ import torch.distributed as dist
 def find_strays(values: Mapping[str, Any], known: set[int], world_size: int) -> tuple[list[Any], list[Any]]:
     """Below these names, the same on all ranks: those that are divided by rows, and all others. Collective. `known`:
     ids of those that are passed by."""
-    if not {"torch.distributed.tensor", "nbtrain.strategies.placed"} & sys.modules.keys():
+    if not {"torch.distributed.tensor", "nbtrain.strategies.kit.stage_tensors"} & sys.modules.keys():
         return [], []
-    from nbtrain.strategies.shards import by_rows as rows
+    from nbtrain.strategies.kit.row_shards import by_rows as rows
 
     def by_rows(tensor: Any) -> bool:
         return not _is_placed(tensor) and rows(tensor)
@@ -66,7 +66,7 @@ def parted_tensors(values: Iterable[Any]) -> list[Any]:
 
 def _is_placed(value: Any) -> bool:
     """It lies on one rank, as views of weights do under pipeline that a cell has kept."""
-    placed = sys.modules.get("nbtrain.strategies.placed")
+    placed = sys.modules.get("nbtrain.strategies.kit.stage_tensors")
     return placed is not None and placed.is_placed(value)
 
 

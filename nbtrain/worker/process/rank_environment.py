@@ -71,7 +71,7 @@ def settle(info: RankInfo, directory: str) -> None:
     if info.device.startswith("cuda"):
         torch.cuda.set_device(info.device)
     elif info.device.startswith("xla"):
-        from nbtrain.strategies._xla.library import take_place
+        from nbtrain.strategies.xla.library import take_place
 
         take_place(info)
 
