@@ -17,7 +17,7 @@ identity, aliases and cycles hold on both sides.
     walk.py      what changed, and what cannot travel
     cargo.py     what it found
     arrival.py   a parcel opened and put in place
-    ways.py      which of its own objects another rank has under a key
+    rank_paths.py      which of its own objects another rank has under a key
 """
 
 from __future__ import annotations

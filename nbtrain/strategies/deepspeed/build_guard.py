@@ -1,4 +1,4 @@
-"""Runs a command that does not outlive whoever started it: `python guard.py ninja -v`, with a pipe as its input.
+"""Runs a command that does not outlive whoever started it: `python build_guard.py ninja -v`, with a pipe as its input.
 
 When the pipe is closed, by whatever end its owner came to, everything in this session ends. ninja gives each compiler a
 process group of its own, so that to kill a group would leave them.

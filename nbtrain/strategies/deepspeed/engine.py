@@ -1,9 +1,9 @@
 """One component behind one of DeepSpeed's engines: set up, entered and left, and whole again at the end.
 
-What the engine takes for the model is a `Core` (core.py), and calls of the models go through it (calls.py). The
-optimizer it steps is an `Inner` one (inner.py). What happens between `loss.backward()` and `optimizer.step()` is in
-gradients.py; where parameters and the optimizer's state are, in pieces, and what the notebook sees of them, in
-weights.py and state.py.
+What the engine takes for the model is a `Core` (wrapped_module.py), and calls of the models go through it (calls.py).
+The optimizer it steps is an `Inner` one (inner_optimizer.py). What happens between `loss.backward()` and
+`optimizer.step()` is in gradients.py; where parameters and the optimizer's state are, in pieces, and what the notebook
+sees of them, in weights.py and optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Engined(Prepared):
         self.kernel: CpuAdam | None = None
         self.folder: Folder | None = None
         self.meanwhile: Any = None
-        """while it is let go of: see letting_go.py"""
+        """while it is let go of: see release_modules.py"""
         in_single(component)
         self.user = self._check(component)
         self.models = outermost(component.modules.values())

@@ -1,10 +1,11 @@
 """Between `loss.backward()` and `optimizer.step()`: the plain loop's calls become the engine's.
 
-The engine holds the gradients. Each parameter's `grad` is a stand-in (see held.py), so that code which looks at
-gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what it means:
-the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
+The engine holds the gradients. Each parameter's `grad` is a stand-in (see gradient_stand_in.py), so that code which
+looks at gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what
+it means: the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
 
-The user's optimizer is in handle.py, what DeepSpeed keeps of gradients in buffers.py, what users read in sentences.py.
+The user's optimizer is in optimizer_handle.py, what DeepSpeed keeps of gradients in gradient_buffers.py, what users
+read in messages.py.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ OF_ITSELF = ANSWERED | {
     "requires_grad=", "__setstate__", tensors.ACCUMULATED_HOOKS, f"{tensors.GRADIENT_HOOKS}=",
 }  # fmt: skip
 """functions of a parameter that say or change nothing of its numbers"""
-PLAIN_CALLERS = ("deepspeed.", "nbtrain.strategies._deepspeed.")
+PLAIN_CALLERS = ("deepspeed.", "nbtrain.strategies.deepspeed.")
 """modules that mean the tensor as it is"""
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 ALONE = (

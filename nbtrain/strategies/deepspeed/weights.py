@@ -1,4 +1,6 @@
-"""The parameters: cut into the engine's pieces, and shown as the notebook knows them (the optimizer's state: state.py).
+"""The parameters: cut into the engine's pieces, and shown as the notebook knows them.
+
+The optimizer's state is in optimizer_state.py.
 
 Between cells a parameter that is in pieces, or in another precision, has the notebook's shape and dtype and one number
 behind it. In a cell it is what the model computes with.

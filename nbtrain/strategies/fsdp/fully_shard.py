@@ -7,7 +7,7 @@ By itself `fully_shard` gathers a unit's weights when the unit's forward is call
 - what such a method writes to the weights it was given (`reset_parameters()`) is kept;
 - a forward or backward that raised leaves nothing behind;
 - weights that were gathered for a forward without a backward are let go of before they can go stale;
-- lists of weights that recurrent layers keep are what the notebook has (`recurrent.py`);
+- lists of weights that recurrent layers keep are what the notebook has (`rnn_weights.py`);
 - `zero_grad`, `load_state_dict` and `deepcopy` mean what they mean for an ordinary model.
 """
 

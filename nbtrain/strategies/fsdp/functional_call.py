@@ -1,7 +1,7 @@
 """`torch.func.functional_call(model, weights, x)`: a model that is in pieces, called with other weights.
 
 fully_shard's hooks would put the model's own in their place. So it is called without them: weights that are in pieces
-are whole when they meet the batch (`mixing.py`).
+are whole when they meet the batch (`mixed_compute.py`).
 """
 
 from __future__ import annotations

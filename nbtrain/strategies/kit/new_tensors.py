@@ -4,7 +4,7 @@ torch's DTensor knows most operations by pieces. While a cell runs, these are co
 whole is put together, the operation runs on it, and each rank takes its part of what was written.
 
 - Random numbers: torch would draw on each rank for its own rows, from the same numbers. All ranks draw the whole, from
-  the stream of one process (`drawing.py`).
+  the stream of one process (`shared_random.py`).
 - Operations that torch has no rule for.
 - New tensors (`p.new_zeros(3)`) are ordinary ones: nobody divides them.
 

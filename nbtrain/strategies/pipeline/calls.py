@@ -105,7 +105,7 @@ class Calls:
             unroute(self.line.root)
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-        """Other methods run on every rank, and find the parts where they are (one_by_one.py)."""
+        """Other methods run on every rank, and find the parts where they are (by_parts.py)."""
         return call_plainly(module, name, args, kwargs)
 
     @compiler.outside_graphs  # of `model.compile()`: what is done here is no computation, and would be looked into

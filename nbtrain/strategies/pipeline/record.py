@@ -2,7 +2,7 @@
 
 It is run once for each form of what it is given, on tensors without numbers, so that nothing is computed, drawn or
 communicated, and every rank writes down the same. Parts are not looked into. A forward that has to see numbers to go on
-(`if x.max() > 3`) cannot be written down; it then runs part by part (one_by_one.py).
+(`if x.max() > 3`) cannot be written down; it then runs part by part (by_parts.py).
 """
 
 from __future__ import annotations

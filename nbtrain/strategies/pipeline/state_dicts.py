@@ -1,5 +1,6 @@
 """`optimizer.load_state_dict()` in a cell, of optimizers whose parameters are in stages: what is loaded every rank has
-whole, and keeps its own of. All else of it, and a model's, is reading and writing of tensors (`placed.py`).
+whole, and keeps its own of. All else of it, and a model's, is reading and writing of tensors
+(`strategies/kit/stage_tensors.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A collective needs every rank, and all of them in the same order. A rank that leaves a loop early, passes over a batch
 or calls `reduce` below `if rank == 0` breaks that: its peers would wait for ever, or take sums of what does not belong
 together. So each rank writes on a board which collective it enters, and that its cell has ended; and looks there what
-the others have entered in the same place (`board.py`): some microseconds per collective.
+the others have entered in the same place (`shared_board.py`): some microseconds per collective.
 
 Watched are collectives of the default group, and of the groups into which a strategy divides all ranks, where each rank
 meets its own when the others meet theirs. On a GPU a rank is stopped before it enters one, not while it waits.

@@ -2,7 +2,7 @@
 
 Local is what lies neither in the standard library nor in site-packages. Whatever local module imported from a
 changed one is loaded again too, after it. `importlib.reload` does it, so what is true of it is true here: names that
-the new text does not bind stay. What the rank holds of the old text becomes the new: see `renewal.py`.
+the new text does not bind stay. What the rank holds of the old text becomes the new: see `module_reload.py`.
 
 Files are noted when they are read, not when a cell ends: somebody may edit one while the cell that imported it runs.
 """
