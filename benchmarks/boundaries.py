@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.training.board import Owned
-from nbtrain.training.steps import Steps
-from nbtrain.training.stopping import Stopping
-from nbtrain.worker.link import DOWN, Frames, Sealer
+from nbtrain.training.loop.shared_board import Owned
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.loop.stopping import Stopping
+from nbtrain.worker.process.channel import DOWN, Frames, Sealer
 
 PLAIN = struct.Struct("<Q")
 OFTEN = 20_000

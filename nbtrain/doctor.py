@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbtrain.devices as devices
-import nbtrain.probes as probes
+import nbtrain.machine.devices as devices
+import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
 from nbtrain.compat import fit
 from nbtrain.compat import versions as tried
-from nbtrain.cuda_watch import Origin, latest
+from nbtrain.machine.cuda_watch import Origin, latest
 
 if TYPE_CHECKING:
     pass

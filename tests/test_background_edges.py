@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nbtrain.shield import Presses
-from nbtrain.training.board import ASIDE, OPEN, STEPS, Owned
-from nbtrain.training.checkpoints.aside import Wishes
+from nbtrain.training.checkpoints.live_weights import Wishes
+from nbtrain.training.loop.shared_board import ASIDE, OPEN, STEPS, Owned
 from tests.kernels import Kernel
 from tests.notebook import TRAIN, Notebook
 

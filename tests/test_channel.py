@@ -23,9 +23,9 @@ from nbtrain.events import Event, Output, RankState
 from nbtrain.messages import Forget, Source
 from nbtrain.patience import Patience
 from nbtrain.specs import RankInfo
-from nbtrain.worker.group import Group
-from nbtrain.worker.link import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
-from nbtrain.worker.output import Outlet
+from nbtrain.worker.process.channel import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
+from nbtrain.worker.process.process_group import Group
+from nbtrain.worker.shell.output import Outlet
 
 SECRET = b"of this process"
 BIG = "x" * (4 << 20)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nbtrain.planning.comparison import STATES, Comparison, Measured
-from nbtrain.planning.comparison_table import html
+from nbtrain.planning.compare.comparison import STATES, Comparison, Measured
+from nbtrain.planning.compare.table import html
 from nbtrain.planning.scatter import ticks
 from nbtrain.words import size
 from tests.lab import Notebook, Server
@@ -213,8 +213,8 @@ def test_axes_have_round_numbers(low: float, times: float) -> None:
 
 
 CROWD = """import sys
-from nbtrain.planning.comparison import Comparison, Measured
-from nbtrain.planning.comparison_table import html
+from nbtrain.planning.compare.comparison import Comparison, Measured
+from nbtrain.planning.compare.table import html
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]

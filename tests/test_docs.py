@@ -13,11 +13,11 @@ import nbformat
 import pytest
 
 from nbtrain.events import PHASES
-from nbtrain.magics.options import OPTIONS
+from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
-from nbtrain.planning.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
-from nbtrain.planning.plan_table import HEAD
-from nbtrain.session.background import BackgroundRun
+from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
+from nbtrain.planning.plan.table import HEAD
+from nbtrain.session.background.background_run import BackgroundRun
 from nbtrain.strategies.estimates import World
 from tests.test_estimating import MB, SIZES, profile
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain import cuda_watch, devices, doctor, probes
-from nbtrain.cuda_watch import CudaWatch, Origin
+from nbtrain import doctor
 from nbtrain.doctor import Finding
+from nbtrain.machine import cuda_watch, devices, probes
+from nbtrain.machine.cuda_watch import CudaWatch, Origin
 from tests.shells import bare_shell
 
 GIB = 2**30
@@ -278,7 +279,7 @@ def test_torch_imported_later_is_watched_through_its_own_initialisation() -> Non
     """torch's own `_lazy_init`, given a CUDA library that has nothing to do."""
     code = (
         "from IPython.core.interactiveshell import InteractiveShell\n"
-        "import sys; from nbtrain.cuda_watch import CudaWatch\n"
+        "import sys; from nbtrain.machine.cuda_watch import CudaWatch\n"
         "shell = InteractiveShell(); watch = CudaWatch(shell)\n"
         "assert 'torch' not in sys.modules\n"
         "def run(cell): return shell.run_cell(cell, store_history=True).raise_error()\n"

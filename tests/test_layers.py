@@ -16,9 +16,9 @@ Imports = dict[str, dict[str, list[str]]]
 """file → each file that it imports → where, and the line."""
 
 IN_CIRCLES = """
-    planning.plan planning.plan_table
-    planning.comparison planning.comparison_table
-    planning.growth planning.growth_table
+    planning.plan.plan planning.plan.table
+    planning.compare.comparison planning.compare.table
+    planning.growth.growth planning.growth.table
 """
 """Files of circles that are still to be opened. The list may only shrink."""
 
@@ -47,7 +47,11 @@ def test_imports_keep_to_the_layers() -> None:
         ("errors.py", "def f():\n    from nbtrain.session import anything", "Imports point down BROKEN"),
         ("specs.py", "import torch", "Views and the server never load torch BROKEN"),
         ("exchange/one.py", "import IPython", "Exchange and training never import IPython BROKEN"),
-        ("strategies/ddp.py", "from nbtrain.strategies import single", "Strategies never import each other BROKEN"),
+        (
+            "strategies/ddp/__init__.py",
+            "from nbtrain.strategies import single",
+            "Strategies never import each other BROKEN",
+        ),
     ],
 )
 def test_the_contracts_catch_what_they_are_for(tmp_path: Path, file: str, line: str, broken: str) -> None:

@@ -13,20 +13,20 @@ from torch import nn
 import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import choice_options
-from nbtrain.magics.choice import Choice
-from nbtrain.magics.choice_wish import Wish, ranks_of
 from nbtrain.magics.extension import state_here
-from nbtrain.magics.loop import loop, resized
-from nbtrain.magics.parse import Request, parse
-from nbtrain.magics.resolve import Chosen
+from nbtrain.magics.line.parse import Request, parse
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.picker import options_form as choice_options
+from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.training_loop import loop, resized
+from nbtrain.magics.picker.wishes import Wish, ranks_of
 from nbtrain.magics.state import State
+from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.comparison import Comparison
-from nbtrain.planning.ground import ground
-from nbtrain.planning.plan import Plan
-from nbtrain.planning.subject import subject
-from nbtrain.planning.whole import plan
+from nbtrain.planning.plan.device_memory import ground
+from nbtrain.planning.plan.make_plan import plan
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.planning.profile.subject import subject
 from nbtrain.specs import PoolSpec
 from tests.kernels import Kernel
 from tests.notebook import LOOP, Notebook

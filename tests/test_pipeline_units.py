@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies._pipeline.asked import Asked
-from nbtrain.strategies._pipeline.one_by_one import OneByOne
-from nbtrain.strategies._pipeline.shared import SharedGradients
-from nbtrain.strategies.own_stream import OwnStream
-from nbtrain.strategies.owned import stand_in
+from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.owned_tensors import stand_in
+from nbtrain.strategies.pipeline.autograd_refusals import Asked
+from nbtrain.strategies.pipeline.by_parts import OneByOne
+from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
 from tests.ranks import run_on_ranks
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain import probes
+from nbtrain.machine import probes
 from tests.absent import absent
 
 GIB = 2**30
@@ -244,7 +244,7 @@ def test_environments(environ: dict[str, str], modules: dict[str, object], name:
 
 
 def test_ipython_and_plain_python_are_told_apart() -> None:
-    code = "from nbtrain.probes import environment; print(environment({}))"
+    code = "from nbtrain.machine.probes import environment; print(environment({}))"
     for command, name in (("python", "Python"), ("IPython", "IPython")):
         module = [] if command == "python" else ["-m", "IPython", "--quick", "--colors=NoColor"]
         said = subprocess.run([sys.executable, *module, "-c", code], text=True, capture_output=True, check=True).stdout
@@ -259,10 +259,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="threads and open fil
 def in_a_process(where: Path, code: str, **environ: str) -> list[str]:
     """What `why_not_fork` says in a fresh process, at each `say()`."""
     script = where / "script.py"  # a file, because torch.jit reads the source of what it compiles
-    script.write_text("from nbtrain.probes import why_not_fork\ndef say(): print(why_not_fork())\n" + code)
+    script.write_text("from nbtrain.machine.probes import why_not_fork\ndef say(): print(why_not_fork())\n" + code)
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(Path(probes.__file__).parents[1]), "PYTHONWARNINGS": "ignore", **environ},
+        env={**os.environ, "PYTHONPATH": str(Path(probes.__file__).parents[2]), "PYTHONWARNINGS": "ignore", **environ},
         text=True,
         stdout=subprocess.PIPE,
         check=True,
@@ -356,6 +356,7 @@ def test_where_a_sandbox_hides_what_threads_do_no_fork_is_risked(tmp_path: Path)
 
 def test_probes_load_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, nbtrain.probes, nbtrain.devices; print(sorted({'torch', 'numpy', 'IPython'} & set(sys.modules)))"
+        "import sys, nbtrain.machine.probes, nbtrain.machine.devices; "
+        "print(sorted({'torch', 'numpy', 'IPython'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from nbtrain import probes
-from nbtrain.planning.ground import Ground, devices, ground
-from nbtrain.planning.room import CONTEXT, INTERPRETER, Room, in_memory, on_card, room
-from nbtrain.probes import Gpu, GpuUser, Memory
+from nbtrain.machine import probes
+from nbtrain.machine.probes import Gpu, GpuUser, Memory
+from nbtrain.planning.plan.device_memory import Ground, devices, ground
+from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, Room, in_memory, on_card, room
 from nbtrain.registry import STRATEGIES
 from nbtrain.specs import PoolSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.reach import Segment
+from nbtrain.exchange.graph.object_path import Segment
 
 _CELL = re.compile(r"<ipython-input-(\d+)-|[\\/]ipykernel_\d+[\\/]")
 _WIDTH = 90

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.graph.cargo import Cargo
 from nbtrain.exchange.kinds.base import Later
+from nbtrain.exchange.records import dump, load
 from nbtrain.exchange.segment import Map, Segment
-from nbtrain.exchange.stream import dump, load
 
 ALIGN = 64
 INLINE = 1 << 16

@@ -13,13 +13,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nbtrain import registry
-from nbtrain.magics.flags import Flag
-from nbtrain.magics.options import BY_FLAG, OPTIONS, Option
-from nbtrain.magics.own import of_notebook
-from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line.options import BY_FLAG, OPTIONS, Option
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.words import Word, split
+from nbtrain.magics.own_strategies import of_notebook
 from nbtrain.magics.state import State
 from nbtrain.magics.verbs import VERBS
-from nbtrain.magics.words import Word, split
 from nbtrain.strategies import presets
 
 if TYPE_CHECKING:

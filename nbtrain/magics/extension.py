@@ -11,10 +11,11 @@ from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, growing, manual, trials, verbs, verify
-from nbtrain.magics.options import BY_NAME
-from nbtrain.magics.parse import Request, parse_ranks
-from nbtrain.magics.resolve import check_flags
+from nbtrain.magics import cells, completion, manual, trials, verbs, verify
+from nbtrain.magics import growth as growing
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import Request, parse_ranks
+from nbtrain.magics.line.resolve import check_flags
 from nbtrain.magics.state import OpenSession, Session, State
 from nbtrain.shield import shielded
 

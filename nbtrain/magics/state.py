@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbtrain.magics.parse import Request, parse
-from nbtrain.magics.resolve import Resolver
+from nbtrain.magics.line.parse import Request, parse
+from nbtrain.magics.line.resolve import Resolver
 from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.magics.cells import Seen
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.planning.compare.receipt import Receipt
-    from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
-    from nbtrain.session.compare import Question
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import Way
+    from nbtrain.session.trials.compare import Question
 
 
 class Session(Protocol):

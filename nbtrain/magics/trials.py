@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.options import BY_NAME
-from nbtrain.magics.parse import Given, Request
-from nbtrain.magics.resolve import AUTO, Chosen
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.values import ALL, DeviceSpec, similar
+from nbtrain.magics.line.words import Word
 from nbtrain.magics.state import State
-from nbtrain.magics.values import ALL, DeviceSpec, similar
-from nbtrain.magics.words import Word
 
 if TYPE_CHECKING:
-    from nbtrain.planning.comparison import Comparison
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.session import Cell
-    from nbtrain.session.compare import Question
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import Way
+    from nbtrain.session.trials.compare import Question
 
 OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
 """Options that mean nothing once the cell is run in earnest."""
@@ -52,7 +52,7 @@ def run(state: State, line: Request, base: Request, cell: Cell) -> None:
 
 
 def question(request: Request) -> Question:
-    from nbtrain.session.compare import Question
+    from nbtrain.session.trials.compare import Question
 
     found = Question(steps=request.value("steps"), memory=request.value("memory"))
     if request.value("find_batch"):
@@ -89,7 +89,7 @@ def _fewer(state: State, name: str, request: Request) -> dict[str, Given]:
 
 
 def way(state: State, name: str, line: Request, base: Request) -> Way:
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import Way
 
     return Way(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import table
-from nbtrain.magics.options import BY_NAME, Option
-from nbtrain.magics.parse import Request
-from nbtrain.magics.resolve import Chosen
+from nbtrain.magics import strategy_table as table
+from nbtrain.magics.line.options import BY_NAME, Option
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import similar
 from nbtrain.magics.state import State
-from nbtrain.magics.values import similar
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
 PICK_TAKES = ("batch", "precision", "strategy", "accumulate", "memory")
@@ -111,13 +111,13 @@ def _strategies(state: State, request: Request) -> None:
 
 
 def _plan(state: State, request: Request) -> None:
-    from nbtrain.magics import planned  # on use, as what it needs is
+    from nbtrain.magics import plan as planned
 
     planned.show(state, request)
 
 
 def _pick(state: State, request: Request) -> None:
-    from nbtrain.magics import picked
+    from nbtrain.magics.picker import picker as picked
 
     picked.pick(state, request)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nbtrain.errors import UsageError
 from nbtrain.magics import cells, trials
-from nbtrain.magics.parse import Request
+from nbtrain.magics.line.parse import Request
 from nbtrain.magics.state import State
 from nbtrain.shield import shielded
 

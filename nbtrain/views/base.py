@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.watch.figures import Figures, RankFigures
 from nbtrain.words import quantity, size
 

@@ -3,19 +3,19 @@
     dispatch.py    which kind an object is
     base.py        what a kind is; atoms, references; what a kind sees of sender and receiver
     containers.py  lists, dicts, sets, tuples
-    frozen.py      long strings, bytes and tuples of values
-    derived.py     those with attributes of their own: ordered dicts, classes below them
-    code.py        functions of the notebook, and what wraps them
+    long_constants.py      long strings, bytes and tuples of values
+    container_subclasses.py     those with attributes of their own: ordered dicts, classes below them
+    functions.py        functions of the notebook, and what wraps them
     classes.py     its classes
     hooks.py       hooks on the gradients of tensors
     objects.py     instances; whatever only its own pickle can move
-    refused.py     what belongs to one process; its streams and its shell
+    not_sendable.py     what belongs to one process; its streams and its shell
     arrays.py      NumPy arrays
     tensors.py     tensors and the memory they show
-    apart.py       those whose content is in pieces here
+    split_tensors.py       those whose content is in pieces here
     numeric.py     which of them are dense memory
-    random.py      random generators
-    learning.py    modules, optimizers, schedulers, loaders
+    random_generators.py      random generators
+    modules_and_optimizers.py    modules, optimizers, schedulers, loaders
     module_state.py  what was changed in modules of Python
 
 None in place of a kind: an object travels as it is, by value or by name.

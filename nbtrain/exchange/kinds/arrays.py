@@ -7,8 +7,8 @@ from bisect import bisect_right, insort
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.fingerprint import array_checksum
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
+from nbtrain.exchange.kinds.checksum import array_checksum
 from nbtrain.exchange.kinds.containers import same_items
 from nbtrain.exchange.segment import untouched
 

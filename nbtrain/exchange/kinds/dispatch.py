@@ -10,20 +10,14 @@ import weakref
 from collections.abc import Container
 from typing import Any
 
-from nbtrain.exchange.kinds import (
-    apart,
-    classes,
-    code,
-    containers,
-    derived,
-    frozen,
-    learning,
-    module_state,
-    numeric,
-    objects,
-    random,
-    refused,
-)
+from nbtrain.exchange.kinds import classes, containers, module_state, numeric, objects
+from nbtrain.exchange.kinds import container_subclasses as derived
+from nbtrain.exchange.kinds import functions as code
+from nbtrain.exchange.kinds import long_constants as frozen
+from nbtrain.exchange.kinds import modules_and_optimizers as learning
+from nbtrain.exchange.kinds import not_sendable as refused
+from nbtrain.exchange.kinds import random_generators as random
+from nbtrain.exchange.kinds import split_tensors as apart
 from nbtrain.exchange.kinds.base import Handle, Kind
 from nbtrain.intercept import path_of
 

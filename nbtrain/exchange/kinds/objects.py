@@ -18,9 +18,9 @@ import cloudpickle as cp
 
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.fingerprint import memory_checksum
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make, Node, Receiver, Sender
+from nbtrain.exchange.kinds.checksum import memory_checksum
 from nbtrain.exchange.kinds.containers import same_items
 
 MISSING = object()

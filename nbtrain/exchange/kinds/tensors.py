@@ -9,11 +9,11 @@ from typing import Any
 
 from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.bulk import Form, form_of
-from nbtrain.exchange.fingerprint import SMALL, checksum
 from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.bulk_compare import Form, form_of
+from nbtrain.exchange.kinds.checksum import SMALL, checksum
 from nbtrain.exchange.segment import untouched
 
 EMPTY = "empty"

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, FAILED, UNKNOWN, Number, Receipt, Weight
-from nbtrain.session.trying import Tries, Way
+from nbtrain.session.trials.attempt import Tries, Way
 from nbtrain.specs import Record, RunSpec, Trial
 
 CLOSE = 1e-4

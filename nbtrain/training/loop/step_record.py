@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 import nbtrain.intercept as intercept
 from nbtrain.specs import Record
-from nbtrain.strategies.placed import gathered
+from nbtrain.strategies.kit.stage_tensors import gathered
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BEFORE, AFTER = "before.pt", "after.pt"

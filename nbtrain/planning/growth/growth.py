@@ -1,0 +1,272 @@
+"""How a loop grows: what a step takes on many ranks, from what it took on a few here.
+
+A step is computing, bytes at a bandwidth, and rounds of a latency:
+
+    seconds(n) = compute · slow(n) + (volume(n) / bandwidth + latency · log2(n)) · crowd(n)
+
+`slow` and `crowd` are of ranks that share too few cores, as on one machine without GPUs: each computes the slower, and
+what it sends is copied, and each round is taken, by the same cores. Where every rank has its own, both are 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import mul
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from nbtrain.errors import UsageError
+from nbtrain.planning.growth import table as growth_table
+
+COUNTS = (8, 64, 512)
+PER_NODE = 8
+ALIKE = 1e-6
+"""a term that makes the fit better by less than this share of a step is not needed"""
+
+SINGULAR = 1e-5
+"""so little is left of a column that the others make up"""
+
+Row = tuple[float, float, float]
+Volume = Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measurement."""
+
+    ranks: int
+    seconds: float
+    """per step"""
+    samples: float = 0
+    """per step, of all ranks together; 0: not known"""
+    volume: float = 0
+    """bytes that one rank sends in a step"""
+    cores: float = 0
+    """that all ranks share; 0: each has a device of its own"""
+    threads: int = 1
+    """that a rank computes in"""
+
+    @property
+    def share(self) -> float:
+        """Cores that one rank computes on."""
+        return min(self.threads, self.cores / self.ranks) if self.cores else float(self.threads)
+
+    @property
+    def crowd(self) -> float:
+        """Ranks for each core."""
+        return max(1.0, self.ranks / self.cores) if self.cores else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """What was measured and what the fit says of it."""
+
+    point: Point
+    expected: float
+    fitted: bool
+    """the fit knows of this measurement: it says less"""
+
+    @property
+    def error(self) -> float:
+        """Share of what was measured; above 0: it was expected to take longer."""
+        return self.expected / self.point.seconds - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    ranks: int
+    nodes: int
+    compute: float
+    """seconds"""
+    communication: float
+    """seconds, all of it"""
+    seconds: float
+    """of a step"""
+    at_best: float
+    """seconds of a step whose bytes go at the stated bandwidth, however slow they were here, behind the computing"""
+    samples: float
+    """per second, of all ranks; 0: not known"""
+
+    @property
+    def efficiency(self) -> float:
+        """Against one rank that has nobody to talk to."""
+        return self.compute / self.seconds
+
+    @property
+    def waiting(self) -> float:
+        """Share of the step that is communication."""
+        return 1 - self.efficiency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What was fitted."""
+
+    points: tuple[Point, ...]
+    """in the order of their ranks"""
+    compute: float
+    """seconds of a step on a rank with cores of its own"""
+    bandwidth: float
+    """bytes a second of one rank here; infinite: no time was found to go with bytes"""
+    latency: float
+    """seconds of a round"""
+    fitted: tuple[int, ...]
+    """counts of ranks; other measurements are only checked"""
+    volume: Volume = field(repr=False, compare=False)
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        return tuple(
+            Check(point=point, expected=self.expected(point), fitted=point.ranks in self.fitted)
+            for point in self.points
+        )
+
+    @property
+    def held_back(self) -> tuple[Check, ...]:
+        """Measurements that the fit knows nothing of."""
+        return tuple(check for check in self.checks if not check.fitted)
+
+    def expected(self, point: Point) -> float:
+        """Seconds of a step under the circumstances of a measurement."""
+        factors = (self.compute, 1 / self.bandwidth, self.latency)
+        return sum(map(mul, factors, _columns(point, self.points[0])))
+
+    def predict(self, ranks: int, nodes: int = 1, bandwidth: float = math.inf, overlap: float = 0.0) -> Prediction:
+        """`bandwidth`: bytes a second between nodes, in each direction; infinite: not stated. `overlap`: the share of
+        communication that is known to be hidden behind the computing."""
+        if ranks < 1 or not 1 <= nodes <= ranks:
+            raise UsageError(f"{ranks} ranks on {nodes} nodes: there has to be a rank for every node")
+        if not bandwidth > 0 or not 0 <= overlap <= 1:
+            raise UsageError("a bandwidth is more than 0 bytes a second, and an overlap a share from 0 to 1")
+        stated = self.bandwidth if bandwidth == math.inf else bandwidth
+        talk = self._talk(ranks, min(self.bandwidth, stated) if nodes > 1 else self.bandwidth)
+        best = stated if nodes > 1 else max(self.bandwidth, stated)
+        seconds = self.compute + talk - min(overlap * talk, self.compute)
+        first = self.points[0]
+        return Prediction(
+            ranks=ranks,
+            nodes=nodes,
+            compute=self.compute,
+            communication=talk,
+            seconds=seconds,
+            at_best=min(seconds, max(self.compute, self._talk(ranks, best))),
+            samples=first.samples / first.ranks * ranks / seconds,
+        )
+
+    def _talk(self, ranks: int, rate: float) -> float:
+        return self.volume(ranks) / rate + self.latency * math.log2(ranks) if ranks > 1 else 0.0
+
+    def at(
+        self, bandwidth: float, counts: Sequence[int] = COUNTS, per_node: int = PER_NODE, overlap: float = 0.0
+    ) -> Outlook:
+        """Predictions for counts of ranks, `per_node` of them on each node."""
+        rows = [self.predict(count, -(-count // per_node), bandwidth, overlap) for count in counts]
+        return Outlook(growth=self, rows=tuple(rows), bandwidth=bandwidth, per_node=per_node, overlap=overlap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What is expected on more ranks than there are here."""
+
+    growth: Growth
+    rows: tuple[Prediction, ...]
+    bandwidth: float
+    """between nodes, stated"""
+    per_node: int
+    overlap: float
+
+    def data(self) -> dict[str, Any]:
+        """Plain data, for a front end."""
+        return growth_table.data(self)
+
+    def __repr__(self) -> str:
+        return growth_table.text(self)
+
+    def _repr_html_(self) -> str:
+        return growth_table.html(self)
+
+
+def ring(size: float) -> Volume:
+    """What a rank sends when all gradients of so many bytes are averaged in a ring."""
+    return lambda ranks: 2 * (ranks - 1) / ranks * size
+
+
+def fit(points: Sequence[Point], volume: Volume | None = None) -> Growth:
+    """Of four counts of ranks or more the largest is held back, and checked. `volume`: bytes that each of so many ranks
+    sends in a step; else it is that of a ring that sends what was sent here."""
+    ordered = tuple(sorted(points, key=lambda point: point.ranks))
+    _look(ordered)
+    counts = sorted({point.ranks for point in ordered})
+    kept = counts[:-1] if len(counts) >= 4 else counts
+    known = [point for point in ordered if point.ranks in kept]
+    compute, per_byte, latency = _solve(
+        [_columns(point, ordered[0]) for point in known], [one.seconds for one in known]
+    )
+    return Growth(
+        points=ordered,
+        compute=compute,
+        bandwidth=1 / per_byte if per_byte else math.inf,
+        latency=latency,
+        fitted=tuple(kept),
+        volume=volume or ring(_gradients(ordered)),
+    )
+
+
+def _look(points: Sequence[Point]) -> None:
+    if not points:
+        raise UsageError("nothing was measured: growth is fitted on the time of a step on 1, 2 and 4 ranks")
+    for point in points:
+        numbers = (point.seconds, point.samples, point.volume, point.cores)
+        if point.ranks < 1 or point.threads < 1 or not all(0 <= one < math.inf for one in numbers):
+            raise UsageError(f"{point} is no measurement: ranks and threads are 1 or more, and nothing is below 0")
+        if not point.seconds:
+            raise UsageError(f"a step on {point.ranks} ranks took no time: let it run for more steps")
+
+
+def _columns(point: Point, first: Point) -> Row:
+    """What the three unknowns are multiplied with. `first`: whose computing is the measure."""
+    slow = first.share / point.share
+    if first.samples and point.samples:
+        slow *= (point.samples / point.ranks) / (first.samples / first.ranks)
+    volume = point.volume if point.ranks > 1 else 0.0
+    return slow, volume * point.crowd, math.log2(point.ranks) * point.crowd
+
+
+def _solve(rows: Sequence[Row], seconds: Sequence[float]) -> Row:
+    """Least squares of the errors' shares, no factor below 0. Where terms cannot be told apart it is the computing
+    first, and bytes before latency."""
+    shares = [[column / took for column in row] for row, took in zip(rows, seconds, strict=True)]
+    best, missed = (0.0, 0.0, 0.0), math.inf
+    for terms in ((0,), (0, 1), (0, 2), (0, 1, 2)):
+        found = _least_squares([[row[term] for term in terms] for row in shares])
+        if found is None or min(found) < 0:
+            continue
+        factors = [0.0, 0.0, 0.0]
+        for term, factor in zip(terms, found, strict=True):
+            factors[term] = factor
+        misses = [sum(map(mul, factors, row)) - 1 for row in shares]
+        miss = math.sqrt(fmean(one * one for one in misses))
+        if miss < missed - ALIKE:
+            best, missed = (factors[0], factors[1], factors[2]), miss
+    return best
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
+    """Factors with which every row adds up to 1; None where the columns are not independent."""
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    scales = matrix.norm(dim=0)
+    if not scales.all() or torch.linalg.matrix_rank(matrix / scales, rtol=SINGULAR) < len(scales):
+        return None
+    found = torch.linalg.lstsq(matrix / scales, torch.ones(len(rows), 1, dtype=torch.float64)).solution
+    factors: list[float] = (found.flatten() / scales).tolist()
+    return factors
+
+
+def _gradients(points: Sequence[Point]) -> float:
+    """Bytes that a ring averages, of what was sent by each rank."""
+    sent = [(2 * (one.ranks - 1) / one.ranks, one.volume) for one in points if one.ranks > 1]
+    return sum(a * b for a, b in sent) / (sum(a * a for a, _ in sent) or 1.0)

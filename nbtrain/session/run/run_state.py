@@ -1,0 +1,74 @@
+"""The state of one run of a cell: what was asked, and what is known of it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.events import Memory
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.session.cell import Cell
+from nbtrain.session.output.relay import Relay
+from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.run.ending import Ending
+from nbtrain.session.run.outcome import Outcome
+from nbtrain.shield import Presses
+from nbtrain.specs import RunSpec
+
+
+@dataclass(eq=False, repr=False)
+class RunState:
+    """What `CellRun` shares with its controls and with what brings its work home."""
+
+    shell: Any
+    held: Ranks
+    spec: RunSpec
+    cell: Cell
+    names: Captured
+    outcome: Outcome
+    relay: Relay
+    number: int = 0
+    """by which the ranks know it"""
+    aside: str = ""
+    """where they put their weights when the notebook reads them"""
+    memory: dict[int, Memory] = field(default_factory=dict)
+    """what each rank has said last"""
+    presses: Presses = field(default_factory=Presses)
+    ending: Ending | None = None
+    """once the ranks have been sent the cell"""
+    over: bool = True
+    """no rank runs the cell, or those that did are gone"""
+
+    @property
+    def stopped(self) -> bool:
+        return self.ending is not None and self.ending.stopped
+
+    @property
+    def runs_as(self) -> tuple[Any, ...]:
+        return self.spec.strategy, dict(self.spec.options), self.spec.precision
+
+    @property
+    def open(self) -> set[int]:
+        """Who has not ended."""
+        return self.outcome.silent - self.held.gone
+
+    @property
+    def fault(self) -> bool:
+        """Something else than Stop."""
+        return bool(self.held.deaths) or self.outcome.fault
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the process group can be used again."""
+        gave_up = self.ending is not None and self.ending.gave_up
+        return self.outcome.quiet() and self.outcome.grouped and (not gave_up or self.spec.pool.world_size == 1)
+
+    def once_shown(self, do: Callable[[], None]) -> None:
+        """Do this when the notebook's cell is over."""
+
+        def over(*_: Any) -> None:
+            self.shell.events.unregister("post_execute", over)
+            do()
+
+        self.shell.events.register("post_execute", over)

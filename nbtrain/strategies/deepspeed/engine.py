@@ -1,0 +1,311 @@
+"""One component behind one of DeepSpeed's engines: set up, entered and left, and whole again at the end.
+
+The engine and what belongs to it are built in engine_parts.py. What the engine takes for the model is a `Core`
+(wrapped_module.py), and calls of the models go through it (calls.py). The optimizer it steps is an `Inner` one
+(inner_optimizer.py). What happens between `loss.backward()` and `optimizer.step()` is in gradients.py; where parameters
+and the optimizer's state are, in pieces, and what the notebook sees of them, in weights.py and optimizer_state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat import deepspeed as ds
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.base import Component, Prepared
+from nbtrain.strategies.deepspeed import config
+from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.deepspeed.autograd_refusals import asked
+from nbtrain.strategies.deepspeed.calls import Calls
+from nbtrain.strategies.deepspeed.checks import in_single, one_optimizer
+from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
+from nbtrain.strategies.deepspeed.gradients import Gradients
+from nbtrain.strategies.deepspeed.inner_optimizer import Inner, check
+from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
+from nbtrain.strategies.deepspeed.loss_scale import LossScale
+from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
+from nbtrain.strategies.deepspeed.quiet import quiet
+from nbtrain.strategies.deepspeed.release_modules import let_go
+from nbtrain.strategies.deepspeed.shares import Part
+from nbtrain.strategies.deepspeed.state_dicts import whole_dicts, whole_state
+from nbtrain.strategies.deepspeed.wrapped_module import LOW, outermost
+
+
+class Engined(Prepared):
+    """`skipped`: steps left out because a gradient was infinite."""
+
+    hooks_see_own_gradients = True
+    divides_gradients = True
+
+    def __init__(
+        self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str
+    ) -> None:
+        super().__init__(component)
+        self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
+        self.outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """see calls.py; they outlive what is built"""
+        in_single(component)
+        user = self._check(component)
+        self.models = outermost(component.modules.values())
+        self.shapes = {id(p): (p.shape, p.dtype) for p in component.parameters()}
+        self._build(user)
+
+    # -- set-up --------------------------------------------------------------------------
+
+    def _check(self, component: Component) -> torch.optim.Optimizer:
+        user = one_optimizer(component, self.settings)
+        if not self.settings.get("optimizer") and (note := check(user)):
+            self.notes.append(note)
+        return user
+
+    @property
+    def device(self) -> torch.device:
+        """Where the component is."""
+        return self.component.parameters()[0].device
+
+    def _build(self, user: torch.optim.Optimizer) -> None:
+        component = self.component
+        parts = self.parts = build(
+            component, user, self.settings, self.precision, self.loss_scale, self.place, self.device, self.models,
+            self.shapes, self.notes,
+        )  # fmt: skip
+        self.gradients = Gradients(parts)
+        self.reader = self.gradients.reader
+        self.calls = Calls(parts, self.reader, self.outputs)
+        for module in modules_of(component):
+            if not any(module is model for model in component.modules.values()):
+                module.register_forward_pre_hook(self.calls.check_part)
+        parts.attachments.find()
+        self._hide()
+
+    # -- a cell --------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        if self.parts.entered:
+            return
+        held = self.gradients.aside is not None
+        if not held and [p.requires_grad for p in self.parts.parameters] != self.parts.requires:
+            self.close()
+            self._build(self.parts.user)
+        if isinstance(self.parts.inner, Inner):
+            self.parts.state.take()
+            if self.parts.state.uneven:
+                if held:
+                    raise NotSupported(UNEVEN)
+                self.close()
+                self._build(self.parts.user)
+        self._put_on()
+        self.gradients.enter()
+        self.surround()
+        try:
+            self.calls.enter()
+        except BaseException:
+            self.surroundings.close()
+            raise
+        self.parts.entered = True
+
+    def surround(self) -> None:
+        with ExitStack() as put_on:
+            self._surround(put_on)
+            self.surroundings = put_on.pop_all()
+
+    def _surround(self, put_on: ExitStack) -> None:
+        """What is there while a cell runs. Where a part of it fails, nothing stays."""
+        parts = self.parts
+        asked.on(parts)
+        put_on.callback(asked.off, parts)
+        if parts.stage == 3:
+            self.reader.begin()
+            put_on.callback(self.reader.end)
+        put_on.enter_context(as_local_rank(parts.device))  # stage 3 looks for it in its forward
+        if parts.stage == 3:
+            if self.settings["zero_optimization"].get("memory_efficient_linear", True):
+                linear.on(self)
+                put_on.callback(linear.off, self)
+            for handle in whole_dicts(parts.models, parts.deepspeed.zero.GatheredParameters, parts.weights.load):
+                put_on.callback(handle.remove)
+        if isinstance(parts.inner, Inner):
+            for handle in whole_state(parts.state, parts.device):
+                put_on.callback(handle.remove)
+            parts.state.close_to_cell()
+            put_on.callback(parts.state.open_again)
+
+    def leave(self) -> None:
+        parts = self.parts
+        if not parts.entered:
+            if self.gradients.aside is not None:  # it was to go on, and does not
+                self.gradients.leave()
+            return
+        parts.entered = False
+        self.surroundings.close()
+        self.calls.leave()
+        parts.weights.follow_edits(parts.trained)
+        self.gradients.leave()
+        if parts.stage == 3:
+            with suppress(Exception):  # a cell that was cut short has left some in flight: the component goes then
+                ds.let_go_of_whole(parts.engine.optimizer)
+        self._hide()
+
+    def pause(self) -> None:
+        parts = self.parts
+        if not parts.entered:
+            return
+        if self.calls.busy:
+            raise NotSupported(sentences.MIDST)
+        if parts.has_another_layer():
+            raise NotSupported(sentences.ANOTHER_LAYER)
+        parts.entered = False
+        self.surroundings.close()
+        self.calls.pause()
+        parts.weights.follow_edits(parts.trained)
+        self.gradients.pause()
+        if parts.stage == 3:
+            ds.let_go_of_whole(parts.engine.optimizer)
+        self._hide()
+
+    def _hide(self) -> None:
+        """Attachments off; parameters and state as the notebook knows them."""
+        parts = self.parts
+        parts.attachments.take_off()
+        parts.weights.show(parts.parameters)
+        if isinstance(parts.inner, Inner):
+            parts.state.show()
+
+    def _put_on(self) -> None:
+        self.parts.attachments.put_back()
+        self.parts.weights.put_back(self.parts.parameters)
+
+    def let_go(self) -> Callable[[], Prepared | None]:
+        parts = self.parts
+        entered = parts.entered
+        if entered:  # between cells nothing of this is on
+            self.surroundings.close()
+            parts.attachments.take_off()
+        take_back = let_go(self, parts, self.gradients)
+
+        def hold_again() -> Engined | None:
+            owner = take_back()
+            if owner is not None and entered:
+                owner.parts.attachments.put_back()
+                owner.surround()
+            return owner
+
+        return hold_again
+
+    # -- the loop ------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> int:
+        return self.gradients.skipped
+
+    def backward(self) -> AbstractContextManager[float]:
+        """Around a backward: yields what the loss is to be multiplied by; what DeepSpeed cannot do is said in words."""
+        return self.gradients.backward()
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """`clip_grad_value_`: refused where these are the engine's."""
+        mine = {id(p) for p in self.parts.trained}
+        if any(id(p) in mine for p in parameters):
+            raise NotSupported(
+                "clip_grad_value_: DeepSpeed's engine holds the gradients, and clips them by their norm: write "
+                "clip_grad_norm_, or take the strategy ddp"
+            )
+
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        self.gradients.multiply(factor)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        return self.gradients.clip(parameters, max_norm, norm_type)
+
+    def reset(self) -> None:
+        self.gradients.reset()
+
+    # -- pieces --------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, Part]]:
+        yield from self.parts.weights.pieces(self.parts.parameters)
+        if isinstance(self.parts.inner, Inner):
+            yield from self.parts.state.pieces(self.parts.trained)
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.parts.stage == 3 or self.precision in LOW:
+            return
+        for where, module in self.component.modules.items():
+            for name, p in module.named_parameters():
+                yield f"{where}.{name}", p
+
+    # -- the end -------------------------------------------------------------------------
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer is self.parts.user and held_by(optimizer) == self.parts.held
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        parts = self.parts
+        if not self.knows(optimizer) and (optimizer is parts.user or not held_by(optimizer).isdisjoint(parts.held)):
+            sentence = sentences.OTHER_GROUPS if optimizer is parts.user else sentences.ANOTHER_OPTIMIZER
+            raise NotSupported(sentence.format(name=type(optimizer).__name__))
+
+    def grow(self, component: Component) -> bool:
+        """Schedulers hold the optimizer that they always held. One that the cell makes takes the other's place, and one
+        that gets more parameters its own."""
+        same = (
+            component.modules.keys() == self.component.modules.keys()
+            and all(component.modules[name] is module for name, module in self.component.modules.items())
+            and not component.loose
+        )
+        user = self.parts.user
+        if same and list(map(id, component.optimizers.values())) == [id(user)] and self.knows(user):
+            self.component = self.parts.component = component
+            return True
+        if not same or self.gradients.aside is None or not component.optimizers:
+            return False
+        name = [*component.optimizers][-1]
+        chosen = replace(component, optimizers={name: component.optimizers[name]})
+        user = self._check(chosen)
+        used = self.gradients.used_up()
+        self.close()
+        component.optimizers, self.component = chosen.optimizers, component
+        self._build(user)
+        self.gradients.go_on(used)
+        return True
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """One tensor at a time: what is gathered becomes the parameter's own."""
+        if self.gradients.held:
+            raise NotSupported(sentences.HELD)
+        for tensor, piece in [*self.pieces()]:
+            flat = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=tensor.device)
+            for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
+                flat[start:stop].copy_(part)
+            dist.all_reduce(flat)  # no two ranks speak for one number
+            tensor.data = flat.view(piece.shape)
+        self._part()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        self.leave()
+        self.parts.weights.own(self.parts.parameters)
+        self._part()
+
+    def _part(self) -> None:
+        """From the engine: not collective."""
+        parts = self.parts
+        self.gradients.close()
+        with quiet(), suppress(Exception):
+            destroy(parts.engine)
+        if parts.kernel is not None:
+            parts.kernel.close()
+            parts.kernel = None
+        if parts.folder is not None:
+            parts.folder.close()
+            parts.folder = None
+        parts.state.shown.clear()
+        del parts.engine, parts.core, parts.layout, parts.weights

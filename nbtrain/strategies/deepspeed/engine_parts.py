@@ -1,0 +1,220 @@
+"""DeepSpeed's engine for one component and what belongs to it: built together, and anew when the component changes."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.compat.brought import DEEPSPEED
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import original
+from nbtrain.strategies.base import Component
+from nbtrain.strategies.deepspeed import compile_ops as ops
+from nbtrain.strategies.deepspeed import config
+from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.deepspeed.attachments import Attachments
+from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_kind, unhooked
+from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
+from nbtrain.strategies.deepspeed.loss_scale import LossScale
+from nbtrain.strategies.deepspeed.nvme_folder import Folder
+from nbtrain.strategies.deepspeed.optimizer_state import State, once
+from nbtrain.strategies.deepspeed.quiet import quiet
+from nbtrain.strategies.deepspeed.shares import Layout
+from nbtrain.strategies.deepspeed.weights import Weights, unreadable
+from nbtrain.strategies.deepspeed.wrapped_module import LOW, Core
+
+Shapes = dict[int, tuple[torch.Size, torch.dtype]]
+"""id of a parameter → its shape and dtype in the notebook"""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class EngineParts:
+    """`entered`, `inside` and `meanwhile` change with what runs, and `component` where a cell adds a scheduler."""
+
+    component: Component
+    user: torch.optim.Optimizer
+    held: set[int]
+    """ids of the parameters in its groups"""
+    settings: config.Settings
+    stage: int
+    precision: str
+    loss_scale: LossScale
+    models: list[nn.Module]
+    shapes: Shapes
+    parameters: list[torch.Tensor]
+    requires: list[bool]
+    """which of them require gradients"""
+    trained: list[torch.Tensor]
+    device: torch.device
+    deepspeed: Any
+    attachments: Attachments
+    core: Core
+    inner: Any
+    """the optimizer that the engine steps: an `Inner`, or one of the config's"""
+    sources: list[int]
+    engine: Any
+    layout: Layout
+    state: State
+    weights: Weights
+    kernel: CpuAdam | None
+    folder: Folder | None
+    entered: bool = False
+    """a cell runs"""
+    inside: bool = False
+    """of a call that goes through the engine"""
+    meanwhile: Any = None
+    """while it is let go of: see release_modules.py"""
+
+    def has_another_layer(self) -> bool:
+        """One that stage 3 has not cut up."""
+        known = {id(p) for p in self.parameters}
+        return self.stage == 3 and any(id(p) not in known for p in self.component.parameters())
+
+    def tell_of_layers(self, error: Exception) -> None:
+        """DeepSpeed has not found what it hangs on parameters."""
+        if isinstance(error, AttributeError) and self.has_another_layer():
+            raise NotSupported(sentences.ANOTHER_LAYER) from error
+
+
+def build(
+    component: Component,
+    user: torch.optim.Optimizer,
+    settings: config.Settings,
+    precision: str,
+    loss_scale: LossScale,
+    place: str,
+    device: torch.device,
+    models: list[nn.Module],
+    shapes: Shapes,
+    notes: list[str],
+) -> EngineParts:
+    """`place`: the folder for what goes to nvme. `notes`: what the user should know is added to them."""
+    stage: int = settings["zero_optimization"]["stage"]
+    parameters = component.parameters()  # a cell may put another layer into the model
+    requires = [p.requires_grad for p in parameters]
+    held = held_by(user)
+    trained = [p for g in user.param_groups for p in g["params"] if p.requires_grad and p.numel()]
+    if not trained:
+        raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
+    deepspeed = library(device)
+    folder = _offload_to_disk(deepspeed, settings, place, notes)
+    decoupled = adam_kind(user)
+    own = not settings.get("optimizer")
+    kernel: CpuAdam | None = None
+    if own and decoupled is not None and config.offload(settings, "offload_optimizer") != "none":
+        kernel = CpuAdam(ops.load(deepspeed, "CPUAdamBuilder"), decoupled)
+        notes.append(f"{type(user).__name__} steps in the host's memory, by the kernel of DeepSpeedCPUAdam")
+    _configure_activations(deepspeed, settings)
+
+    attachments = Attachments(modules_of(component), parameters)
+    for p in parameters:
+        p.grad = None
+        if stage == 3:
+            setattr(p, COLLAPSED, unreadable(p, LOW.get(precision)))
+    frozen: dict[int, torch.Tensor] = {}
+    if precision in LOW:
+        kept = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
+        frozen = {id(p): p.data.clone() for p in kept}
+    core = Core(models, precision, device, stage != 3)
+    mine = set(map(id, trained))
+    kinds = once(trained, user.state) if own else {}
+    inner: Any = Inner.make(user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
+    inner.kernel = kernel
+    sources = inner.sources
+    if own and device.type == "cuda" and decoupled is not None and kernel is None:
+        _fuse(inner, user, notes)
+    with quiet(), equal_already(), as_local_rank(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, inner = _initialize(core, inner, _fitted(settings, trained), own)
+    if not own:
+        kind = settings["optimizer"].get("type")
+        notes.append(
+            f"the config's {kind} trains, with its own learning rate; {type(user).__name__} is what step() is "
+            f"called on, and its state stays as it is"
+        )
+    layout = Layout(engine, stage)
+    state = State(user, inner, layout)
+    if own:
+        state.take()
+    weights = Weights(layout, state, attachments, shapes, frozen, parameters)
+    return EngineParts(
+        component=component, user=user, held=held, settings=settings, stage=stage, precision=precision,
+        loss_scale=loss_scale, models=models, shapes=shapes, parameters=parameters, requires=requires, trained=trained,
+        device=device, deepspeed=deepspeed, attachments=attachments, core=core, inner=inner, sources=sources,
+        engine=engine, layout=layout, state=state, weights=weights, kernel=kernel, folder=folder,
+    )  # fmt: skip
+
+
+def _offload_to_disk(deepspeed: Any, settings: config.Settings, place: str, notes: list[str]) -> Folder | None:
+    if "nvme" not in {config.offload(settings, "offload_param"), config.offload(settings, "offload_optimizer")}:
+        return None
+    ops.load(deepspeed, "AsyncIOBuilder")
+    places = [section.get("nvme_path") for _, section in config.sections(settings)]
+    folder = Folder(place or next(filter(None, places)))
+    for _, section in config.sections(settings):
+        section["nvme_path"] = folder.path
+    notes.append("what is smaller than 1 MiB on a rank stays in memory: DeepSpeed does not swap it to nvme")
+    return folder
+
+
+def _configure_activations(deepspeed: Any, settings: config.Settings) -> None:
+    """For a model that calls `deepspeed.checkpointing.checkpoint` itself."""
+    section = settings.get("activation_checkpointing") or {}
+    with quiet():
+        deepspeed.checkpointing.configure(
+            None,
+            partition_activations=bool(section.get("partition_activations")),
+            checkpoint_in_cpu=bool(section.get("cpu_checkpointing")),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+        )
+
+
+def _fuse(inner: Inner, user: torch.optim.Optimizer, notes: list[str]) -> None:
+    """On a GPU torch's own fused step is what FusedAdam would be, and needs no compiling."""
+    if any(g.get("foreach") or g.get("capturable") or g.get("fused") is False for g in user.param_groups):
+        return
+    inner.overrides["fused"] = True
+    inner.take_options()
+    notes.append(f"{type(user).__name__} steps this rank's share with torch's fused kernel")
+
+
+def _fitted(settings: config.Settings, trained: list[torch.Tensor]) -> config.Settings:
+    """Under stage 3 a bucket larger than everything is only memory."""
+    zero = settings["zero_optimization"]
+    if zero["stage"] != 3:
+        return settings
+    total = max(2, sum(p.numel() for p in trained))
+    return {**settings, "zero_optimization": {**zero, "reduce_bucket_size": min(zero["reduce_bucket_size"], total)}}
+
+
+def _initialize(core: Core, inner: Any, settings: config.Settings, own: bool) -> tuple[Any, Any]:
+    """The engine, and the optimizer that it steps."""
+    make = original(DEEPSPEED)
+    if own:
+        engine, *_ = make(model=core, optimizer=inner, config=settings)
+        return engine, inner
+    groups = [{"params": group["params"]} for group in inner.param_groups]
+    engine, *_ = make(model=core, model_parameters=groups, config=settings)
+    return engine, _quiet_steps(engine.basic_optimizer)
+
+
+def _quiet_steps(optimizer: Any) -> Any:
+    """DeepSpeed's own optimizer steps once per piece: torch's hooks are not to see that."""
+    plain = unhooked(type(optimizer))
+    optimizer.step = lambda *args, **kwargs: plain(optimizer, *args, **kwargs)
+    return optimizer
+
+
+def modules_of(component: Component) -> list[nn.Module]:
+    """All modules of its models, each once."""
+    return list({id(m): m for model in component.modules.values() for m in model.modules()}.values())
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """ids of parameters"""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -1,0 +1,147 @@
+"""What a path is: one of our checkpoints, sharded or full, a folder of them, a safetensors file, or what DeepSpeed,
+torch or Lightning have written."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbtrain.errors import UsageError
+from nbtrain.training.checkpoints import folder
+from nbtrain.training.checkpoints import full_format as full
+from nbtrain.training.checkpoints import other_formats as foreign
+from nbtrain.training.checkpoints import sharded_format as sharded
+from nbtrain.training.checkpoints.rank_parts import Described
+
+ABOUT = "about"
+"""The key under which the tree is stored, pickled, as bytes."""
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Source:
+    """A checkpoint that can be read, one tensor after another."""
+
+    path: Path
+    tree: dict[str, Any]
+    described: Mapping[str, Described]
+    read: Callable[[str], torch.Tensor]
+    about: dict[str, Any] = field(default_factory=dict)
+    """step, random streams, where the loops stand"""
+    elsewhere: bool = False
+    """it was not made by nbtrain: a model's tensors may have names below one that holds it (`net.0.weight`)"""
+    costly: bool = False
+    """it is held in memory whole: one rank reads, and tells the others"""
+
+
+def packed(about: Mapping[str, Any]) -> torch.Tensor:
+    out = io.BytesIO()
+    torch.save(dict(about), out)
+    return torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
+
+
+def find(path: Path) -> tuple[Path, str]:
+    """What `load(path)` means, and a sentence where that needs saying. Raises if there is nothing."""
+    if folder.marker(path) is not None or path.is_file() or foreign.is_deepspeed(path) or foreign.is_torchs(path):
+        return path, ""
+    if made := folder.inside(path):
+        newest, said = made[-1]
+        return newest, f"{path}: the newest whole checkpoint in there is {newest.name} (step {said.get('step', '?')})"
+    if (aside := folder.put_aside(path)) is not None:
+        return aside, f"{path} was about to be replaced when its process ended: the one from before is loaded"
+    if path.is_dir() and len(list(path.glob(f"*{full.SUFFIX}"))) == 1:
+        return next(path.glob(f"*{full.SUFFIX}")), ""
+    if not path.exists():
+        raise UsageError(f"there is no checkpoint {path}")
+    raise UsageError(
+        f"{path} is no checkpoint: it has no whole {folder.MARKER}, no single .safetensors file, and neither DeepSpeed "
+        "nor torch.distributed.checkpoint has written it to its end. load() takes what save() has made, the folder of "
+        "--save-to, a .safetensors file, a folder of one of these two, or a .ckpt of Lightning's"
+    )
+
+
+def open_source(path: Path) -> Source:
+    """`path`: as `find` gave it."""
+    said = folder.marker(path) if path.is_dir() else None
+    if said is not None and said.get("format", FORMAT) > FORMAT:
+        raise UsageError(f"{path} was written by a newer nbtrain ({said.get('nbtrain')}): pip install -U nbtrain")
+    if said is not None:
+        return _full(path) if said.get("kind") == "full" else _sharded(path)
+    if path.is_file():
+        return _lightning(path) if path.suffix == ".ckpt" else _file(path)
+    return _torchs(path) if foreign.is_torchs(path) else _deepspeed(path)
+
+
+def _sharded(path: Path) -> Source:
+    reader = sharded.Reader(path)
+    about = _about(reader.read(ABOUT))
+    described = _described(about)
+    return Source(path, about["tree"], described, lambda key: reader.read(key).reshape(described[key].shape), about)
+
+
+def _full(path: Path) -> Source:
+    training = full.Reader(path / full.TRAINING)
+    about = _about(training.read(ABOUT))
+    tree = about["tree"]
+    files = full.file_names(tree["modules"])
+    where: dict[str, tuple[full.Reader, str]] = {key: (training, key) for key in training.held}
+    for name, module in tree["modules"].items():
+        reader = full.Reader(path / files[name])
+        for inside, key in module["tensors"].items():
+            where[key] = (reader, inside)
+    return Source(path, tree, _described(about), lambda key: where[key][0].read(where[key][1]), about)
+
+
+def _file(path: Path) -> Source:
+    if path.suffix != full.SUFFIX:
+        raise UsageError(
+            f"{path} is no checkpoint of nbtrain's: load() takes folders, .safetensors files and .ckpt files of "
+            "Lightning's. Of what torch.save has written: model.load_state_dict(torch.load(path))"
+        )
+    try:
+        reader = full.Reader(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return Source(path, _weights_only(reader.held), reader.described(), reader.read)
+
+
+def _lightning(path: Path) -> Source:
+    held = foreign.lightnings(path)
+    if held is None:
+        raise UsageError(
+            f"{path} was not written by Lightning's Trainer. Of what torch.save has written: "
+            "model.load_state_dict(torch.load(path))"
+        )
+    described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
+    return Source(path, _weights_only(held), described, lambda key: held[key].detach(), elsewhere=True)
+
+
+def _torchs(path: Path) -> Source:
+    models, described, read = foreign.torchs(path)
+    modules = {name if len(models) > 1 else "": {"tensors": tensors, "extra": {}} for name, tensors in models.items()}
+    return Source(path, {"modules": modules, "optimizers": {}, "schedulers": {}}, described, read, elsewhere=True)
+
+
+def _deepspeed(path: Path) -> Source:
+    """Put together when it is asked for: one rank is enough for that."""
+    held = foreign.weights(path)
+    described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
+    return Source(path, _weights_only(held), described, lambda key: held[key].detach(), costly=True)
+
+
+def _weights_only(keys: Any) -> dict[str, Any]:
+    return {"modules": {"": {"tensors": {key: key for key in keys}, "extra": {}}}, "optimizers": {}, "schedulers": {}}
+
+
+def _about(data: torch.Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
+    return found
+
+
+def _described(about: Mapping[str, Any]) -> dict[str, Described]:
+    return {key: Described(tuple(shape), dtype) for key, (shape, dtype) in about["shapes"].items()}

@@ -1,0 +1,163 @@
+"""How many operations of floating point a cell computes: counted once, early, and multiplied.
+
+Two forwards with their backwards are counted as torch runs them (two: a GAN's are different); from then on each
+backward of the cell stands for as many. So evaluations are not counted, and sequences of varying length only as the
+first ones were. Counting changes no number that is computed; it makes these two steps slower. It is left out where it
+would disturb: with compiled code, inside of somebody else's mode, under a strategy that computes in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from nbtrain.compat import compiler, fake
+from nbtrain.training.loop.flop_peaks import peak
+from nbtrain.training.loop.phases import BACKWARD, FORWARD, UNDECIDED, Phases
+
+FIRST, PAIRS = 2, 2
+"""backwards that are let pass before, and that are counted"""
+TRIES = 12
+"""forwards that are looked at: an evaluation may come between, which no backward follows, and is not to be slower"""
+
+
+class Mode(fake.DispatchMode):
+    """Sees each operation as it is run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[torch.dtype, int] = {}
+        self.uncounted = False
+        """something was computed of which nobody knows how much it is"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = fake.packet_of(func)
+        if packet in KNOWN:
+            try:
+                count = KNOWN[packet](*args, **kwargs, out_val=out)
+                dtype = next(a.dtype for a in args if isinstance(a, torch.Tensor))
+                self.counts[dtype] = self.counts.get(dtype, 0) + count
+            except Exception:  # a form of the call that torch's formula does not know
+                self.uncounted = True
+        elif packet in UNKNOWN:
+            self.uncounted = True
+        return out
+
+
+class Operations:
+    """One rank's. `begin` and `end` around a cell."""
+
+    def __init__(self, phases: Phases, device: torch.device, allowed: bool) -> None:
+        self._phases = phases
+        self._device = device
+        self._allowed = allowed and device.type in ("cpu", "cuda")
+        self._mode: Mode | None = None
+        self._inside = False
+        """a backward has begun since the mode was entered"""
+        self._counts: dict[torch.dtype, int] = {}
+        self._pairs = self._tries = 0
+        self._each = 0.0
+        """operations of a forward and its backward"""
+        self.fastest = 0.0
+
+    @property
+    def total(self) -> float:
+        """Since the cell began, as far as known; from any thread."""
+        return self._each * self._phases.backwards
+
+    def begin(self) -> None:
+        self._counts, self._each, self.fastest = {}, 0.0, 0.0
+        self._pairs = self._tries = 0
+        self._phases.heard = self._heard if self._allowed else None
+
+    def end(self) -> None:
+        self._leave()
+        self._phases.heard = None
+
+    def _heard(self, phase: int) -> None:
+        """At the beginning of each phase."""
+        if phase == BACKWARD:
+            self._inside = True
+            return
+        mode = self._mode
+        if mode is not None:
+            if not self._leave():  # the user's own mode was begun since, and is still there
+                self._counts, self._pairs = {}, PAIRS
+                return
+            if self._inside and phase == UNDECIDED:
+                self._add(mode)
+        if self._pairs >= PAIRS:
+            self._phases.heard = None
+        elif phase in (FORWARD, UNDECIDED) and self._phases.backwards >= FIRST and torch.is_grad_enabled():
+            self._tries += 1
+            if self._tries > TRIES or disturbs():
+                self._phases.heard = None
+            else:
+                self._inside, self._mode = False, Mode()
+                self._mode.__enter__()
+
+    def _add(self, mode: Mode) -> None:
+        for dtype, count in mode.counts.items():
+            self._counts[dtype] = self._counts.get(dtype, 0) + count
+        self._pairs = PAIRS + 1 if mode.uncounted else self._pairs + 1
+        total = sum(self._counts.values())
+        if self._pairs == PAIRS and total:
+            self.fastest = _fastest(self._counts, self._device)
+            self._each = total / PAIRS
+
+    def _leave(self) -> bool:
+        """Whether the mode is off. It waits for the end of the user's own mode, or `inference_mode`, that was begun
+        after it: torch puts back there what it found at its beginning, and would call a mode that is no more."""
+        if self._mode is not None:
+            if fake.current_mode() is not self._mode or torch.is_inference_mode_enabled():
+                return False
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        return True
+
+
+def disturbs() -> bool:
+    """Whether a mode would be in somebody's way."""
+    if fake.dispatch_modes():
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    return compiler.has_compiled()  # what was compiled would be compiled anew
+
+
+def _fastest(counts: dict[torch.dtype, int], device: torch.device) -> float:
+    """Operations a second at most, where those of several precisions take turns."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    peaks = {dtype: peak(name, _kind(dtype)) for dtype in counts}
+    if not all(peaks.values()):
+        return 0.0
+    return sum(counts.values()) / sum(count / peaks[dtype] for dtype, count in counts.items())
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.float32:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "")
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+KNOWN: dict[Any, Callable[..., int]] = dict(flop_registry)
+KNOWN |= dict.fromkeys(fake.attention_on_cpu(backward=False), _attention)
+KNOWN |= dict.fromkeys(fake.attention_on_cpu(backward=True), _attention_backward)
+UNKNOWN = fake.whole_networks()
