@@ -28,7 +28,6 @@ from nbtrain.strategies.deepspeed import messages as sentences
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
 from nbtrain.strategies.deepspeed.calls import Calls
-from nbtrain.strategies.deepspeed.checks import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.gradients import Gradients
 from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_kind, check, unhooked
 from nbtrain.strategies.deepspeed.library import (
@@ -40,6 +39,7 @@ from nbtrain.strategies.deepspeed.library import (
     linear,
 )
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
+from nbtrain.strategies.deepspeed.messages import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.nvme_folder import Folder
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN, State, once
 from nbtrain.strategies.deepspeed.parameter_access import Reader
