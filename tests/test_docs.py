@@ -104,7 +104,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_files_that_the_pages_on_the_house_name_are_there() -> None:
     """By their path in nbtrain/, in the repository, or by their name where the path stands before it."""
-    files = [path.relative_to(ROOT).as_posix() for glob in ("*.py", "*/**/*.py") for path in ROOT.glob(glob)]
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for glob in ("*.py", "nbtrain/**/*.py", "tests/**/*.py")
+        for path in ROOT.glob(glob)
+    ]
     for page in (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs/internals").glob("*.md"))):
         named = re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())
         lost = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
