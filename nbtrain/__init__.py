@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     def barrier() -> None: ...
     def setup(*objects: Any) -> Any: ...
 
-    from nbtrain.training.checkpoints.api import load, save
-    from nbtrain.training.checkpoints.resumable import resumable
+    from nbtrain.training.checkpoints.api import load, resumable, save
 
 
 __version__ = "0.1.0"
@@ -175,7 +174,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(here, name)
     if name == "resumable":
-        from nbtrain.training.checkpoints.resumable import resumable
+        from nbtrain.training.checkpoints.api import resumable
 
         return resumable
     if name == "history":

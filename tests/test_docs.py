@@ -102,6 +102,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not heading or heading in slugs(to), target
 
 
+def test_files_that_the_pages_on_the_house_name_are_there() -> None:
+    """By their path in nbtrain/, in the repository, or by their name where the path stands before it."""
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for glob in ("*.py", "nbtrain/**/*.py", "tests/**/*.py")
+        for path in ROOT.glob(glob)
+    ]
+    for page in (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs/internals").glob("*.md"))):
+        named = re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())
+        lost = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+        assert not lost, f"{page.name} names files that are not there: {lost}"
+
+
 def test_the_readme_has_every_option_and_no_other() -> None:
     rows = re.findall(r"^\| (`-[^|]+`) \|", text_of(README), re.MULTILINE)
     told = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]*", row)}

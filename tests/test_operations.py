@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import nbtrain.registry as registry
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.single import Single
-from nbtrain.training.loop.flop_peaks import KINDS, TERA, peak
+from nbtrain.training.loop.flop_count import KINDS, TERA, peak
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks
 

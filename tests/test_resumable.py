@@ -16,7 +16,7 @@ from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api as here
-from nbtrain.training.checkpoints.resumable import resumable
+from nbtrain.training.checkpoints.api import resumable
 from tests.ranks import run_on_ranks
 from tests.test_checkpoints import alone, cell
 

@@ -26,8 +26,8 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.shared_random import draw_from
 from nbtrain.training.backward_and_step import Wrapped
 from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints.api import resumable
 from nbtrain.training.checkpoints.live_weights import put
-from nbtrain.training.checkpoints.resumable import resumable
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import Plan
 from nbtrain.training.data.batch_dealing import Deal
@@ -50,9 +50,9 @@ from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStr
 from nbtrain.training.ranks import collectives
 from nbtrain.training.ranks import loop_fixes as lines
 from nbtrain.training.ranks.agreement import Agreement
-from nbtrain.training.ranks.batch_norm_update import Recounted
+from nbtrain.training.ranks.collectives import Speakers
+from nbtrain.training.ranks.loop_fixes import Recounted
 from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.ranks.speakers import Speakers
 from nbtrain.training.ranks.torch_save import Saving
 from nbtrain.training.setup import option_advice as advice
 from nbtrain.training.setup.components import Replaced, Workshop

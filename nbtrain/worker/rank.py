@@ -28,11 +28,10 @@ from nbtrain.worker.home.trial_baseline import trying
 from nbtrain.worker.process.channel import Link
 from nbtrain.worker.process.failure_report import Failing, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
-from nbtrain.worker.process.kernel_environment import PythonsOwn, Taken
 from nbtrain.worker.process.malloc_trim import give_back
 from nbtrain.worker.process.other_trainers import Libraries
 from nbtrain.worker.process.process_group import Group
-from nbtrain.worker.process.rank_environment import settle, surround
+from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
 from nbtrain.worker.process.stack_dump import answer_in
 from nbtrain.worker.process.start import RankConfig
 from nbtrain.worker.shell.meters import Meters
@@ -310,7 +309,7 @@ class Rank:
 
     def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
-        from nbtrain.training.ranks.some_ranks import only
+        from nbtrain.training.loop.collective_guard import only
 
         me = os.getpid()
         own = PythonsOwn()

@@ -11,8 +11,8 @@ from typing import Any
 
 from nbtrain.compat import python
 from nbtrain.messages import Surroundings
-from nbtrain.worker.process.kernel_environment import torch_flags
 from nbtrain.worker.process.library_settings import Settings, read
+from nbtrain.worker.process.rank_environment import torch_flags
 
 
 class Mirror:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, World
 from nbtrain.strategies.kit.estimate_kit import by_wire, replicated
+from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.kit.gradient_wire import Sending, Wire
-from nbtrain.strategies.kit.replicated import Replicated
 
 
 class DDP(Strategy):

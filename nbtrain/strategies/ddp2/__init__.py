@@ -24,13 +24,12 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import Call, CutCalls
-from nbtrain.strategies.kit.batch_parts import cut, flatten
+from nbtrain.strategies.kit.batch_cut import Call, CutCalls, cut, flatten
 from nbtrain.strategies.kit.collective_errors import MESH
 from nbtrain.strategies.kit.estimate_kit import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.kit.gradient_wire import Sending, Wire
 from nbtrain.strategies.kit.own_random import OwnStream
-from nbtrain.strategies.kit.replicated import Replicated
 
 
 class _Gathered(torch.autograd.Function):

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
-from nbtrain.strategies.kit.batch_cut import Call
-from nbtrain.strategies.kit.batch_plans import Plan
+from nbtrain.strategies.kit.batch_cut import Call, Plan
 
 NUMBERS = 253
 """that a rank sends. As many as no cell is likely to gather by itself"""

@@ -24,12 +24,12 @@ from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed import messages as sentences
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
 from nbtrain.strategies.deepspeed.calls import Calls
-from nbtrain.strategies.deepspeed.checks import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
 from nbtrain.strategies.deepspeed.gradients import Gradients
 from nbtrain.strategies.deepspeed.inner_optimizer import Inner, check
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
+from nbtrain.strategies.deepspeed.messages import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.release_modules import let_go

@@ -22,9 +22,7 @@ from nbtrain.compat import layers
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import Call, CutCalls
-from nbtrain.strategies.kit.batch_parts import cut, flatten
-from nbtrain.strategies.kit.batch_plans import alike
+from nbtrain.strategies.kit.batch_cut import Call, CutCalls, alike, cut, flatten
 from nbtrain.strategies.kit.estimate_kit import divided, estimate
 from nbtrain.strategies.kit.module_replicas import is_compiled, replica
 

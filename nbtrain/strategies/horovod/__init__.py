@@ -17,8 +17,8 @@ from nbtrain.strategies.estimates import Estimate, Profile, World
 from nbtrain.strategies.horovod.session import Session
 from nbtrain.strategies.horovod.wire import HorovodWire
 from nbtrain.strategies.kit.estimate_kit import replicated
+from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.kit.gradient_wire import InBuckets
-from nbtrain.strategies.kit.replicated import Replicated
 
 
 class ByHorovod(Replicated):

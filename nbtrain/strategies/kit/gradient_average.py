@@ -5,23 +5,29 @@ Averaging is idempotent (what is averaged already stays what it is), so several 
 step, two forwards, own methods and gradient penalties are right without anybody being told about them.
 Each bucket carries one flag per parameter that says whether a rank used it: what nobody used keeps the
 gradient it had (None, mostly), exactly as in one process, and needs no collective of its own.
+
+What strategies have in common that keep the whole model on every rank and average its gradients.
+
+A component that is whole on every rank, its gradients averaged: what ddp and its kin set up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, eq
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.compat import engine, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.base import Component, Prepared, is_lazy
 from nbtrain.strategies.kit.gradient_wire import Dtype, Wire
 
 TRAINABLE = attrgetter("requires_grad")
@@ -277,3 +283,60 @@ class GradSync:
         for handle in (*self.handles.values(), self.step_handle):
             handle.remove()
         self.handles.clear()
+
+
+def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
+    """Layers whose running statistics are to be averaged, too: SyncBatchNorm does so itself."""
+    parts = {id(part): part for module in modules for part in module.modules()}
+    return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
+
+
+def replicas_of(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
+    """What should be equal on every rank when a cell has ended, by name."""
+    for where, module in component.modules.items():
+        for path, part in module.named_modules():
+            at = f"{where}.{path}" if path else where
+            for name, parameter in part.named_parameters(recurse=False):
+                if not is_lazy(parameter):
+                    yield f"{at}.{name}", parameter
+            for name, buffer in part.named_buffers(recurse=False):
+                if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
+                    yield f"{at}.{name}", buffer
+    yield from component.loose.items()
+
+
+class Replicated(Prepared):
+    """`wire`: by what gradients travel."""
+
+    hooks_see_own_gradients = averages_before_step = True
+
+    def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
+        super().__init__(component)
+        norms = norms_of(component.modules.values())
+        self.sync = GradSync(component.parameters(), bucket_mb, norms, wire=wire)
+
+    def backward(self) -> AbstractContextManager[float]:
+        self.sync.begin()
+        return nullcontext(1.0)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+        """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""
+        self.sync.catch_up(parameters)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        self.sync.catch_up(parameters)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.sync.no_sync()
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return replicas_of(self.component)
+
+    def reset(self) -> None:
+        self.sync.reset()
+
+    def close(self) -> None:
+        self.sync.close()

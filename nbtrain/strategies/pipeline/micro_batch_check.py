@@ -20,7 +20,7 @@ from torch import nn
 
 from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.batch_plans import alike
+from nbtrain.strategies.kit.batch_cut import alike
 from nbtrain.strategies.pipeline.channel import packed
 from nbtrain.strategies.pipeline.flow import meet, plan_of
 from nbtrain.strategies.pipeline.micro_batches import Cut, join

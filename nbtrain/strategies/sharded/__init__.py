@@ -22,15 +22,12 @@ from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
-from nbtrain.strategies.kit.averaged import norms_of, replicas_of
 from nbtrain.strategies.kit.estimate_kit import estimate, largest_share, ring, step_bytes, trainable
-from nbtrain.strategies.kit.gradient_average import GradSync
+from nbtrain.strategies.kit.gradient_average import GradSync, Replicated, norms_of, replicas_of
 from nbtrain.strategies.kit.gradient_wire import Wire
-from nbtrain.strategies.kit.optimizer_shares import SharedOut, as_bytes, held_by
+from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import Owned
-from nbtrain.strategies.kit.replicated import Replicated
 from nbtrain.strategies.kit.row_shards import sum_of_powers
-from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import Reducing

@@ -31,11 +31,10 @@ from nbtrain.strategies.kit.estimate_kit import (
     trainable,
     width,
 )
+from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.kit.gradient_wire import Sending, Wire
-from nbtrain.strategies.kit.optimizer_shares import SharedOut, as_bytes, held_by
+from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import Owned, dealt_out
-from nbtrain.strategies.kit.replicated import Replicated
-from nbtrain.strategies.kit.share_steps import ShareSteps
 
 AHEAD = 3
 """so many buckets of parameters are under way"""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.shield import shielded
+from nbtrain.training.checkpoints import find_source as opening
 from nbtrain.training.checkpoints import folder
-from nbtrain.training.checkpoints import open_source as opening
 from nbtrain.training.checkpoints import uninterrupted as unbroken
 from nbtrain.training.checkpoints.content import Objects
 from nbtrain.training.checkpoints.rollback import Before

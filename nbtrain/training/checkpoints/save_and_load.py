@@ -26,17 +26,16 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
+from nbtrain.training.checkpoints import find_source as opening
 from nbtrain.training.checkpoints import find_source as sources
 from nbtrain.training.checkpoints import folder
 from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints import open_source as opening
 from nbtrain.training.checkpoints import ownership as owning
 from nbtrain.training.checkpoints import uninterrupted as unbroken
 from nbtrain.training.checkpoints.background_write import Job, Writing, give_up, owe
 from nbtrain.training.checkpoints.compare import Match, compare
 from nbtrain.training.checkpoints.content import Content, Names, Objects
-from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, Source
-from nbtrain.training.checkpoints.open_source import agree
+from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, Source, agree
 from nbtrain.training.checkpoints.rank_parts import Described, Holdings, Part, owners, snapshot
 from nbtrain.training.checkpoints.restore import Restoring, make_state, same_state
 from nbtrain.training.checkpoints.schedule import Interval, Plan, place_of

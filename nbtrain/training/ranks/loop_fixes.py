@@ -3,6 +3,12 @@
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
 anything with "cuda"           on a rank without a GPU: says what to write
+
+`update_bn`: running statistics that are counted anew, over a whole loader, without a backward.
+
+Each rank has seen its share of the batches; the mean over the ranks is what one process counts. It is found by what the
+function does, which a program may also have written itself: `reset_running_stats` and a loader to its end, without
+gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from torch import nn
 
 from nbtrain.compat import layers
 from nbtrain.compat.cuda import INITIALISE
+from nbtrain.compat.modules import NORM_LAYER
 from nbtrain.intercept import Listeners
 from nbtrain.training.ranks.collectives import connected, reduce
 
@@ -99,3 +106,35 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
             norm.running_var.lerp_((var * (total / (total - 1))).to(norm.running_var.dtype), share)
     y = ((wide - mean.view(shape)) * (var + norm.eps).rsqrt().view(shape)).to(x.dtype)
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+class Recounted:
+    """Layers whose statistics were reset, until a loader has come to its end."""
+
+    def __init__(self, active: Callable[[], bool]) -> None:
+        self.active = active
+        self.norms: list[Any] = []
+
+    def begin(self) -> None:
+        self.norms.clear()
+
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen(f"{NORM_LAYER}.reset_running_stats", "norms", self._reset)
+
+    def _reset(self, old: Callable[[Any], None]) -> Callable[[Any], None]:
+        def reset(norm: Any) -> None:
+            old(norm)
+            if not torch.is_grad_enabled() and self.active():
+                self.norms.append(norm)
+
+        return reset
+
+    def share(self) -> None:
+        """At the end of a loader. Collective, if there is anything to share."""
+        if not self.norms or torch.is_grad_enabled():
+            return
+        norms, self.norms = self.norms, []
+        for norm in norms:
+            for buffer in (norm.running_mean, norm.running_var):
+                if buffer is not None and norm.training and norm.num_batches_tracked:
+                    buffer.copy_(reduce(buffer))
