@@ -596,7 +596,7 @@ def refused(rank: int) -> dict[str, str]:
         with noted(f"by hand {stage}"):
             gradients = torch.autograd.grad(mse(inner(x), y), [inner.scale])
             inner.scale.grad = gradients[0]
-            one.user.step()
+            one.parts.user.step()
         one.drop()
         one = prepared(*make()[:2], stage=stage, config=SHARDED)
         inner = one.component.modules["model"]
@@ -613,7 +613,7 @@ def refused(rank: int) -> dict[str, str]:
             inner.scale.grad /= 2
         with noted(f"thawed {stage}"):
             inner.blocks[1].requires_grad_(True)
-            one.user.step()
+            one.parts.user.step()
         inner.blocks[1].requires_grad_(False)
         with noted(f"part of a clip {stage}"):
             one.clip([inner.scale], 1.0, 2.0)
@@ -623,7 +623,7 @@ def refused(rank: int) -> dict[str, str]:
             one.clip_value(list(inner.parameters()), 1.0)
         with noted(f"some set to None {stage}"):
             inner.scale.grad = None
-            one.user.step()
+            one.parts.user.step()
         one.drop()
     one = prepared(*make()[:2], stage=3, config=SHARDED)
     inner = one.component.modules["model"]
