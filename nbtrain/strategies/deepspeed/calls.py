@@ -15,14 +15,14 @@ from nbtrain.compat.engine import in_backward
 from nbtrain.compat.pytree import tree_map
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-from nbtrain.strategies.deepspeed.parameter_access import Reader
+from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
 
 
-class Calls:
+class EngineCalls:
     """`enter` and `leave` with each cell."""
 
-    def __init__(self, parts: EngineParts, reader: Reader, outputs: WeakValueDictionary[int, Any]) -> None:
+    def __init__(self, parts: EngineParts, reader: ParameterAccess, outputs: WeakValueDictionary[int, Any]) -> None:
         """`outputs`: of models, on which DeepSpeed has put something that is not the notebook's."""
         self.parts, self.reader = parts, reader
         self._outputs = outputs

@@ -23,7 +23,7 @@ from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed import messages as sentences
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
-from nbtrain.strategies.deepspeed.calls import Calls
+from nbtrain.strategies.deepspeed.calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
 from nbtrain.strategies.deepspeed.gradients import Gradients
 from nbtrain.strategies.deepspeed.inner_optimizer import Inner, check
@@ -33,7 +33,7 @@ from nbtrain.strategies.deepspeed.messages import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.release_modules import let_go
-from nbtrain.strategies.deepspeed.shares import Part
+from nbtrain.strategies.deepspeed.shares import SharePart
 from nbtrain.strategies.deepspeed.state_dicts import whole_dicts, whole_state
 from nbtrain.strategies.deepspeed.wrapped_module import LOW, outermost
 
@@ -78,7 +78,7 @@ class Engined(Prepared):
         )  # fmt: skip
         self.gradients = Gradients(parts)
         self.reader = self.gradients.reader
-        self.calls = Calls(parts, self.reader, self.outputs)
+        self.calls = EngineCalls(parts, self.reader, self.outputs)
         for module in modules_of(component):
             if not any(module is model for model in component.modules.values()):
                 module.register_forward_pre_hook(self.calls.check_part)
@@ -229,7 +229,7 @@ class Engined(Prepared):
 
     # -- pieces --------------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[tuple[torch.Tensor, Part]]:
+    def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
         yield from self.parts.weights.pieces(self.parts.parameters)
         if isinstance(self.parts.inner, Inner):
             yield from self.parts.state.pieces(self.parts.trained)

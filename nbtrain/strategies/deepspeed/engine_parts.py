@@ -21,9 +21,9 @@ from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_ki
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.nvme_folder import Folder
-from nbtrain.strategies.deepspeed.optimizer_state import State, once
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, once
 from nbtrain.strategies.deepspeed.quiet import quiet
-from nbtrain.strategies.deepspeed.shares import Layout
+from nbtrain.strategies.deepspeed.shares import EngineLayout
 from nbtrain.strategies.deepspeed.weights import Weights, unreadable
 from nbtrain.strategies.deepspeed.wrapped_module import LOW, Core
 
@@ -57,8 +57,8 @@ class EngineParts:
     """the optimizer that the engine steps: an `Inner`, or one of the config's"""
     sources: list[int]
     engine: Any
-    layout: Layout
-    state: State
+    layout: EngineLayout
+    state: EngineOptimizerState
     weights: Weights
     kernel: CpuAdam | None
     folder: Folder | None
@@ -136,8 +136,8 @@ def build(
             f"the config's {kind} trains, with its own learning rate; {type(user).__name__} is what step() is "
             f"called on, and its state stays as it is"
         )
-    layout = Layout(engine, stage)
-    state = State(user, inner, layout)
+    layout = EngineLayout(engine, stage)
+    state = EngineOptimizerState(user, inner, layout)
     if own:
         state.take()
     weights = Weights(layout, state, attachments, shapes, frozen, parameters)

@@ -28,8 +28,8 @@ from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
 from nbtrain.strategies.deepspeed.inner_optimizer import Inner
-from nbtrain.strategies.deepspeed.optimizer_handle import Handle
-from nbtrain.strategies.deepspeed.parameter_access import Reader
+from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
+from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 
 TRAINABLE = attrgetter("requires_grad")
 
@@ -45,7 +45,7 @@ class Gradients:
         self.stage = parts.stage
         self.trained = parts.trained
         self.user = parts.user
-        self.handle = Handle(parts.user, self)
+        self.handle = OptimizerHandle(parts.user, self)
         self.skipped = 0
         self.held = False
         """some backward has left gradients with the engine"""
@@ -70,7 +70,7 @@ class Gradients:
         """what each parameter's grad was, in a pause"""
         self.scaled = parts.precision.startswith("16")
         self._warned = False
-        self.reader = Reader(self.weights, parts.parameters if self.stage == 3 else (), self.open_for_penalty)
+        self.reader = ParameterAccess(self.weights, parts.parameters if self.stage == 3 else (), self.open_for_penalty)
         self._listen()
 
     @property
