@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nbtrain.planning.comparison import STATES, Comparison, Measured
 from nbtrain.planning.comparison_table import html
-from nbtrain.planning.scatter import ticks
+from nbtrain.svg import ticks
 from nbtrain.words import size
 from tests.lab import Notebook, Server
 

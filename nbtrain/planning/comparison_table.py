@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbtrain import tables
-from nbtrain.planning.scatter import Axis, Dot, image, scatter
+from nbtrain.svg import Axis, Dot, image, scatter
 from nbtrain.words import quantity, size
 
 if TYPE_CHECKING:
