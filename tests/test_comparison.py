@@ -161,7 +161,7 @@ def test_the_picture_needs_nothing_from_elsewhere_and_names_what_failed() -> Non
     texts = said(drawing(SPEED))
     assert {"ddp", "fsdp ★", "pipeline", "dp", "samples/s", "400 MB", "500 MB"} <= set(texts)
     assert any("list> of layers" in text for text in texts)
-    drawn = html(SPEED, saved=False)
+    drawn = html(SPEED.data(), saved=False)
     assert "currentColor" in drawn
     for word in ("<script", "href", "url(", "<style", "http"):
         assert word not in drawn.replace("http://www.w3.org/2000/svg", "").replace("<style>\n.nbt-table", "")
@@ -235,7 +235,7 @@ IMAGE = "document.querySelector('.jp-OutputArea-output img[alt=\"memory and spee
 def test_nothing_covers_anything_and_an_untrusted_notebook_shows_it(
     notebook: Callable[..., Notebook], lab: Server, browser: Any
 ) -> None:
-    page = notebook(CROWD + "HTML(html(found, saved=False))", "found")
+    page = notebook(CROWD + "HTML(html(found.data(), saved=False))", "found")
     page.run(0)
     page.page.wait_for_selector(".jp-OutputArea-output svg")
     wide, texts = page.page.evaluate(PLACES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nbtrain.planning import comparison_table
@@ -88,11 +88,23 @@ class Comparison:
         return Comparison(rows=tuple(Measured(name=name, line=line) for name, line in names), **what)
 
     def data(self) -> dict[str, Any]:
-        """Plain data, for a front end."""
-        return comparison_table.data(self)
+        """All of it as plain data: rows as they are, which is the best, what to type, the table and the picture."""
+        best = self.best
+        found: dict[str, Any] = {
+            "goal": self.goal,
+            "parameter": self.parameter,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "rows": [
+                {**asdict(row), "memory": list(row.memory), "peak": row.peak, "pace": row.pace, "best": row is best}
+                for row in self.rows
+            ],
+            "line": best.line if best is not None else "",
+        }
+        return found | comparison_table.shown(found)
 
     def __repr__(self) -> str:
-        return comparison_table.text(self)
+        return comparison_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return comparison_table.html(self)
+        return comparison_table.html(self.data())

@@ -180,14 +180,51 @@ class Outlook:
     overlap: float
 
     def data(self) -> dict[str, Any]:
-        """Plain data, for a front end."""
-        return growth_table.data(self)
+        """All of it as plain data: what is predicted, what was checked, what the table says of it."""
+        growth, first = self.growth, self.growth.points[0]
+        found: dict[str, Any] = {
+            "bandwidth": self.bandwidth,
+            "per_node": self.per_node,
+            "overlap": self.overlap,
+            "compute": growth.compute,
+            "local_bandwidth": growth.bandwidth if growth.bandwidth < math.inf else None,
+            "latency": growth.latency,
+            "fitted": list(growth.fitted),
+            "samples_per_rank": first.samples / first.ranks,
+            "cores": first.cores,
+            "cores_per_rank": first.share,
+            "rows": [
+                {
+                    "ranks": row.ranks,
+                    "nodes": row.nodes,
+                    "seconds": row.seconds,
+                    "at_best": row.at_best,
+                    "samples_per_second": row.samples,
+                    "efficiency": row.efficiency,
+                    "communication": row.waiting,
+                    "sent": growth.volume(row.ranks) if row.ranks > 1 else 0,
+                }
+                for row in self.rows
+            ],
+            "checks": [
+                {
+                    "ranks": check.point.ranks,
+                    "measured": check.point.seconds,
+                    "expected": check.expected,
+                    "error": check.error,
+                    "fitted": check.fitted,
+                    "crowded": check.point.crowd > 1,
+                }
+                for check in growth.checks
+            ],
+        }
+        return found | {"assumes": list(growth_table.assumptions(found))}
 
     def __repr__(self) -> str:
-        return growth_table.text(self)
+        return growth_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return growth_table.html(self)
+        return growth_table.html(self.data())
 
 
 def ring(size: float) -> Volume:

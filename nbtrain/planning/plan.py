@@ -8,7 +8,7 @@ from typing import Any
 
 import nbtrain.words as words
 from nbtrain import registry
-from nbtrain.planning import guide
+from nbtrain.planning import guide, plan_table
 from nbtrain.planning.ground import Ground
 from nbtrain.planning.guide import Way
 from nbtrain.strategies.estimates import Estimate, Profile, World
@@ -144,7 +144,7 @@ class Plan:
         return min(fitting, key=_speed, default=None) or min(less, key=_peak, default=None)
 
     def data(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """All of it as JSON has it: what the table and the picker show."""
         best, profile, pool = self.recommended, self.profile, self.ground.pool
         return {
             "model": profile.model,
@@ -152,6 +152,10 @@ class Plan:
             "optimizer": profile.optimizer,
             "samples": profile.samples,
             "precision": self.ground.precision,
+            "accumulate": self.ground.accumulate,
+            "travels": profile.parameters + profile.buffers + profile.state,
+            "limit": self.ground.limit,
+            "bandwidth": self.bandwidth,
             "kind": pool.kind,
             "devices": list(pool.devices),
             "nodes": pool.nodes,
@@ -214,14 +218,10 @@ class Plan:
         return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
 
     def __repr__(self) -> str:
-        from nbtrain.planning import plan_table
-
-        return plan_table.text(self)
+        return plan_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        from nbtrain.planning import plan_table
-
-        return plan_table.html(self)
+        return plan_table.html(self.data())
 
 
 def _fastest(plan: Plan) -> Planned | None:
