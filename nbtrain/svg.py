@@ -1,5 +1,5 @@
-"""Curves over a run and scatter plots as one SVG image: without script or style sheet, so a notebook that is shown
-anywhere shows it. Every colour can be read on light and on dark ground."""
+"""Draws curves over a run and scatter plots as one SVG, without script or style sheet, so that every page that shows a
+notebook shows them. All colours are readable on light and on dark ground."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ PLAIN, BOLD, *_ = COLOURS
 BAD = "#d5473c"
 TEXT = "#767676"
 INK = "color:var(--jp-ui-font-color1,currentColor)"
-"""the text colour of the page that a drawing stands on; an image knows nothing of its page, and takes TEXT instead"""
+"""the text colour of the page around the SVG; an `<img>` does not know it, and uses TEXT instead"""
 
 DISTINCT = len(COLOURS)
-"""curves that a chart can tell apart by colour"""
+"""curves that have different colours"""
 POINTS = 2048
-"""of all curves of a drawing together"""
+"""points that all curves of a drawing have together, at most"""
 NARROW = "fijlrt "
 """letters about half as wide as others"""
 GAP, ROW = 20, 16
-"""pixels between two charts; of a line of a legend, and of a bar"""
+"""pixels between two charts; height of a line of the legend, and of a bar"""
 
 LETTER, LINE = 6.4, 14
-"""width of a label's letter, at the most on average; height of a label"""
+"""average width of a letter of a label, rounded up; height of a label"""
 TITLE, LONGEST, WRAPPED = 24, 30, 31
-"""letters of a chart's title, of a label, of a line beside the plot"""
+"""letters that fit into a chart's title, a label, a line beside the plot"""
 SIDE, MARGIN = 190, 26
-"""pixels for the list beside the plot; half of a number below the end of the axis"""
+"""pixels for the list beside the plot; for the half of the last number that is right of the axis"""
 BESIDE = 6
-"""names that are listed beside a plot"""
+"""names that are listed beside a plot, at most"""
 RADIUS = 4.5
 AROUND = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
 """directions in which a label may stand from its point, the best first"""
 FARTHEST = 9
 TICKS = 5
 NOTHING = 1e-12
-"""values below it are drawn as zero: there is no dividing them further"""
+"""an axis whose values are all below it goes from 0 to 1: it cannot be divided further"""
 
 Words = Callable[[float], str]
 Box = tuple[float, float, float, float]
@@ -83,7 +83,7 @@ class Chart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One line of parts, one behind the other."""
+    """A stacked bar."""
 
     name: str
     parts: Sequence[tuple[float, str]]
@@ -146,7 +146,7 @@ def step(value: float) -> str:
 
 
 def narrow(words: Words) -> Words:
-    """The same in what fits beside an axis: 8.1e-5 for 8.07e-05."""
+    """The same words, short enough to stand beside an axis: 8.1e-5 for 8.07e-05."""
 
     def fitting(value: float) -> str:
         said = words(value)
@@ -166,7 +166,7 @@ def _svg(size: tuple[float, float], title: str, drawn: str, ink: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """For SVG: without control characters too, such as a terminal's colours, with which no page reads the image."""
+    """Text escaped for SVG. Control characters, such as a terminal's colours, would make the image invalid: they go."""
     return escape("".join(letter if letter.isprintable() else " " for letter in text))
 
 
@@ -198,7 +198,7 @@ def _share(value: float, span: Range, alone: float) -> float:
 
 
 def draw_charts(charts: Sequence[Chart], columns: int, legends: Sequence[Legend] = (), bars: Bars | None = None) -> str:
-    """Charts in rows of so many `columns`, below them the legends, each in its line, and then the bars."""
+    """Charts in a grid of so many `columns`, then the legends, one line each, then the bars."""
     columns = min(columns, len(charts)) or 1
     wide, high = CHART[0] + GAP, CHART[1] + GAP
     points = max(24, POINTS // max(1, sum(len(chart.curves) for chart in charts)))
@@ -250,7 +250,7 @@ def _title(text: str) -> str:
 
 
 def _curve(curve: Curve, stroke: str, plot: _Plot) -> str:
-    """A line through the middle of the buckets, in a band from their lowest to their highest."""
+    """A line through the middles of the buckets, in a band from their lowest to their highest values."""
     drawn = ""
     for part in _without_gaps(curve):
         line = " ".join(f"{plot.x(x):.1f},{plot.y(low / 2 + high / 2):.1f}" for x, low, high in part)
@@ -267,7 +267,7 @@ def _curve(curve: Curve, stroke: str, plot: _Plot) -> str:
 
 
 def _without_gaps(curve: Curve) -> Iterable[list[tuple[float, float, float]]]:
-    """The buckets between two gaps: (x, low, high) of each."""
+    """Runs of buckets between two gaps: (x, low, high) of each bucket."""
     part: list[tuple[float, float, float]] = []
     for x, low, high in zip(curve.x, curve.low, curve.high, strict=True):
         if low == low:
@@ -307,7 +307,7 @@ def _legend(names: Legend) -> str:
 
 
 def scatter(dots: Sequence[Dot], x: Axis, y: Axis, beside: Sequence[tuple[str, str]] = ()) -> str:
-    """Empty where there is nothing to draw. `beside`: names that have no point, and why."""
+    """A scatter plot; empty if there is nothing to draw. `beside`: names without a point, and why."""
     dots = [dot for dot in dots if math.isfinite(dot.x) and math.isfinite(dot.y)]
     if not dots:
         return ""
@@ -333,7 +333,7 @@ def ticks(low: float, high: float, about: int = TICKS) -> list[float]:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """What an axis spans: from zero where that does not push all points to one side."""
+    """The range of an axis: from zero unless that pushes all points to one side."""
     low, high = min(values), max(values)
     if high < NOTHING:
         return 0.0, 1.0
@@ -341,7 +341,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
         return 0.0, 1.2 * high
     if low < 0.5 * high:
         return 0.0, high
-    room = max(high - low, 0.2 * high) - (high - low)  # a difference of one percent is to look like one
+    room = max(high - low, 0.2 * high) - (high - low)  # so that a difference of one percent looks small
     return low - room / 2, high + room / 2
 
 
@@ -383,7 +383,7 @@ def _dot(dot: Dot, plot: _Plot, x: Axis, y: Axis) -> str:
 
 
 def _labels(dots: Sequence[Dot], plot: _Plot) -> str:
-    """Each beside its point, where it covers no other label and no point; the best has the first choice."""
+    """Labels beside their points, where they cover no other label or point; the best dot chooses first."""
     taken = [_around(plot.x(dot.x), plot.y(dot.y), RADIUS + (4 if dot.best else 0)) for dot in dots]
     drawn = ""
     for dot in sorted((dot for dot in dots if dot.label), key=lambda dot: not dot.best):
@@ -391,7 +391,7 @@ def _labels(dots: Sequence[Dot], plot: _Plot) -> str:
         wide = LETTER * _letters(label) * (1.08 if dot.best else 1)
         found = next((place for place in _places(dot, plot, wide) if _free(place[0], taken, plot)), None)
         if found is None:
-            continue  # so crowded a plot says it when the point is pointed at, and in its table
+            continue  # too crowded: the point's tooltip and the table have the name
         box, away = found
         taken.append(box)
         x, y = plot.x(dot.x), plot.y(dot.y)
@@ -404,7 +404,7 @@ def _labels(dots: Sequence[Dot], plot: _Plot) -> str:
 
 
 def _places(dot: Dot, plot: _Plot, wide: float) -> Iterable[tuple[Box, bool]]:
-    """Boxes for a label, the nearest first, and whether it stands away from its point."""
+    """Boxes for a label, the nearest first, and whether it needs a line to its point."""
     x, y = plot.x(dot.x), plot.y(dot.y)
     near = RADIUS + (8 if dot.best else 4)
     for far in range(FARTHEST):
@@ -426,7 +426,7 @@ def _around(x: float, y: float, radius: float) -> Box:
 
 
 def _list(names: Sequence[tuple[str, str]]) -> str:
-    """Names that have no point, each with its reason below it."""
+    """Names without a point, each with its reason below it."""
     drawn, y = "", 10
     for name, why in names[:BESIDE]:
         drawn += f'<text y="{y}" font-weight="600" fill="{BAD}">{_escape(short(name, WRAPPED - 4))}</text>'

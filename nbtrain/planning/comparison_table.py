@@ -1,4 +1,4 @@
-"""A comparison as a table and a picture, while it goes on and when it is over. It reads `Comparison.data()`."""
+"""Renders a comparison as a table and a picture, during and after it. Reads `Comparison.data()`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WIDTH = 760
 STAR = "★"
 COMING = ("waiting", "running")
 SIZED = ("batch", "model")
-"""goals for which a size is looked for"""
+"""goals that search for the largest size"""
 STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
 
 
 class Group(NamedTuple):
-    """The rows of one way, tried with several sizes; without a size each row is one."""
+    """The rows of one strategy with several sizes. Where no size is searched, each row is a group."""
 
     name: str
     rows: tuple[Data, ...]
@@ -33,8 +33,8 @@ class Group(NamedTuple):
 
 
 def shown(comparison: Data) -> dict[str, Any]:
-    """What is shown of it: the title, the table with its head first, what to type, and the picture. `comparison`: the
-    rest of its data."""
+    """The part of `Comparison.data()` that is made for display: title, table (head first), what to type, picture.
+    `comparison`: the rest of the data."""
     head, rows = table(comparison)
     return {
         "title": _title(comparison),
@@ -52,7 +52,7 @@ def text(comparison: Data) -> str:
 
 
 def html(comparison: Data, saved: bool = True) -> str:
-    """`saved`: this is what stays, also where a notebook is not trusted; else it is replaced soon."""
+    """`saved`: the output stays in the notebook, so the picture is an image, which untrusted notebooks show too."""
     drawn = comparison["picture"]
     if drawn and saved:
         drawn = image(drawn, "memory and speed")
@@ -80,7 +80,7 @@ def _best(comparison: Data) -> Data | None:
 
 
 def use(comparison: Data) -> str:
-    """What to type for the best; empty while rows are still to come."""
+    """What to type for the best row; empty while rows are still running."""
     best = _best(comparison)
     if comparison["goal"] == "growth" or any(row["state"] in COMING for row in comparison["rows"]):
         return ""
@@ -100,11 +100,11 @@ def table(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
 
 
 def groups(comparison: Data) -> list[Group]:
-    """In the order in which they were asked for."""
+    """Groups in the order in which they were asked for."""
     found: dict[str, list[Data]] = {}
     for row in comparison["rows"]:
         found.setdefault(row["line"] if comparison["goal"] in SIZED else str(len(found)), []).append(row)
-    return [Group(_plain(rows[0]), tuple(rows)) for rows in found.values()]
+    return [Group(_name(rows[0]), tuple(rows)) for rows in found.values()]
 
 
 def _title(comparison: Data) -> str:
@@ -123,16 +123,16 @@ def _speeds(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
     unit = _unit(comparison["rows"])
     several = len({row["ranks"] for row in comparison["rows"] if row["ranks"]}) > 1
     batches = any(row["batch"] for row in comparison["rows"])
-    told = [_told(row) for row in comparison["rows"]]
+    outcomes = [_outcome_of(row) for row in comparison["rows"]]
     columns = [
         ("strategy", [_marked(row["name"], row["best"]) for row in comparison["rows"]]),
         *([("ranks", [str(row["ranks"] or "") for row in comparison["rows"]])] if several else []),
         ("memory per rank", [span(row["memory"]) for row in comparison["rows"]]),
         (unit, [_pace(row, unit) for row in comparison["rows"]]),
         *([("batch", [str(row["batch"] or "") for row in comparison["rows"]])] if batches else []),
-        *([("outcome", told)] if any(told) else []),
+        *([("outcome", outcomes)] if any(outcomes) else []),
     ]
-    return _turned(columns)
+    return _transposed(columns)
 
 
 def _sizes(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
@@ -146,10 +146,10 @@ def _sizes(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
         (unit, [_pace(one, unit) if one else "" for one in largest]),
         ("outcome", [_outcome(one) for one in found]),
     ]
-    return _turned(columns)
+    return _transposed(columns)
 
 
-def _turned(columns: Sequence[tuple[str, Sequence[str]]]) -> tuple[tables.Row, list[tables.Row]]:
+def _transposed(columns: Sequence[tuple[str, Sequence[str]]]) -> tuple[tables.Row, list[tables.Row]]:
     head = tuple(name for name, _ in columns)
     return head, [tuple(row) for row in zip(*(cells for _, cells in columns), strict=True)]
 
@@ -158,8 +158,8 @@ def _marked(name: str, best: bool) -> str:
     return f"{name} {STAR}" if best else name
 
 
-def _plain(row: Data) -> str:
-    """`ddp` of `ddp · batch 64`."""
+def _name(row: Data) -> str:
+    """`ddp` for `ddp · batch 64`."""
     name, _, last = row["name"].rpartition(" · ")
     return name if name and row["size"] is not None and last.split(" ")[-1] == str(row["size"]) else row["name"]
 
@@ -179,14 +179,14 @@ def _largest(comparison: Data, group: Group) -> str:
 
 
 def _count(size: Any) -> str:
-    """A parameter of a model need be no number."""
+    """The value of a size parameter need not be a number."""
     return f"{size:,}" if isinstance(size, int) else str(size)
 
 
 def _outcome(group: Group) -> str:
-    """Of one row what it says; of several `64, 128 · ● 256` or `64 · 128: out of memory`."""
+    """The outcome column: of one row its text; of several `64, 128 · ● 256` or `64 · 128: out of memory`."""
     if len(group.rows) == 1:
-        return _told(group.rows[0])
+        return _outcome_of(group.rows[0])
     rows = sorted(group.rows, key=lambda row: row["size"] or 0)
     failed = [f"{_count(row['size'])}: {_why(row)}" for row in rows if row["state"] == "failed"]
     going = [f"● {_count(row['size'])}" for row in rows if row["state"] == "running"]
@@ -195,8 +195,8 @@ def _outcome(group: Group) -> str:
     return " · ".join(filter(None, [done, *failed[:1], *going])) or STATES["waiting"]
 
 
-def _told(row: Data) -> str:
-    """Of one that is done only what it has to say: what would have been too much."""
+def _outcome_of(row: Data) -> str:
+    """The outcome of one row. A row that is done may say which size was too large."""
     if row["state"] == "running" and row["why"]:
         return f"● {row['why']}"
     said = {"done": row["why"], "failed": _why(row)}
@@ -210,7 +210,7 @@ def _why(row: Data) -> str:
 
 
 def _unit(rows: Sequence[Data]) -> str:
-    """Samples, unless it is known of none that is done how many there were."""
+    """`samples/s`, or `steps/s` if no finished row knows its samples."""
     done = [row for row in rows if row["state"] == "done"]
     return "steps/s" if done and not any(row["samples_per_second"] for row in done) else "samples/s"
 
@@ -224,7 +224,7 @@ def _pace(row: Data, unit: str) -> str:
 
 
 def span(memory: Sequence[int]) -> str:
-    """What all ranks have, or from the least to the most: `290–310 MB`."""
+    """Memory of all ranks, from the smallest to the largest: `290–310 MB`."""
     if not memory:
         return ""
     low, high = size(min(memory)), size(max(memory))
@@ -234,7 +234,7 @@ def span(memory: Sequence[int]) -> str:
 
 
 def picture(comparison: Data) -> str:
-    """Memory of the rank that has the most, and pace; empty while none is known."""
+    """A scatter plot of peak memory and speed; empty while nothing is known."""
     unit = _unit(comparison["rows"])
     if comparison["goal"] == "growth":
         return ""
@@ -249,11 +249,11 @@ def picture(comparison: Data) -> str:
             best = row["best"]
             shown = label if row is group.largest else ""
             dots.append(Dot(row["peak"], pace, _marked(shown, best), best, group.name if sized else ""))
-    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), _absent(comparison))
+    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), _failed(comparison))
 
 
-def _absent(comparison: Data) -> list[tuple[str, str]]:
-    """Ways that failed altogether, and why."""
+def _failed(comparison: Data) -> list[tuple[str, str]]:
+    """Groups in which no row worked, and why."""
     found = []
     for group in groups(comparison):
         failed = [row for row in group.rows if row["state"] == "failed"]

@@ -1,4 +1,4 @@
-"""How a loop grows, as text and as a page: predictions, what they were checked against, and what they assume. It reads
+"""Renders predictions for more ranks, the checks behind them and what they assume, as text and HTML. Reads
 `Outlook.data()`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Data = Mapping[str, Any]
 HEAD: tables.Row = ("ranks", "nodes", "a step", "at best", "samples/s", "efficiency", "communication", "sent per rank")
 CHECKED: tables.Row = ("ranks here", "measured", "expected", "off by", "")
 FAR_OFF = 0.25
-"""a check that misses by so much was not passed"""
+"""relative error from which on a check has failed"""
 WIDTH = 760
 
 
@@ -45,7 +45,7 @@ def html(outlook: Data) -> str:
 
 
 def assumptions(outlook: Data) -> Iterator[str]:
-    """In sentences. `outlook`: the rest of its data."""
+    """What the predictions assume, in sentences. `outlook`: the rest of its data."""
     yield from _of_ranks(outlook)
     yield from _of_bytes(outlook)
     if latency := outlook["latency"]:
@@ -101,18 +101,18 @@ def _verdict(outlook: Data) -> str:
     found = f"Fitted on {', '.join(map(str, fitted))} {'rank' if fitted == [1] else 'ranks'}"
     held_back = [check for check in checks if not check["fitted"]]
     if held_back:
-        checked = max(held_back, key=_miss)
+        checked = max(held_back, key=_error)
         found += f", checked against {checked['ranks']}: off by {_percent(checked['error'])}."
     else:
         found += ", and checked against nothing."
-    worst = max(checks, key=_miss)
-    if _miss(worst) < FAR_OFF:
+    worst = max(checks, key=_error)
+    if _error(worst) < FAR_OFF:
         return found
     what = "that" if not worst["fitted"] else f"what was measured on {_ranks(worst['ranks'])}"
     return f"{found} As {what} is so far off, take what is above for an order of magnitude, or measure for more steps."
 
 
-def _miss(check: Data) -> float:
+def _error(check: Data) -> float:
     return abs(float(check["error"]))
 
 

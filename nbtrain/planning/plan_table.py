@@ -1,5 +1,4 @@
-"""A plan as a table: for a terminal, and for a notebook's page, with bars of what is needed against the room. It reads
-`Plan.data()`."""
+"""Renders a plan as a table, as text and as HTML with bars of the memory that is needed. Reads `Plan.data()`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Data = Mapping[str, Any]
 STAR = "★ "
 HEAD = ("strategy", "parameters", "gradients", "optimizer", "activations", "buffers", "peak per rank", "sent per step")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "sent")
-"""of an estimate, in the order of the columns"""
+"""fields of an estimate, in the order of the columns"""
 WIDE = 60
 
 STYLE = """<style>
@@ -69,7 +68,7 @@ def _is_best(plan: Data, row: Data) -> bool:
 
 
 def _name(row: Data) -> str:
-    """What computes activations again stands below the same without."""
+    """The name column: a row with activation checkpointing stands, indented, below the one without."""
     name: str = row["name"]
     return f"  {name.removeprefix(row['strategy'] + ' ')}" if row["recompute"] else name
 
@@ -87,7 +86,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-# ---------------------------------------------------------------- what stands below
+# ---------------------------------------------------------------- below the table
 
 
 def _below(plan: Data) -> list[str]:
@@ -133,7 +132,7 @@ def _room(plan: Data) -> str:
 
 
 def _left_out(rows: Sequence[Data]) -> Iterable[str]:
-    """One line for each reason."""
+    """Strategies that cannot be used here, one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["available"]:
@@ -145,7 +144,7 @@ def _notes(best: Data) -> list[str]:
     return [f"{best['name']}: {note}" for note in (best["estimate"]["notes"] if best["estimate"] is not None else ())]
 
 
-# ---------------------------------------------------------------- on a page
+# ---------------------------------------------------------------- HTML
 
 
 def _tr(plan: Data, row: Data) -> str:
@@ -161,7 +160,7 @@ def _tr(plan: Data, row: Data) -> str:
 
 
 def _bar(row: Data) -> str:
-    """Of the room; full and red where that is not enough."""
+    """The share of memory as a bar; full and red where it does not fit."""
     share = row["share"]
     if share is None:
         return ""
@@ -174,7 +173,7 @@ def _number(at: int) -> str:
 
 
 def _line(line: str) -> str:
-    """What can be typed is set as code."""
+    """A line below the table as HTML, with what can be typed as code."""
     typed = line.strip()
     if typed.startswith("%%"):
         return f"<code>{escape(typed)}</code>"
