@@ -74,7 +74,7 @@ def test_a_parents_limit_counts_too(tmp_path: Path) -> None:
     }
     root = v2(tmp_path, files, own="/user.slice/kernel")
     assert probes.cores_allowed(root, affinity=64) == 3
-    assert probes.memory(root) == probes.Memory(host=64 * GIB, limit=8 * GIB, available=4 * GIB)
+    assert probes.memory(root) == probes.HostMemory(host=64 * GIB, limit=8 * GIB, available=4 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_version_one_wherever_the_cgroup_is_mounted(tmp_path: Path, own: str, to
     }
     root = v1(tmp_path, files, own, top)
     assert probes.cores_allowed(root, affinity=16) == 3
-    assert probes.memory(root) == probes.Memory(host=64 * GIB, limit=4 * GIB, available=2 * GIB)
+    assert probes.memory(root) == probes.HostMemory(host=64 * GIB, limit=4 * GIB, available=2 * GIB)
 
 
 def test_no_limit_is_the_machine(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_no_limit_is_the_machine(tmp_path: Path) -> None:
     }
     root = v1(tmp_path, unlimited, "/", "/")
     assert probes.cores_allowed(root, affinity=16) == 16
-    assert probes.memory(root) == probes.Memory(host=64 * GIB, limit=64 * GIB, available=60 * GIB)
+    assert probes.memory(root) == probes.HostMemory(host=64 * GIB, limit=64 * GIB, available=60 * GIB)
 
 
 def test_this_machine_reads_sensibly() -> None:

@@ -20,7 +20,7 @@ from comm.base_comm import BaseComm
 
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
-from nbtrain.session.output.screens import Screen
+from nbtrain.session.output.screens import CellScreen
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.views.html import HtmlView
@@ -505,7 +505,7 @@ def test_a_choice_that_cannot_be() -> None:
 
 def test_text_goes_to_what_stdout_is_now(capsys: pytest.CaptureFixture[str]) -> None:
     feed = Feed({})
-    view = choose("text", None, feed, None, Screen(None))
+    view = choose("text", None, feed, None, CellScreen(None))
     feed.receive(throughput(0, 0, 0, 0))
     for now in (0, 2):
         feed.tick(now)

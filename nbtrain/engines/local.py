@@ -26,7 +26,7 @@ from nbtrain.exchange.segment import Segment
 from nbtrain.messages import Close, Message, Regroup
 from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.loop.shared_board import Owned
+from nbtrain.training.loop.shared_board import OwnedBoard
 from nbtrain.worker.process.stack_dump import ASK
 from nbtrain.worker.process.start import RankConfig
 
@@ -74,7 +74,7 @@ class LocalPool:
             undo.callback(directory.remove, self.directory)
             self._channel = Channel(self.directory, spec.world_size)
             undo.callback(self._channel.close)
-            self.board = Owned(spec.world_size, self.directory)
+            self.board = OwnedBoard(spec.world_size, self.directory)
             undo.callback(self.board.close)
             self._processes: Processes = _processes(spec.start, body)
             undo.callback(self._processes.release)

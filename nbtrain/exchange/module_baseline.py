@@ -57,7 +57,7 @@ class _Inside(Walk):
         return super().encode(value)
 
 
-class Made:
+class ModuleObjects:
     """What one execution of a file made."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def take(module: ModuleType, text: Any) -> None:
     with suppress(Exception):
         numeric.learn_atoms()
         values = state.values()
-        state.made = Made(values)
+        state.made = ModuleObjects(values)
         for place, node in state.made.nodes_by_place():
             state.places[place] = node.obj
             module_state.note_place(node.kind.identity(node.obj), node.obj, (state.name, text, place))

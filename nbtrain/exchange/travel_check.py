@@ -15,9 +15,9 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
 from nbtrain.exchange.graph.arrival import UNOPENED
 from nbtrain.exchange.graph.cargo import Culprit
-from nbtrain.exchange.graph.object_path import Segment, read, way
+from nbtrain.exchange.graph.object_path import PathStep, read, way
 from nbtrain.exchange.kinds.remedies import instead
-from nbtrain.exchange.origin import Cells, Place
+from nbtrain.exchange.origin import CellLine, Cells
 
 SEVERAL = 20
 """so many culprits are looked for inside one object that only its own pickle can move"""
@@ -31,7 +31,7 @@ class Finding:
     type_name: str
     reason: str
     instead: str
-    place: Place | None = None
+    place: CellLine | None = None
 
     def __str__(self) -> str:
         kind = f" ({self.type_name})" if self.type_name else ""
@@ -89,9 +89,9 @@ def type_name(obj: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
 
 
-def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[Segment]:
+def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[PathStep]:
     name, *chain = culprit.trail
-    segments: list[Segment] = []
+    segments: list[PathStep] = []
     if namespace and name in namespace and chain and namespace[name] is not chain[0]:
         segments += way(namespace[name], chain[0]) or []  # in a tuple
     for holder, child in pairwise(chain):
@@ -100,13 +100,13 @@ def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[Segmen
     return segments
 
 
-def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[Segment], Any, str]]:
+def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[PathStep], Any, str]]:
     """The culprit, or what makes it one where only its own pickle knows."""
     outer = _segments(culprit, namespace)
     top = culprit.trail[-1]
     if kinds.kind_of(top, namespace) is not kinds.kind_named("opaque"):
         return [(outer, top, culprit.reason)]
-    found: list[tuple[list[Segment], Any, str]] = []
+    found: list[tuple[list[PathStep], Any, str]] = []
     skip: dict[int, Any] = {}
     while len(skip) < SEVERAL:
         probe = _Probe(top, namespace, skip)

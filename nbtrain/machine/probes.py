@@ -32,7 +32,7 @@ UVM = "/dev/nvidia-uvm"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class HostMemory:
     """Bytes. `limit` is the smaller of what the machine has and what the cgroup allows."""
 
     host: int
@@ -76,7 +76,7 @@ def tpus(root: Path = ROOT) -> int:
     return sum(_text(one) == GOOGLE and _text(one.with_name("device")) in TPUS for one in found)
 
 
-def memory(root: Path = ROOT) -> Memory:
+def memory(root: Path = ROOT) -> HostMemory:
     """What may be allocated before the out-of-memory killer comes, the cgroup's limits counted at every level."""
     host = {k: int(v.split()[0]) * 1024 for k, _, v in (s.partition(":") for s in _lines(root / "proc/meminfo")) if v}
     if "MemAvailable" in host:
@@ -96,7 +96,7 @@ def memory(root: Path = ROOT) -> Memory:
         name = "inactive_file" if version == 2 else "total_inactive_file"
         cache = next((s.split()[1] for s in _lines(level / "memory.stat") if s.startswith(name + " ")), "0")
         available = min(available, max(0, int(most) - int(used or 0) + int(cache)))
-    return Memory(host=total, limit=limit, available=available)
+    return HostMemory(host=total, limit=limit, available=available)
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Space | None:

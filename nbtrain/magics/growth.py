@@ -11,10 +11,10 @@ from nbtrain.magics import trials
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.resolve import Chosen
 from nbtrain.magics.line.values import DeviceSpec
-from nbtrain.magics.state import State
+from nbtrain.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.planning.compare.comparison import Measured
+    from nbtrain.planning.compare.comparison import MeasuredWay
     from nbtrain.planning.growth.growth import Point, Volume
     from nbtrain.session import Cell
     from nbtrain.specs import RunSpec
@@ -23,7 +23,7 @@ BANDWIDTH = 25e9
 """Bytes a second between nodes, where nobody says otherwise: one card of 200 Gbit/s."""
 
 
-def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
+def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
     from nbtrain.machine import devices
     from nbtrain.planning.growth.growth import fit
@@ -49,7 +49,7 @@ def grow(state: State, line: Request, base: Request, cell: Cell) -> None:
     trials.Changing(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
 
 
-def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
+def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
     from nbtrain.planning.growth.growth import Point
 
     cores = probes.cores_allowed() if spec.pool.kind == "cpu" else 0
@@ -63,7 +63,7 @@ def _point(count: int, row: Measured, spec: RunSpec, volume: Volume | None, thre
     )
 
 
-def _volume(state: State, cell: Cell, spec: RunSpec) -> Volume | None:
+def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
     """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
     cell, or cannot be looked at."""
     from nbtrain.exchange.names.name_order import Places

@@ -13,7 +13,7 @@ from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Chosen, Resolver
 from nbtrain.magics.line.values import Namespace
 from nbtrain.magics.own_strategies import of_notebook
-from nbtrain.magics.state import State
+from nbtrain.magics.state import MagicsState
 from nbtrain.planning.plan.device_memory import Ground, ground
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PoolSpec
@@ -25,7 +25,7 @@ LARGE = 300_000_000
 """parameters: from here on it takes so long that one wonders"""
 
 
-def show(state: State, request: Request) -> None:
+def show(state: MagicsState, request: Request) -> None:
     """`%distributed plan net --devices 4`"""
     names = [word.plain for word in request.words[1:]]
     if len(names) > 1:
@@ -104,7 +104,7 @@ def given(wanted: Request, notebook: Namespace) -> Mapping[str, Mapping[str, Any
     return {chosen.name: {**chosen.carried(), **own}}
 
 
-def ranks_of(state: State | None) -> tuple[int, ...]:
+def ranks_of(state: MagicsState | None) -> tuple[int, ...]:
     """Processes of the ranks that are there."""
     ranks = getattr(state.session, "ranks", None) if state is not None else None
     return ranks.pids if ranks is not None else ()
@@ -114,7 +114,7 @@ def ranks_of(state: State | None) -> tuple[int, ...]:
 
 
 def for_programs(
-    state: State | None, model: Any, batch: Any, optimizer: Any, options: Mapping[str, Any], goal: str, loss: str
+    state: MagicsState | None, model: Any, batch: Any, optimizer: Any, options: Mapping[str, Any], goal: str, loss: str
 ) -> Plan:
     """`nbtrain.plan()`. `state`: of the notebook that calls, where the extension is loaded. `options`: those of the
     magic, by name; None: the notebook's default."""

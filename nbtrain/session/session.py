@@ -25,7 +25,7 @@ from nbtrain.session.sync.captured_names import captured, check_kept, check_show
 from nbtrain.session.sync.check_report import Report, check
 from nbtrain.session.sync.patched_packages import Patched
 from nbtrain.session.sync.stale_modules import Aging
-from nbtrain.session.trials.attempt import Tries, Way
+from nbtrain.session.trials.attempt import RunWay, Tries
 from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.session.trials.compare import Comparing, Question, Told
 from nbtrain.session.trials.verify import Verifying
@@ -83,18 +83,18 @@ class Session:
         self.background = background
         return background
 
-    def compare(self, ways: Sequence[Way], cell: Cell, question: Question, told: Told) -> Comparison:
+    def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
         """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
         with self._trying():
             return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
 
-    def verify(self, way: Way, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
+    def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
         """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
         with self._trying(way):
             return Verifying(Tries(self.shell, self.ranks, cell, 0), way, steps, told).run()
 
     @contextmanager
-    def _trying(self, way: Way | None = None) -> Iterator[None]:
+    def _trying(self, way: RunWay | None = None) -> Iterator[None]:
         """Around a cell that is tried: the ranks have to forget what they hold. Those that the notebook had, or `way`
         asks for, are started again while the outcome is read."""
         self._check_free()

@@ -21,7 +21,7 @@ from nbtrain.training.gradients.summed_losses import Summed
 from nbtrain.training.loop import phases
 from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.learning_rate import ScaledRate
-from nbtrain.training.loop.phases import Phases
+from nbtrain.training.loop.phases import PhaseTimer
 from nbtrain.training.loop.shared_board import BACKWARD, STEP
 from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
@@ -40,7 +40,7 @@ class Wrapped:
         strategy: Strategy,
         workshop: Workshop,
         steps: Steps,
-        phases: Phases,
+        phases: PhaseTimer,
         randomness: Randomness,
         scaling: Scaling | None,
     ) -> None:

@@ -29,7 +29,7 @@ from nbtrain.training.checkpoints import api as here
 from nbtrain.training.checkpoints.api import resumable
 from nbtrain.training.checkpoints.live_weights import put
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
-from nbtrain.training.checkpoints.schedule import Plan
+from nbtrain.training.checkpoints.schedule import SaveSchedule
 from nbtrain.training.data.batch_dealing import Deal
 from nbtrain.training.data.loaders import Loaders
 from nbtrain.training.gradients.hooks import GradientHooks
@@ -37,7 +37,7 @@ from nbtrain.training.loop import learning_rate
 from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.collective_guard import Meeting
 from nbtrain.training.loop.flop_count import Operations
-from nbtrain.training.loop.phases import Phases, card_of
+from nbtrain.training.loop.phases import PhaseTimer, card_of
 from nbtrain.training.loop.shared_board import Board
 from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
@@ -56,7 +56,7 @@ from nbtrain.training.ranks.random_state import Randomness
 from nbtrain.training.ranks.torch_save import Saving
 from nbtrain.training.setup import option_advice as advice
 from nbtrain.training.setup.components import Replaced, Workshop
-from nbtrain.training.setup.in_cell_models import Made
+from nbtrain.training.setup.in_cell_models import InCellModels
 from nbtrain.training.setup.replace_references import become
 from nbtrain.training.setup.validate_strategy import share_of
 from nbtrain.training.setup.weight_draws import Drawn
@@ -85,7 +85,7 @@ class Runtime:
         self.emit = emit
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
-        self.phases = Phases(card_of(self.device))
+        self.phases = PhaseTimer(card_of(self.device))
         self.operations = Operations(self.phases, self.device, not strategy.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         share = share_of(strategy, info.rank, info.world_size)
@@ -114,7 +114,7 @@ class Runtime:
         self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
         self.saving = Saving(self.meeting, info.world_size > 1)
         self.recompute = Recompute()
-        self.made = Made(lambda: self._looks_after, self._set_up_made)
+        self.made = InCellModels(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
         self.loaders.gives_apart = self.wrapped.same_work.shared
@@ -211,7 +211,7 @@ class Runtime:
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
             )
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
-        self.checkpoints.begin(objects, Plan.of(run), run.resume, run.ranks)
+        self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
         here.enter(self.checkpoints)
         self.running = True
         self.wrapped.begin(self.accumulation)

@@ -17,7 +17,7 @@ from nbtrain.compat import fit
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.residence import Table
-from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, Run, Serve
+from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.home.homecoming import KERNEL, LIMIT, Home, Homeward
@@ -30,7 +30,7 @@ from nbtrain.worker.process.failure_report import Failing, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.malloc_trim import give_back
 from nbtrain.worker.process.other_trainers import Libraries
-from nbtrain.worker.process.process_group import Group
+from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
 from nbtrain.worker.process.stack_dump import answer_in
 from nbtrain.worker.process.start import RankConfig
@@ -55,7 +55,7 @@ class Rank:
         self.shell = shell
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
-        self.group = Group(self.info, config.backend, self.board)
+        self.group = RankGroup(self.info, config.backend, self.board)
         self.libraries = Libraries(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
         self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
@@ -67,7 +67,7 @@ class Rank:
         """every runtime's, one after another"""
         self._runs_as: Any = None
         self._found: tuple[Any, dict[str, Any]] | None = None
-        self._last: tuple[Run, dict[str, Any]] | None = None
+        self._last: tuple[RunCell, dict[str, Any]] | None = None
         """the last run, and the names it was given"""
         self._lead = 0
         """whose changes come home"""
@@ -113,7 +113,7 @@ class Rank:
         if self._broken:
             self._broken, self._last = False, None
             self._give_up_runtime()
-        if type(message) is Run:
+        if type(message) is RunCell:
             self._run(message)
         elif type(message) is Adopt:
             self._adopt(message)
@@ -164,7 +164,7 @@ class Rank:
 
     # -- a cell --------------------------------------------------------------------------
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: RunCell) -> None:
         if run.spec.trial is None:
             self._run_cell(run)
             return
@@ -178,7 +178,7 @@ class Rank:
             self._trying = None
             self.shell.let_go_of_errors()
 
-    def _run_cell(self, run: Run) -> None:
+    def _run_cell(self, run: RunCell) -> None:
         self._last = None
         self._lead = run.ranks[0]
         try:
@@ -245,12 +245,12 @@ class Rank:
                 return error, self.failing.lines_of(error)
         return failure, lines
 
-    def _shares_pieces(self, run: Run) -> bool:
+    def _shares_pieces(self, run: RunCell) -> bool:
         """No rank has a whole model to bring home."""
         several = len(run.ranks) == self.info.world_size > 1
         return several and bool(self.twins.pieces or self.runtime.workshop.pieces())
 
-    def _go_home(self, run: Run, names: dict[str, Any], lead: bool) -> None:
+    def _go_home(self, run: RunCell, names: dict[str, Any], lead: bool) -> None:
         """What the cell did counts."""
         try:
             limit = LIMIT if run.spec.pool.start != "fork" else math.inf
@@ -281,7 +281,7 @@ class Rank:
             if finished.steps and self.twins.pieces:
                 give_back()
 
-    def _home(self, homeward: Homeward, run: Run, lead: bool) -> Home | None:
+    def _home(self, homeward: Homeward, run: RunCell, lead: bool) -> Home | None:
         together = self._shares_pieces(run)
         if lead:
             return homeward.pack(self.twins.packer, self.twins.pieces if together else None)
@@ -307,7 +307,7 @@ class Rank:
             self._gave_up = number
             self.group.give_up()
 
-    def _execute(self, run: Run) -> tuple[BaseException | None, list[str]]:
+    def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
         from nbtrain.training.loop.collective_guard import only
 
@@ -331,7 +331,7 @@ class Rank:
             self.interrupts.ignore()
             return outside, []
 
-    def _prepare(self, run: Run) -> tuple[dict[str, Any], bool, RankState]:
+    def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.surroundings)
         again, gone = self.taken.refresh()
         self._complain([*complaints, *gone])

@@ -228,9 +228,9 @@ def test_fairscale_sends_gradients_to_owners_and_weights_from_them() -> None:
 
 def _sent_and_forgotten(rank: int) -> None:
     from nbtrain.specs import RankInfo
-    from nbtrain.strategies.horovod.session import Session
+    from nbtrain.strategies.horovod.session import HorovodSession
 
-    session = Session(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))
+    session = HorovodSession(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))
     hvd = session.start()
     calls: list[str] = []
 

@@ -24,7 +24,7 @@ FAR = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PathStep:
     """One step: `.tricks`, `['guard']`, ` (its closure variable 's')`."""
 
     owner: Any
@@ -67,9 +67,9 @@ def step(holder: Any, child: Any) -> str:
     return "".join(map(str, way(holder, child) or ()))
 
 
-def way(holder: Any, child: Any, deep: bool = False) -> list[Segment] | None:
+def way(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | None:
     """None: not found. `deep`: through other objects too."""
-    ahead: deque[tuple[Any, tuple[Segment, ...]]] = deque([(holder, ())])
+    ahead: deque[tuple[Any, tuple[PathStep, ...]]] = deque([(holder, ())])
     seen: set[int] = set()
     while ahead and len(seen) < FAR:
         obj, before = ahead.popleft()
@@ -78,19 +78,19 @@ def way(holder: Any, child: Any, deep: bool = False) -> list[Segment] | None:
         seen.add(id(obj))
         for kind, key, member in _members(obj):
             if member is child:
-                return [*before, Segment(obj, kind, key)]
+                return [*before, PathStep(obj, kind, key)]
             cls = type(member)  # `isinstance` would ask the object itself
             if issubclass(cls, _THROUGH) or (deep and not issubclass(cls, _NOT_INTO)):
-                ahead.append((member, (*before, Segment(obj, kind, key))))
+                ahead.append((member, (*before, PathStep(obj, kind, key))))
     return None
 
 
-def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[Segment], Any]:
+def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[PathStep], Any]:
     """A path as it was written on the other side, followed here as far as it goes; with the object at its end."""
     name = next((one for one in sorted(namespace, key=len, reverse=True) if path.startswith(one)), "")
-    obj, rest, segments = namespace.get(name), path[len(name) :], list[Segment]()
+    obj, rest, segments = namespace.get(name), path[len(name) :], list[PathStep]()
     while name and rest:
-        steps = [(Segment(obj, kind, key), member) for kind, key, member in _members(obj)]
+        steps = [(PathStep(obj, kind, key), member) for kind, key, member in _members(obj)]
         found = [(str(segment), segment, member) for segment, member in steps]
         fitting = [one for one in found if one[0] and rest.startswith(one[0])]
         if not fitting:

@@ -47,7 +47,7 @@ _BY_TYPE: dict[type, Kind] = {
     **code.KINDS,
     types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK,
-    apart.Place: apart.PLACE,
+    apart.MemoryPlace: apart.PLACE,
     Handle: objects.KEPT,
     module_state.ModuleState: module_state.STATE,
 }

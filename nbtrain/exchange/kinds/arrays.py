@@ -92,7 +92,7 @@ class Array(Kind):
         node.seen = seen
 
 
-class Objects(Kind):
+class ObjectArray(Kind):
     """An array of Python objects, or a view of one, which tells of what is in it."""
 
     name = "object array"
@@ -260,4 +260,4 @@ def _bytes(array: Any, order: str) -> memoryview:
 
 ARRAY = Array()
 MEMMAP = Memmap()
-OBJECTS = Objects()
+OBJECTS = ObjectArray()

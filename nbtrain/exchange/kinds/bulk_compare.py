@@ -24,7 +24,7 @@ CHUNK = 1 << 20
 """Bytes compared at once."""
 
 
-class Form:
+class MemoryForm:
     """How a tensor lies in memory; of a small one also its bytes, for as long as it lies there."""
 
     __slots__ = ("flat", "form")
@@ -64,7 +64,7 @@ class Bulk:
 
     def forget(self, forms: Iterable[Any]) -> None:
         """No longer hold these tensors. Other chunks stay: to compare all anew takes longer than all else."""
-        flats = {id(form.flat) for form in forms if isinstance(form, Form) and form.flat is not None}
+        flats = {id(form.flat) for form in forms if isinstance(form, MemoryForm) and form.flat is not None}
         self._doubted.clear()
         for key, chunk in list(self._chunks.items()) if flats else ():
             if not flats.isdisjoint(map(id, chunk.flats)):

@@ -115,7 +115,7 @@ class Function(Kind):
         node.seen = None
 
 
-class Cell(Kind):
+class ClosureVariable(Kind):
     """One closure variable."""
 
     name = "cell"
@@ -316,7 +316,7 @@ class Running(Kind):
 
 
 KINDS: dict[type, Kind] = {
-    types.FunctionType: Function(), types.CellType: Cell(), types.MethodType: Method(),
+    types.FunctionType: Function(), types.CellType: ClosureVariable(), types.MethodType: Method(),
     staticmethod: Wrapper(staticmethod), classmethod: Wrapper(classmethod), property: Property(),
     functools.cached_property: CachedProperty(), python.LruCache: Cached(), functools.partial: Partial(),
     types.MappingProxyType: Proxy(), typing.NewType: NewType(),

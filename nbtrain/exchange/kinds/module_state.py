@@ -190,7 +190,7 @@ def made_at(place: Place) -> Any:
     return MISSING if state is None or state.text != text else state.places.get(way, MISSING)
 
 
-class State(Kind):
+class ModuleChanges(Kind):
     """What was changed in a module by hand, by its functions, or by a cell."""
 
     name = "module state"
@@ -232,4 +232,4 @@ def same(now: Any, then: Any) -> bool:
     return False
 
 
-STATE = State()
+STATE = ModuleChanges()

@@ -327,7 +327,7 @@ _SHORT = reprlib.Repr()  # of a list of ten million numbers only the first few a
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
 
 
-class Kept(Kind):
+class KeptOnRanks(Kind):
     """What stays on the ranks: the notebook holds a handle for it.
 
     Both sides know which of their common objects it holds: a kept optimizer leads to the notebook's model.
@@ -374,7 +374,7 @@ class Kept(Kind):
 INSTANCE = Instance()
 STATEFUL = Stateful()
 OPAQUE = Opaque()
-KEPT = Kept()
+KEPT = KeptOnRanks()
 WEAK = Weak()
 SENTINEL = Sentinel()
 MEMBER = Member()

@@ -37,7 +37,7 @@ class Apart:
         """the other side has something else"""
         self.arrived: torch.Tensor | None = None
         """what the other side has now, and this one has not taken over yet"""
-        self.place = Place(self)
+        self.place = MemoryPlace(self)
         self._fetch = fetch
 
     @property
@@ -48,7 +48,7 @@ class Apart:
         return Later(self.nbytes, lambda: self._fetch(self), self)
 
 
-class Place:
+class MemoryPlace:
     """Stands for the memory that the other side's tensor shows."""
 
     def __init__(self, of: Apart) -> None:

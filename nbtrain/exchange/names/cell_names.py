@@ -20,9 +20,9 @@ from typing import Any
 
 from nbtrain.compat import namespaces, python
 from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.names.flow import UNSEEN, Flow
+from nbtrain.exchange.names.flow import UNSEEN, NameFlow
 from nbtrain.exchange.names.name_order import Places
-from nbtrain.exchange.names.object_globals import Objects
+from nbtrain.exchange.names.object_globals import ObjectSearch
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")
@@ -72,7 +72,7 @@ def private(name: str) -> bool:
 @calm()
 def analyse(source: str) -> CellNames:
     """`source`: the cell after IPython's transformation, so that magics are calls. SyntaxError as from `compile`."""
-    flow = Flow()
+    flow = NameFlow()
     flow.block(ast.parse(source).body, frozenset())
     return CellNames(
         reads=_public(flow.reads),
@@ -90,7 +90,7 @@ def reach(
 ) -> Captured:
     """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`. `places`: of
     this namespace, kept from call to call by whoever asks often."""
-    objects = Objects(namespace)
+    objects = ObjectSearch(namespace)
     # What the cell makes and deletes is sent too: a rank that never had it could not say that it is gone.
     asked = set(names.reads | names.deleted)
     for value in values:
@@ -107,7 +107,7 @@ def reach(
     )
 
 
-def _follow(asked: set[str], aside: Set[str], objects: Objects, namespace: dict[str, Any]) -> set[str]:
+def _follow(asked: set[str], aside: Set[str], objects: ObjectSearch, namespace: dict[str, Any]) -> set[str]:
     """The names that `asked` leads to; what they read is added to it."""
     found: set[str] = set()
     while ahead := {n for n in asked - found - aside if n in namespace and not _given(n, namespace[n])}:

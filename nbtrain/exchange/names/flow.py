@@ -24,7 +24,7 @@ _LEAVING = (ast.Raise, ast.Break, ast.Continue)
 _TRY: tuple[type, ...] = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 
 
-class Flow:
+class NameFlow:
     """One walk; the sets are what it found."""
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ _QUALNAME: Any = type.__dict__["__qualname__"]  # a metaclass of the user's may 
 _QUIET_ENTRIES = frozenset({modules.PARAMETERS, modules.BUFFERS, modules.NOT_SAVED})
 
 
-class Objects:
+class ObjectSearch:
     """One search through objects of one namespace; an object is opened once, whichever name leads to it."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:

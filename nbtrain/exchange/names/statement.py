@@ -25,7 +25,7 @@ _LAZY = tuple(getattr(ast, name) for name in ("Lambda", "TypeAlias") if hasattr(
 
 
 @dataclass(slots=True)
-class Names:
+class StatementNames:
     """What a statement does with names."""
 
     found: CodeNames
@@ -35,12 +35,12 @@ class Names:
     """looked up whatever its values are → line"""
 
 
-def plain(root: ast.AST) -> Names | None:
+def plain(root: ast.AST) -> StatementNames | None:
     """For a statement or expression without scopes of its own, which most are; ten times quicker than compiling it.
     None when the compiler has to be asked."""
     if type(root) in (ast.Import, ast.ImportFrom):
         bound = frozenset(alias.asname or alias.name.partition(".")[0] for alias in root.names)  # type: ignore[attr-defined]
-        return Names(CodeNames(frozenset(), bound - {"*"}), set(bound - {"*"}))
+        return StatementNames(CodeNames(frozenset(), bound - {"*"}), set(bound - {"*"}))
     reads: set[str] = set()
     writes: set[str] = set()
     stored: set[str] = set()
@@ -94,7 +94,7 @@ def plain(root: ast.AST) -> Names | None:
                 else:
                     ahead.append(value)
         if not later:
-            return Names(CodeNames(reads, writes), stored, loaded)
+            return StatementNames(CodeNames(reads, writes), stored, loaded)
         ahead, later, sure = later[::-1], [], False
 
 
@@ -107,9 +107,9 @@ _HALVES = {
 """What is evaluated for sure, and the rest."""
 
 
-def compiled(root: ast.AST, found: CodeNames) -> Names:
+def compiled(root: ast.AST, found: CodeNames) -> StatementNames:
     """For any other one; `found` says its bytecode."""
-    names = Names(found)
+    names = StatementNames(found)
     for name in _surely_evaluated(root):
         if isinstance(name.ctx, ast.Store):
             names.stored.add(name.id)

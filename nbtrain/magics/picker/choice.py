@@ -18,7 +18,7 @@ from nbtrain.magics.picker import cards as choice_cards
 from nbtrain.magics.picker import options_form as choice_options
 from nbtrain.magics.picker.cards import Data, variant_name
 from nbtrain.magics.picker.wishes import Backing, Wish, devices_of, ranks_of, whole
-from nbtrain.magics.state import State
+from nbtrain.magics.state import MagicsState
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.planning.plan.guide import GOALS, LOSSES, place
@@ -37,7 +37,7 @@ class Choice:
     """One picker's. All calls come from the kernel's main thread."""
 
     def __init__(
-        self, state: State, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""
+        self, state: MagicsState, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""
     ) -> None:
         """`request`: what was said for it, over the notebook's defaults; `kernel`: its id."""
         wanted = request.over(state.defaults)

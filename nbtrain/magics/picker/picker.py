@@ -15,7 +15,7 @@ from nbtrain.magics import plan as planned
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.picker.choice import Choice
 from nbtrain.magics.picker.wishes import Wish
-from nbtrain.magics.state import State
+from nbtrain.magics.state import MagicsState
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.shield import shielded
 from nbtrain.views import no_widget
@@ -36,7 +36,7 @@ NO_MODEL = (
 )
 
 
-def pick(state: State, request: Request) -> None:
+def pick(state: MagicsState, request: Request) -> None:
     """`%distributed pick net --batch loader --devices 4`"""
     names = [word.plain for word in request.words[1:]]
     if len(names) > 1:
@@ -44,7 +44,9 @@ def pick(state: State, request: Request) -> None:
     Picker(state, names[0] if names else "", request)._ipython_display_()
 
 
-def picker(state: State | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any) -> Picker:
+def picker(
+    state: MagicsState | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any
+) -> Picker:
     """`nbtrain.picker()`: the picker of the notebook that calls. `state`: None where the extension is not loaded;
     `plain`: of ipywidgets alone; `options`: those of the magic, by name."""
     if state is None:
@@ -59,7 +61,7 @@ def picker(state: State | None, model: Any = None, batch: Any = None, *, plain: 
 class Picker:
     """What is shown below the cell. `line` is what it has come to."""
 
-    def __init__(self, state: State, model: str, request: Request, plain: bool = False) -> None:
+    def __init__(self, state: MagicsState, model: str, request: Request, plain: bool = False) -> None:
         if getattr(state.shell, "kernel", None) is None:
             raise UsageError("pick needs a notebook, and this is a terminal; %distributed plan says the same as text")
         self._shell = state.shell
@@ -84,7 +86,7 @@ class Picker:
 class Notebook:
     """What the picker is about: a model of the notebook, and the cell that trains it."""
 
-    def __init__(self, state: State, model: str, request: Request) -> None:
+    def __init__(self, state: MagicsState, model: str, request: Request) -> None:
         self._state = state
         self._model = model
         self._request = request
@@ -154,10 +156,10 @@ def _shown(choice: Choice, do: Do, plain: bool) -> tuple[Any, dict[str, Any], di
         view = Widget(choice.data(), do)
         return view, *view.bundle
     try:
-        from nbtrain.views.picker_form import Form
+        from nbtrain.views.picker_form import PickerForm
     except ImportError as error:
         raise UsageError(f"pick needs ipywidgets ({error}): pip install ipywidgets") from None
-    form = Form(choice.data(), do)
+    form = PickerForm(choice.data(), do)
     return form, *form.bundle
 
 

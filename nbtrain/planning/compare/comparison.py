@@ -12,7 +12,7 @@ STATES = ("waiting", "running", "done", "failed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredWay:
     """One way of running the loop, and what came of it."""
 
     name: str
@@ -57,7 +57,7 @@ GOALS = ("speed", "batch", "model", "growth")
 class Comparison:
     """Rows in the order in which they were asked for."""
 
-    rows: tuple[Measured, ...]
+    rows: tuple[MeasuredWay, ...]
     steps: int
     goal: str = "speed"
     """one of GOALS: the fastest, the largest batch, the largest model; or how it grows, where none is the best"""
@@ -68,7 +68,7 @@ class Comparison:
     over: bool = False
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> MeasuredWay | None:
         """Of those that worked: the fastest; or the one with the largest size, and of equal ones the fastest."""
         done = [row for row in self.rows if row.state == "done"]
         if self.goal == "growth":
@@ -85,7 +85,7 @@ class Comparison:
     @staticmethod
     def of(names: Iterable[tuple[str, str]], **what: Any) -> Comparison:
         """Nothing is measured yet. `names`: name and line of each row."""
-        return Comparison(rows=tuple(Measured(name=name, line=line) for name, line in names), **what)
+        return Comparison(rows=tuple(MeasuredWay(name=name, line=line) for name, line in names), **what)
 
     def data(self) -> dict[str, Any]:
         """Plain data, for a front end."""

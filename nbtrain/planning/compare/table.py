@@ -12,7 +12,7 @@ from nbtrain.planning.scatter import Axis, Dot, image, scatter
 from nbtrain.words import quantity, size
 
 if TYPE_CHECKING:
-    from nbtrain.planning.compare.comparison import Comparison, Measured
+    from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
 
 WIDTH = 760
 STAR = "★"
@@ -22,14 +22,14 @@ SIZED = ("batch", "model")
 STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """The rows of one way, tried with several sizes; without a size each row is one."""
 
     name: str
-    rows: tuple[Measured, ...]
+    rows: tuple[MeasuredWay, ...]
 
     @property
-    def largest(self) -> Measured | None:
+    def largest(self) -> MeasuredWay | None:
         done = [row for row in self.rows if row.state == "done"]
         return max(done, key=lambda row: (row.size or 0, row.pace), default=None)
 
@@ -94,7 +94,7 @@ def use(comparison: Comparison) -> str:
     return f"use: {_typed(best)} with {_sized(comparison, best.size)}"
 
 
-def _typed(row: Measured) -> str:
+def _typed(row: MeasuredWay) -> str:
     return f"%%distributed {row.line}".rstrip()
 
 
@@ -102,12 +102,12 @@ def table(comparison: Comparison) -> tuple[tables.Row, list[tables.Row]]:
     return _sizes(comparison) if comparison.goal in SIZED else _speeds(comparison)
 
 
-def groups(comparison: Comparison) -> list[Group]:
+def groups(comparison: Comparison) -> list[RowGroup]:
     """In the order in which they were asked for."""
-    found: dict[str, list[Measured]] = {}
+    found: dict[str, list[MeasuredWay]] = {}
     for row in comparison.rows:
         found.setdefault(row.line if comparison.goal in SIZED else str(len(found)), []).append(row)
-    return [Group(_plain(rows[0]), tuple(rows)) for rows in found.values()]
+    return [RowGroup(_plain(rows[0]), tuple(rows)) for rows in found.values()]
 
 
 def _title(comparison: Comparison) -> str:
@@ -161,7 +161,7 @@ def _marked(name: str, best: bool) -> str:
     return f"{name} {STAR}" if best else name
 
 
-def _plain(row: Measured) -> str:
+def _plain(row: MeasuredWay) -> str:
     """`ddp` of `ddp · batch 64`."""
     name, _, last = row.name.rpartition(" · ")
     return name if name and row.size is not None and last.split(" ")[-1] == str(row.size) else row.name
@@ -172,7 +172,7 @@ def _sized(comparison: Comparison, size: Any) -> str:
     return f"{comparison.parameter} = {size!r}" if comparison.goal == "model" else f"a batch of {_count(size)} per rank"
 
 
-def _largest(comparison: Comparison, group: Group) -> str:
+def _largest(comparison: Comparison, group: RowGroup) -> str:
     if group.largest is None:
         return "" if any(row.state in COMING for row in group.rows) else "none"
     return _count(group.largest.size) + (" per rank" if comparison.goal == "batch" else "")
@@ -183,7 +183,7 @@ def _count(size: Any) -> str:
     return f"{size:,}" if isinstance(size, int) else str(size)
 
 
-def _outcome(group: Group) -> str:
+def _outcome(group: RowGroup) -> str:
     """Of one row what it says; of several `64, 128 · ● 256` or `64 · 128: out of memory`."""
     if len(group.rows) == 1:
         return _told(group.rows[0])
@@ -194,7 +194,7 @@ def _outcome(group: Group) -> str:
     return " · ".join(filter(None, [done, *failed, *going])) or STATES["waiting"]
 
 
-def _told(row: Measured) -> str:
+def _told(row: MeasuredWay) -> str:
     """Of one that is done only what it has to say: what would have been too much."""
     if row.state == "running" and row.why:
         return f"● {row.why}"
@@ -202,19 +202,19 @@ def _told(row: Measured) -> str:
     return said.get(row.state, STATES[row.state])
 
 
-def _why(row: Measured) -> str:
+def _why(row: MeasuredWay) -> str:
     if not row.no_memory:
         return row.why or STATES["failed"]
     return row.why if "memory" in row.why else f"out of memory{': ' if row.why else ''}{row.why}"
 
 
-def _unit(rows: Sequence[Measured]) -> str:
+def _unit(rows: Sequence[MeasuredWay]) -> str:
     """Samples, unless it is known of none that is done how many there were."""
     done = [row for row in rows if row.state == "done"]
     return "steps/s" if done and not any(row.samples_per_second for row in done) else "samples/s"
 
 
-def _pace(row: Measured, unit: str) -> str:
+def _pace(row: MeasuredWay, unit: str) -> str:
     if row.state != "done" or not row.pace:
         return ""
     if unit == "samples/s" and not row.samples_per_second:

@@ -45,7 +45,7 @@ def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ())
     return (in_memory(probes.memory(), ranks, held),) * ranks
 
 
-def in_memory(memory: probes.Memory, ranks: int, own: int = 0) -> Room:
+def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
     """Of the machine's memory. `own`: bytes that our ranks hold now."""
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free

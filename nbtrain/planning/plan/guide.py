@@ -14,7 +14,7 @@ RECOMPUTE = "--checkpoint-activations"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TrainingWay:
     """One way of training: a strategy or a preset, with or without computing activations again."""
 
     name: str
@@ -27,26 +27,32 @@ class Way:
         return f"{self.name} + {RECOMPUTE}" if self.recompute else self.name
 
 
-ORDER: tuple[Way, ...] = (
-    Way("single", "sends nothing"),
-    Way("ddp", "gathers nothing: with several devices nothing is faster"),
-    Way("sharded", "keeps a gradient and its optimizer's state on one rank"),
-    Way("zero1", "divides the optimizer's state among the ranks"),
-    Way("deepspeed_stage_1", "divides the optimizer's state among the ranks"),
-    Way("deepspeed_stage_2", "divides the optimizer's state and the gradients among the ranks"),
-    Way("fsdp_shard_grad_op", "divides all but the weights that compute, which are gathered once a step"),
-    Way("fsdp", "divides everything; each layer is gathered when it computes, forward and backward"),
-    Way("deepspeed_stage_3", "divides everything; each layer is gathered when it computes, forward and backward"),
-    Way("single", "computes activations again in the backward: about a third more to compute", recompute=True),
-    Way("ddp", "computes activations again in the backward: about a third more to compute", recompute=True),
-    Way("deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again", recompute=True),
-    Way("fsdp", "divides everything and computes activations again", recompute=True),
-    Way("deepspeed_stage_3", "divides everything and computes activations again", recompute=True),
-    Way("deepspeed_stage_2_offload", "keeps the optimizer's state in the machine's memory, and steps there"),
-    Way("fsdp_cpu_offload", "keeps everything in the machine's memory, and steps there"),
-    Way("deepspeed_stage_3_offload", "keeps everything in the machine's memory, and steps there"),
-    Way("fsdp_cpu_offload", "keeps everything in the machine's memory and computes activations again", recompute=True),
-    Way(
+ORDER: tuple[TrainingWay, ...] = (
+    TrainingWay("single", "sends nothing"),
+    TrainingWay("ddp", "gathers nothing: with several devices nothing is faster"),
+    TrainingWay("sharded", "keeps a gradient and its optimizer's state on one rank"),
+    TrainingWay("zero1", "divides the optimizer's state among the ranks"),
+    TrainingWay("deepspeed_stage_1", "divides the optimizer's state among the ranks"),
+    TrainingWay("deepspeed_stage_2", "divides the optimizer's state and the gradients among the ranks"),
+    TrainingWay("fsdp_shard_grad_op", "divides all but the weights that compute, which are gathered once a step"),
+    TrainingWay("fsdp", "divides everything; each layer is gathered when it computes, forward and backward"),
+    TrainingWay(
+        "deepspeed_stage_3", "divides everything; each layer is gathered when it computes, forward and backward"
+    ),
+    TrainingWay("single", "computes activations again in the backward: about a third more to compute", recompute=True),
+    TrainingWay("ddp", "computes activations again in the backward: about a third more to compute", recompute=True),
+    TrainingWay(
+        "deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again", recompute=True
+    ),
+    TrainingWay("fsdp", "divides everything and computes activations again", recompute=True),
+    TrainingWay("deepspeed_stage_3", "divides everything and computes activations again", recompute=True),
+    TrainingWay("deepspeed_stage_2_offload", "keeps the optimizer's state in the machine's memory, and steps there"),
+    TrainingWay("fsdp_cpu_offload", "keeps everything in the machine's memory, and steps there"),
+    TrainingWay("deepspeed_stage_3_offload", "keeps everything in the machine's memory, and steps there"),
+    TrainingWay(
+        "fsdp_cpu_offload", "keeps everything in the machine's memory and computes activations again", recompute=True
+    ),
+    TrainingWay(
         "deepspeed_stage_3_offload",
         "keeps everything in the machine's memory and computes activations again",
         recompute=True,
@@ -107,7 +113,7 @@ def recomputing() -> tuple[str, ...]:
     return tuple(way.name for way in ORDER if way.recompute)
 
 
-def less_than(name: str, recompute: bool = False) -> tuple[Way, ...]:
+def less_than(name: str, recompute: bool = False) -> tuple[TrainingWay, ...]:
     """Ways that need less memory, the fastest first. Of one that the guide does not speak of: all that save any."""
     at = place(name, recompute)
     after = ORDER[2:] if at is None else ORDER[at + 1 :]

@@ -10,7 +10,7 @@ import nbtrain.words as words
 from nbtrain import registry
 from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import Ground
-from nbtrain.planning.plan.guide import Way
+from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.strategies.estimates import Estimate, Profile, World
 
 TIGHT = 0.9
@@ -270,7 +270,7 @@ def _sends(row: Planned) -> str:
     return f", and a rank sends {words.size(row.estimate.sent)} in a step" if row.estimate.sent else ""
 
 
-def _way(row: Planned) -> Way:
+def _way(row: Planned) -> TrainingWay:
     at = _at(row)
     assert at is not None
     return guide.ORDER[at]

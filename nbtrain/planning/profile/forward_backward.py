@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.planning.profile.model_call import Call, find_loss
-from nbtrain.planning.profile.trace import Memory, Timeline
+from nbtrain.planning.profile.model_call import ModelCall, find_loss
+from nbtrain.planning.profile.trace import LiveBytes, Timeline
 from nbtrain.planning.profile.units import Units
 from nbtrain.strategies.estimates import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import Recompute
@@ -30,12 +30,14 @@ class Traced:
     """weak references to what there was at the end; nothing of it is to stay"""
 
 
-def trace(model: nn.Module, call: Call, form: Format | None, recompute: tuple[str, ...], real: bool = False) -> Traced:
+def trace(
+    model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...], real: bool = False
+) -> Traced:
     """`real`: there is memory behind what is computed, so that gradients are let go of."""
     attributes = [value for module in model.modules() for value in vars(module).values()]
     given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
     call.changed(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    memory = Memory(given)
+    memory = LiveBytes(given)
     units = Units(model, memory)
     again = Recompute()
     again.begin(recompute, [model])
@@ -59,7 +61,7 @@ def trace(model: nn.Module, call: Call, form: Format | None, recompute: tuple[st
     return Traced(timeline.moments(), units.described(), operations, (note,), memory.watched())
 
 
-def _forward(model: nn.Module, call: Call, form: Format | None) -> Any:
+def _forward(model: nn.Module, call: ModelCall, form: Format | None) -> Any:
     """As `nbtrain.training.precision.autocast` does it on the ranks."""
     if form is None:
         return model(*call.given, **call.named)

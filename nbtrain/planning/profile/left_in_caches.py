@@ -25,7 +25,7 @@ REMAINS = (
 )
 
 
-class Left:
+class LeftInCaches:
     """Of one trace, which runs inside of it: what is made there is known to be new."""
 
     def __init__(self, mode: Any) -> None:

@@ -19,7 +19,7 @@ TARGETS = ("target", "targets", "label", "labels", "y")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """`model(*given, **named)`, and what the output is compared with."""
 
     given: tuple[Any, ...]
@@ -28,8 +28,8 @@ class Call:
     samples: int
     notes: tuple[str, ...] = ()
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        return Call(
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ModelCall:
+        return ModelCall(
             tuple(changed(one, change) for one in self.given),
             {name: changed(one, change) for name, one in self.named.items()},
             tuple(changed(one, change) for one in self.targets),
@@ -37,7 +37,7 @@ class Call:
             self.notes,
         )
 
-    def cut(self, samples: int) -> Call:
+    def cut(self, samples: int) -> ModelCall:
         """The first so many samples."""
 
         def first(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,10 +45,10 @@ class Call:
             return tensor[:samples].clone() if whole else tensor
 
         cut = self.changed(first)
-        return Call(cut.given, cut.named, cut.targets, samples, cut.notes)
+        return ModelCall(cut.given, cut.named, cut.targets, samples, cut.notes)
 
 
-def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> Call:
+def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
     """`keyword`: whether a dict is its arguments by name; None: if the forward takes them."""
     samples = next((t.shape[0] if t.dim() else 1 for t in tensors(batch)), 0)
     if not samples:
@@ -61,7 +61,7 @@ def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> Call:
         return _by_name(batch, parameters, samples, bool(keyword))
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
         return _in_order(model, tuple(batch), parameters, samples)
-    return Call((batch,), {}, (), samples)
+    return ModelCall((batch,), {}, (), samples)
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
@@ -71,19 +71,19 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
         return []
 
 
-def _by_name(batch: Mapping[Any, Any], parameters: list[inspect.Parameter], samples: int, sure: bool) -> Call:
+def _by_name(batch: Mapping[Any, Any], parameters: list[inspect.Parameter], samples: int, sure: bool) -> ModelCall:
     names = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     if sure or any(one.kind is one.VAR_KEYWORD for one in parameters) or names >= set(batch):
-        return Call((), dict(batch), (), samples)
+        return ModelCall((), dict(batch), (), samples)
     taken = {key: value for key, value in batch.items() if key in names}
     if not taken:
-        return Call((batch,), {}, (), samples)
+        return ModelCall((batch,), {}, (), samples)
     left = {key: value for key, value in batch.items() if key not in names}
     note = f"of the batch the model was given {', '.join(taken)}, which its forward names, and not {', '.join(left)}"
-    return Call((), taken, tuple(left.values()), samples, (note,))
+    return ModelCall((), taken, tuple(left.values()), samples, (note,))
 
 
-def _in_order(model: nn.Module, batch: tuple[Any, ...], parameters: list[inspect.Parameter], samples: int) -> Call:
+def _in_order(model: nn.Module, batch: tuple[Any, ...], parameters: list[inspect.Parameter], samples: int) -> ModelCall:
     several = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = max(sum(one.default is one.empty for one in places), 1)
@@ -93,14 +93,14 @@ def _in_order(model: nn.Module, batch: tuple[Any, ...], parameters: list[inspect
     while needed < min(len(batch), len(places)) and places[needed].name in TARGETS:
         needed += 1
     if needed >= len(batch):
-        return Call(batch, {}, (), samples)
+        return ModelCall(batch, {}, (), samples)
     name = type(model).__name__
     note = (
         f"the batch has {len(batch)} parts and {name} was given the first {needed}"
         if needed > 1
         else f"the batch has {len(batch)} parts and {name} was given the first"
     )
-    return Call(batch[:needed], {}, batch[needed:], samples, (note,))
+    return ModelCall(batch[:needed], {}, batch[needed:], samples, (note,))
 
 
 def _is_target(value: Any) -> bool:

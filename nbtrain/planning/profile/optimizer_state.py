@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.compat import modules
-from nbtrain.planning.profile.trace import Memory, size, tensors
+from nbtrain.planning.profile.trace import LiveBytes, size, tensors
 from nbtrain.training.precision.autocast import changed
 
 
@@ -89,7 +89,7 @@ def _run(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], together: bo
     held = list(weights.values())
     gradients = [one.grad for one in held if one.grad is not None]
     apart = [*held, *gradients, *tensors(list(twin.state.values()))]
-    memory = Memory(apart, numbers=True)
+    memory = LiveBytes(apart, numbers=True)
     with memory:
         twin.step()
     state = {key: sum(map(size, tensors(twin.state.get(weights[key])))) for key, _ in _held(optimizer, weights)}

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from nbtrain.compat.fake import FakeTensorMode, quiet
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.forward_backward import Traced, trace
-from nbtrain.planning.profile.left_in_caches import Left
+from nbtrain.planning.profile.left_in_caches import LeftInCaches
 from nbtrain.planning.profile.lend_model import bare, check, lent
-from nbtrain.planning.profile.model_call import Call, find_call
+from nbtrain.planning.profile.model_call import ModelCall, find_call
 from nbtrain.planning.profile.optimizer_state import Stepped, step
 from nbtrain.planning.profile.real_run import for_real
 from nbtrain.planning.profile.trace import CannotProfile, size
@@ -52,7 +52,7 @@ def profile(
     call = find_call(model, batch, keyword)
     form = FORMATS.get(precision)
     shapes = Shapes(form)
-    left = Left(shapes.mode)
+    left = LeftInCaches(shapes.mode)
     try:
         with left:
             looked = _on_shapes(model, call, shapes, recompute, optimizer, left)
@@ -119,7 +119,12 @@ class _Looked:
 
 
 def _on_shapes(
-    model: nn.Module, call: Call, shapes: Shapes, recompute: tuple[str, ...], optimizer: Optimizer | None, left: Left
+    model: nn.Module,
+    call: ModelCall,
+    shapes: Shapes,
+    recompute: tuple[str, ...],
+    optimizer: Optimizer | None,
+    left: LeftInCaches,
 ) -> _Looked:
     """Whatever stands for something real here is gone when this is over."""
     weights = {id(p): shapes.lowered(p) for p in model.parameters()}

@@ -13,13 +13,15 @@ from nbtrain.compat import fake
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.forward_backward import Traced, trace
 from nbtrain.planning.profile.lend_model import lent
-from nbtrain.planning.profile.model_call import Call
+from nbtrain.planning.profile.model_call import ModelCall
 from nbtrain.planning.profile.trace import CannotProfile
 from nbtrain.strategies.estimates import Moment, Unit
 from nbtrain.training.precision.autocast import Format
 
 
-def for_real(model: nn.Module, call: Call, form: Format | None, recompute: tuple[str, ...], why: Exception) -> Traced:
+def for_real(
+    model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...], why: Exception
+) -> Traced:
     """`why`: what happened when only shapes were looked at. Raises `CannotProfile`."""
     name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -41,7 +43,7 @@ def for_real(model: nn.Module, call: Call, form: Format | None, recompute: tuple
 
 
 def _run_twice(
-    model: nn.Module, call: Call, form: Format | None, recompute: tuple[str, ...]
+    model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...]
 ) -> tuple[list[Traced], list[int]]:
     counts = [1, 2] if call.samples > 1 else [1]
     try:
@@ -53,7 +55,7 @@ def _run_twice(
     return [_run(model, call, count, form, recompute) for count in counts], counts
 
 
-def _run(model: nn.Module, call: Call, samples: int, form: Format | None, recompute: tuple[str, ...]) -> Traced:
+def _run(model: nn.Module, call: ModelCall, samples: int, form: Format | None, recompute: tuple[str, ...]) -> Traced:
     device = next(model.parameters()).device
 
     def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class High(NamedTuple):
     """things that had been made until then"""
 
 
-class Memory(fake.DispatchMode):
+class LiveBytes(fake.DispatchMode):
     """Bytes that operations have made and that are still held. `apart`: what was there before, and is not counted; of
     what is written to there and has content, the content is kept."""
 
@@ -178,7 +178,7 @@ def _address(tensor: torch.Tensor) -> int:
 class Timeline:
     """The moments of a backward: each ends when the gradient of a weight is complete, and is as its worst instant."""
 
-    def __init__(self, memory: Memory, weights: Iterable[torch.Tensor], keeps: bool) -> None:
+    def __init__(self, memory: LiveBytes, weights: Iterable[torch.Tensor], keeps: bool) -> None:
         """`keeps`: the gradients stay. Those of real numbers are only counted, and let go of at once."""
         self._memory = memory
         self._keeps = keeps

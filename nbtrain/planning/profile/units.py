@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nbtrain.planning.profile.trace import Memory, size, tensors
+from nbtrain.planning.profile.trace import LiveBytes, size, tensors
 from nbtrain.strategies.estimates import Unit
 from nbtrain.strategies.kit.units import find_units
 
@@ -14,7 +14,7 @@ from nbtrain.strategies.kit.units import find_units
 class Units:
     """Of one model. What a unit inside of another keeps is not the other's."""
 
-    def __init__(self, model: nn.Module, memory: Memory) -> None:
+    def __init__(self, model: nn.Module, memory: LiveBytes) -> None:
         self._memory = memory
         self._found = find_units(model)
         self._paths = {id(module): path for path, module in model.named_modules()}

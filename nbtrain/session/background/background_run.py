@@ -12,7 +12,7 @@ from typing import Any
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.session.background.name_conflicts import Conflicts
-from nbtrain.session.background.weight_reads import Reading
+from nbtrain.session.background.weight_reads import WeightReads
 from nbtrain.session.report.report import listed
 from nbtrain.session.run.cell_run import CellRun
 from nbtrain.shield import presses
@@ -146,7 +146,7 @@ class Going:
 
     def __init__(self, run: CellRun) -> None:
         self.run = run
-        self.reading: Reading
+        self.reading: WeightReads
         self.overwritten: list[str] = []
         """names below which the user has changed what the run has changed"""
         self._failure: BaseException | None = None
@@ -163,7 +163,7 @@ class Going:
             stack.enter_context(run.whole())
             with presses(run.once_shown) as run.presses:
                 run.begin()
-                self.reading = Reading(run)
+                self.reading = WeightReads(run)
                 thread.start()
             self._whole = stack.pop_all()
 

@@ -21,7 +21,7 @@ SLOW = 1.0
 """Seconds after which it says what it waits for."""
 
 
-class Reading:
+class WeightReads:
     """One run's; made when it has been sent to the ranks."""
 
     def __init__(self, run: CellRun) -> None:

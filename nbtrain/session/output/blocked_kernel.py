@@ -25,7 +25,7 @@ DELIMITER = b"<IDS|MSG>"
 Frames = list[Any]
 
 
-class Asked:
+class BlockedKernel:
     """One cell's. All calls come from the main thread, which the cell blocks."""
 
     def __init__(self, shell: Any, ours: Callable[[str], bool]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import nbtrain.words as words
 from nbtrain.events import Display, Output
-from nbtrain.session.output.screens import Screen
+from nbtrain.session.output.screens import CellScreen
 
 KEPT = 1 << 16
 """Characters of another rank's text that are looked at when the cell ends."""
@@ -26,7 +26,7 @@ class Relay:
     `all`: every line of every rank, with its rank in front. `files`: the others' go to files.
     """
 
-    def __init__(self, screen: Screen, mode: str, lead: int, ranks: Iterable[int]) -> None:
+    def __init__(self, screen: CellScreen, mode: str, lead: int, ranks: Iterable[int]) -> None:
         self.screen = screen
         self._mode = mode
         self._lead = lead

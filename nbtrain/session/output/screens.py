@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Screen:
+class CellScreen:
     """The cell that runs now."""
 
     def __init__(self, shell: Any) -> None:
@@ -39,7 +39,7 @@ class Screen:
         """Something goes on here, although the kernel is idle."""
 
 
-class Nowhere(Screen):
+class NullScreen(CellScreen):
     """Nobody is to see it."""
 
     def write(self, stream: str, text: str) -> None: ...
@@ -57,7 +57,7 @@ class Nowhere(Screen):
     def clear(self, wait: bool) -> None: ...
 
 
-class Left(Screen):
+class OriginCellScreen(CellScreen):
     """The cell that is running when this is made, also after it has returned and others run.
 
     What a thread prints belongs, by ipykernel's version, to the cell that started the thread, to the one that runs now,

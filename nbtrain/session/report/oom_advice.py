@@ -11,7 +11,7 @@ import nbtrain.words as words
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import Ground, ground
-from nbtrain.planning.plan.guide import Way
+from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.specs import Needs, RunSpec
 
@@ -100,7 +100,7 @@ def _guided(run: RunSpec, at: Ground) -> str:
     return ""
 
 
-def _saves(way: Way, at: Ground) -> bool:
+def _saves(way: TrainingWay, at: Ground) -> bool:
     """On these devices."""
     if way.recompute:  # of which classes, nobody has looked
         return False

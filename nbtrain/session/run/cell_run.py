@@ -12,12 +12,12 @@ import nbtrain.words as words
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.messages import Run, Source
+from nbtrain.messages import CellSource, RunCell
 from nbtrain.patience import Standing
 from nbtrain.session.cell import Cell
-from nbtrain.session.output.blocked_kernel import Asked
+from nbtrain.session.output.blocked_kernel import BlockedKernel
 from nbtrain.session.output.relay import Relay
-from nbtrain.session.output.screens import Left, Nowhere, Screen
+from nbtrain.session.output.screens import CellScreen, NullScreen, OriginCellScreen
 from nbtrain.session.pool.pool_manager import BEAT, Ranks, starting
 from nbtrain.session.report.report import check_ahead, slow
 from nbtrain.session.run.controls import Controls
@@ -47,7 +47,9 @@ class CellRun:
         self.names = names
         count = run.pool.world_size
         self.outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
-        screen = Left(shell) if run.background else Screen(shell) if run.trial is None else Nowhere(shell)
+        screen = (
+            OriginCellScreen(shell) if run.background else CellScreen(shell) if run.trial is None else NullScreen(shell)
+        )
         self.relay = Relay(screen, run.output, self.outcome.lead, self.outcome.ranks)
         self.controls = Controls(self)
         self.audience = Audience(shell, run, cell, self.controls, kernel, self.relay.say, self.relay.screen)
@@ -58,7 +60,7 @@ class CellRun:
         self.memory: dict[int, Memory] = {}
         """what each rank has said last"""
         self.presses = Presses()
-        self._asked = None if run.background else Asked(shell, self.audience.shows_through)
+        self._asked = None if run.background else BlockedKernel(shell, self.audience.shows_through)
         self.ending: Ending | None = None
         """once the ranks have been sent the cell"""
         self._running = False
@@ -166,7 +168,7 @@ class CellRun:
             held.lose() if forks or isinstance(error, PoolError) else held.forget()
             raise
 
-    def _post(self, out: Outgoing, sources: list[Source], fork_with: Traffic | None) -> None:
+    def _post(self, out: Outgoing, sources: list[CellSource], fork_with: Traffic | None) -> None:
         held, spec = self.held, self.spec
         if fork_with is not None:
             held.fork(spec.pool, fork_with)
@@ -175,7 +177,7 @@ class CellRun:
         number = self.number = held.next_run()
         self.ending = Ending(held.pool, number, self._say_where)
         self.aside = held.pool.directory if spec.background else ""
-        run = Run(
+        run = RunCell(
             number=number,
             spec=replace(spec, options={}, aside=self.aside),
             code=self.cell.code,

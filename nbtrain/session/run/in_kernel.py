@@ -17,7 +17,7 @@ from nbtrain.events import Event
 from nbtrain.exchange.graph.residence import Table, Walk, find_all
 from nbtrain.exchange.kinds import numeric
 from nbtrain.session.cell import Cell
-from nbtrain.session.output.screens import Screen
+from nbtrain.session.output.screens import CellScreen
 from nbtrain.session.run.observers import Audience
 from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
 
@@ -32,7 +32,7 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
         devices=pool.devices if pool.together else (),
     )  # fmt: skip
-    audience = Audience(shell, spec, cell, None, "", print, Screen(shell))
+    audience = Audience(shell, spec, cell, None, "", print, CellScreen(shell))
     precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
     summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
     if spec.monitor != "off":

@@ -16,7 +16,7 @@ from nbtrain.watch.series import points
 
 if TYPE_CHECKING:
     from nbtrain.session.cell import Cell
-    from nbtrain.session.output.screens import Screen
+    from nbtrain.session.output.screens import CellScreen
     from nbtrain.session.run.controls import Controls
     from nbtrain.specs import RunSpec
 
@@ -32,7 +32,7 @@ class Audience:
         controls: Controls | None,
         kernel: str,
         say: Callable[[str], object],
-        screen: Screen,
+        screen: CellScreen,
     ) -> None:
         """`controls`: what its buttons do; None where there are none. `kernel`: its id, as the server knows it. `say`
         tells the user something. `screen`: where it is shown."""

@@ -82,7 +82,7 @@ def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[s
     names = CellNames(reads=frozenset(asked or (name for name in namespace if not private(name))))
     wanted = [name for name in reach(names, namespace).hard if not _ours(namespace[name])]
     cells = Cells(numbers)
-    looked = _Looked(namespace, traffic, wanted)
+    looked = _CheckWalk(namespace, traffic, wanted)
     try:
         report = looked.report
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
@@ -102,7 +102,7 @@ def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[s
         looked.walk.undo()
 
 
-class _Looked:
+class _CheckWalk:
     """The walk that a cell would make, its result taken apart by names."""
 
     def __init__(self, namespace: dict[str, Any], traffic: Traffic | None, wanted: list[str]) -> None:

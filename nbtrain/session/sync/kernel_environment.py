@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from nbtrain.compat import python
-from nbtrain.messages import Surroundings
+from nbtrain.messages import KernelEnvironment
 from nbtrain.worker.process.library_settings import Settings, read
 from nbtrain.worker.process.rank_environment import torch_flags
 
@@ -20,7 +20,7 @@ class Mirror:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._told = Surroundings()
+        self._told = KernelEnvironment()
         self._raw: Any = None
         self._port: int | None = None
         self._settings: Settings = {}
@@ -28,14 +28,14 @@ class Mirror:
         """what of the settings cannot go, in sentences"""
         self._noted: set[str] = set()
 
-    def changes(self, meets: bool) -> Surroundings:
+    def changes(self, meets: bool) -> KernelEnvironment:
         """`meets`: the cell may bring code that forms a process group of its own, at a port."""
         now, told = self._now(), self._told
         self._told = now
         port = self._port
         if meets and not (port and _is_free(port)):
             self._port = _free_port()
-        return Surroundings(
+        return KernelEnvironment(
             directory=None if now.directory == told.directory else now.directory,
             path=None if now.path == told.path else now.path,
             environ=None if now.environ == told.environ else now.environ,
@@ -61,7 +61,7 @@ class Mirror:
                 self.notes.append(note)
         return packed
 
-    def _now(self) -> Surroundings:
+    def _now(self) -> KernelEnvironment:
         try:
             directory = os.getcwd()
         except FileNotFoundError:  # it was deleted under the notebook
@@ -73,7 +73,9 @@ class Mirror:
         if raw is None or raw != self._raw:
             environ, self._raw = dict(os.environ), dict(raw or ())
         colors = self._shell.colors
-        return Surroundings(directory=directory, path=path, environ=environ, colors=colors, torch_flags=torch_flags())
+        return KernelEnvironment(
+            directory=directory, path=path, environ=environ, colors=colors, torch_flags=torch_flags()
+        )
 
 
 def _able(value: Any) -> tuple[Any, list[str]]:

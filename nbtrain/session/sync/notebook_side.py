@@ -22,7 +22,7 @@ from nbtrain.exchange.names.name_order import Places
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
-from nbtrain.messages import LATELY, Source
+from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync import kept_handles as kept
 from nbtrain.worker.home.homecoming import Home
 from nbtrain.worker.home.random_states import States, capture, restore
@@ -46,7 +46,7 @@ class Outgoing:
     released: dict[int, tuple[int, ...]]
     """rank → segments of its own that the notebook does not use any more"""
     streams: States | None
-    sources: tuple[Source, ...]
+    sources: tuple[CellSource, ...]
 
 
 class Traffic:
@@ -187,21 +187,21 @@ class Traffic:
         changed, self._streams = now != self._streams, now
         return now if changed else None
 
-    def _sources(self, added: Iterable[Node]) -> Iterable[Source]:
+    def _sources(self, added: Iterable[Node]) -> Iterable[CellSource]:
         """Texts of the cells in which functions were made that the ranks have not seen yet."""
         for node in added:
             name = node.obj.__code__.co_filename if type(node.obj) is FunctionType else None
             if name is not None and name not in self._told and (found := self.source(name)) is not None:
                 yield found
 
-    def source(self, filename: str) -> Source | None:
+    def source(self, filename: str) -> CellSource | None:
         entry = linecache.cache.get(filename)
         if entry is None or len(entry) < 3 or os.path.exists(filename):  # the ranks read files for themselves
             return None
         if len(self._told) >= LATELY:  # older ones may be gone there by now
             self._told.clear()
         self._told.add(filename)
-        return Source(filename=filename, text="".join(entry[2]), number=self._numbers.get(filename))
+        return CellSource(filename=filename, text="".join(entry[2]), number=self._numbers.get(filename))
 
     # -- in ------------------------------------------------------------------------------
 

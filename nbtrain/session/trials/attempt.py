@@ -25,7 +25,7 @@ ROOM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class RunWay:
     """How a cell may be run."""
 
     name: str
@@ -50,7 +50,7 @@ class Tries:
         self._fresh = False
         """the ranks have nothing of the notebook's"""
 
-    def try_out(self, way: Way, trial: Trial) -> dict[str, Any]:
+    def try_out(self, way: RunWay, trial: Trial) -> dict[str, Any]:
         """What there is to say of it, as changes of a `Measured`. Raises what every other way would raise, too."""
         try:
             spec = self.spec_of(way)
@@ -63,7 +63,7 @@ class Tries:
             self._fresh = self._ranks.pool is None
             return {"state": "failed", "why": str(error).split("\n")[0]}
 
-    def spec_of(self, way: Way) -> RunSpec:
+    def spec_of(self, way: RunWay) -> RunSpec:
         """What would be run; raises where it cannot be."""
         spec = way.spec()
         if spec.pool.engine == "inprocess":

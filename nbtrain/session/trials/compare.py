@@ -11,7 +11,7 @@ from typing import Any
 
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.search import largest
-from nbtrain.session.trials.attempt import Tries, Way
+from nbtrain.session.trials.attempt import RunWay, Tries
 from nbtrain.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0
@@ -43,7 +43,7 @@ class Question:
 class Comparing:
     """One comparison."""
 
-    def __init__(self, tries: Tries, question: Question, ways: Sequence[Way], told: Told) -> None:
+    def __init__(self, tries: Tries, question: Question, ways: Sequence[RunWay], told: Told) -> None:
         """`told`: is called with what is known so far, whenever that is more."""
         self._tries = tries
         self._asked = question
@@ -84,10 +84,10 @@ class Comparing:
         warm = 2 if self._asked.goal in ("speed", "growth") else 1
         return Trial(steps=self._asked.steps, warm=warm, threads=self._asked.threads, **what)
 
-    def _speed(self, at: int, way: Way) -> None:
+    def _speed(self, at: int, way: RunWay) -> None:
         self._note(at, **_row(self._tries.try_out(way, self._trial())))
 
-    def _batch(self, at: int, way: Way) -> None:
+    def _batch(self, at: int, way: RunWay) -> None:
         attempts = Attempts()
         self._note(at, why="trying the batch as it is")
         first = attempts.make(0, lambda: self._tries.try_out(way, self._trial()))
@@ -112,7 +112,7 @@ class Comparing:
         with self._stopped(at, attempts, batches):
             largest(fits, guess=size, most=MOST)
 
-    def _model(self, at: int, way: Way) -> None:
+    def _model(self, at: int, way: RunWay) -> None:
         attempts = Attempts()
         name, values = self._asked.parameter, self._asked.values
         with self._stopped(at, attempts, lambda number: f"{name} = {values[number]!r}", values):

@@ -24,7 +24,7 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import Call, CutCalls, cut, flatten
+from nbtrain.strategies.kit.batch_cut import CutCall, CutCalls, cut, flatten
 from nbtrain.strategies.kit.collective_errors import MESH
 from nbtrain.strategies.kit.estimate_kit import Sent, by_wire, divided, estimate, output, replicated, ring
 from nbtrain.strategies.kit.gradient_average import Replicated
@@ -32,7 +32,7 @@ from nbtrain.strategies.kit.gradient_wire import Sending, Wire
 from nbtrain.strategies.kit.own_random import OwnStream
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredParts(torch.autograd.Function):
     """The parts of a node's ranks, one after another."""
 
     @staticmethod
@@ -99,7 +99,7 @@ class InNode(Replicated):
 
         return again
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: CutCall) -> Any:
         """Every rank of every node comes here, and all decide alike."""
         plan, index = call.plan, self.place.local_rank
         # A gradient with respect to the batch has to be whole on every rank.
@@ -122,7 +122,7 @@ class InNode(Replicated):
             self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
             return call.plain()
         whole = [
-            tensor if rows is None else _Gathered.apply(tensor, rows, index, self.group)
+            tensor if rows is None else _GatheredParts.apply(tensor, rows, index, self.group)
             for tensor, rows in zip(tensors, agreed, strict=True)
         ]
         return form.rebuild(whole)

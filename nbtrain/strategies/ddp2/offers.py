@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
-from nbtrain.strategies.kit.batch_cut import Call, Plan
+from nbtrain.strategies.kit.batch_cut import CutCall, CutPlan
 
 NUMBERS = 253
 """that a rank sends. As many as no cell is likely to gather by itself"""
@@ -45,7 +45,7 @@ APART = (
 class Offer:
     """What a rank has computed; nothing, if it is for whole batches."""
 
-    plan: Plan | None = None
+    plan: CutPlan | None = None
     key: Any = None
     tensors: Sequence[torch.Tensor] = ()
     size: int = 0
@@ -75,7 +75,7 @@ class Offer:
         return found
 
 
-def sign_of(call: Call) -> list[float]:
+def sign_of(call: CutCall) -> list[float]:
     """By which the ranks of a node see that they call with the same batch."""
     first = next((t for t in call.tensors if t.dim()), None)
     content = 0.0
@@ -84,7 +84,7 @@ def sign_of(call: Call) -> list[float]:
     return [call.batch, 2 * call.module.training + torch.is_grad_enabled(), content]
 
 
-def agree(offer: Offer, place: RankInfo, call: Call) -> tuple[Agreed | None, bool]:
+def agree(offer: Offer, place: RankInfo, call: CutCall) -> tuple[Agreed | None, bool]:
     """None: all call it with whole batches. And whether some rank drew. Collective, among all ranks."""
     mine = offer.numbers()
     mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), offer.drew

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.engine import Engined
 
 
-class Calls:
+class EngineCalls:
     """`enter` and `leave` with each cell."""
 
     def __init__(self, owner: Engined) -> None:

@@ -46,7 +46,7 @@ def announced(old: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of DeepSpeed's own loading of an op that was not installed with it."""
 
     def jit_load(make: Any, verbose: bool = True) -> Any:
-        progress = Progress(make.name)
+        progress = CompileProgress(make.name)
         _without_debugging(make)
         with _tools() as folder:
             if not (folder / make.name / f"{make.name}.so").exists():
@@ -58,7 +58,7 @@ def announced(old: Callable[..., Any]) -> Callable[..., Any]:
     return jit_load
 
 
-def _load(make: Any, old: Callable[..., Any], folder: Path, progress: Progress) -> Any:
+def _load(make: Any, old: Callable[..., Any], folder: Path, progress: CompileProgress) -> Any:
     with _alone(folder / "nbtrain.wait", progress):
         _wait_for_lock(folder / make.name / LOCK, progress)
         try:
@@ -70,7 +70,7 @@ def _load(make: Any, old: Callable[..., Any], folder: Path, progress: Progress) 
             raise UsageError(_failed(make.name, error)) from error
 
 
-class Progress:
+class CompileProgress:
     """Of one op. Rank 0 says it, whichever rank compiles."""
 
     def __init__(self, name: str) -> None:
@@ -170,7 +170,7 @@ def _tools() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, progress: Progress) -> Iterator[None]:
+def _alone(path: Path, progress: CompileProgress) -> Iterator[None]:
     """One rank at a time; the lock goes with the process that holds it."""
     with open(path, "w") as file:
         while True:
@@ -183,7 +183,7 @@ def _alone(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _wait_for_lock(lock: Path, progress: Progress) -> None:
+def _wait_for_lock(lock: Path, progress: CompileProgress) -> None:
     """torch would wait for ever for a compilation that was killed. Nobody has the file open any more then."""
     while lock.exists():
         if not _is_open(lock):

@@ -27,7 +27,7 @@ from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed import messages as sentences
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
-from nbtrain.strategies.deepspeed.calls import Calls
+from nbtrain.strategies.deepspeed.calls import EngineCalls
 from nbtrain.strategies.deepspeed.gradients import Gradients
 from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_kind, check, unhooked
 from nbtrain.strategies.deepspeed.library import (
@@ -41,11 +41,11 @@ from nbtrain.strategies.deepspeed.library import (
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.messages import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.nvme_folder import Folder
-from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN, State, once
-from nbtrain.strategies.deepspeed.parameter_access import Reader
+from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN, EngineOptimizerState, once
+from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.release_modules import let_go
-from nbtrain.strategies.deepspeed.shares import Layout, Part
+from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart
 from nbtrain.strategies.deepspeed.state_dicts import whole_dicts, whole_state
 from nbtrain.strategies.deepspeed.weights import Weights, unreadable
 from nbtrain.strategies.deepspeed.wrapped_module import LOW, Core, outermost
@@ -64,7 +64,7 @@ class Engined(Prepared):
         self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
         self.stage: int = settings["zero_optimization"]["stage"]
         self.entered = False
-        self.calls = Calls(self)
+        self.calls = EngineCalls(self)
         self.kernel: CpuAdam | None = None
         self.folder: Folder | None = None
         self.meanwhile: Any = None
@@ -139,13 +139,15 @@ class Engined(Prepared):
                 f"the config's {kind} trains, with its own learning rate; {type(self.user).__name__} is what step() is "
                 f"called on, and its state stays as it is"
             )
-        self.layout = Layout(self.engine, self.stage)
-        self.state = State(self.user, self.inner, self.layout)
+        self.layout = EngineLayout(self.engine, self.stage)
+        self.state = EngineOptimizerState(self.user, self.inner, self.layout)
         if own:
             self.state.take()
         self.weights = Weights(self.layout, self.state, self.attachments, self.shapes, frozen, parameters)
         self.gradients = Gradients(self)
-        self.reader = Reader(self.weights, parameters if self.stage == 3 else (), self.gradients.open_for_penalty)
+        self.reader = ParameterAccess(
+            self.weights, parameters if self.stage == 3 else (), self.gradients.open_for_penalty
+        )
         for module in modules:
             if not any(module is model for model in component.modules.values()):
                 module.register_forward_pre_hook(self.calls.check_part)
@@ -334,7 +336,7 @@ class Engined(Prepared):
 
     # -- pieces --------------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[tuple[torch.Tensor, Part]]:
+    def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
         yield from self.weights.pieces(self.parameters)
         if isinstance(self.inner, Inner):
             yield from self.state.pieces(self.trained)

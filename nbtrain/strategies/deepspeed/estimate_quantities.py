@@ -18,7 +18,7 @@ ADAM = ("Adam", "AdamW")
 
 
 @dataclass(slots=True)
-class Walk:
+class StepBytes:
     """What a walk through a step has found: bytes of the rank that has the most."""
 
     parameters: int = 0

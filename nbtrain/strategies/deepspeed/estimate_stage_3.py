@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.strategies.deepspeed.estimate_quantities import FULL, Quantities, Walk
+from nbtrain.strategies.deepspeed.estimate_quantities import FULL, Quantities, StepBytes
 from nbtrain.strategies.kit.estimate_kit import ring
 
 DEFAULTS = {
@@ -22,9 +22,9 @@ DEFAULTS = {
 """DeepSpeed's own, in numbers"""
 
 
-def walk_three(q: Quantities) -> Walk:
+def walk_three(q: Quantities) -> StepBytes:
     persistent = q.zero["stage3_param_persistence_threshold"]
-    walk = Walk(buffers=q.frozen // q.ranks)
+    walk = StepBytes(buffers=q.frozen // q.ranks)
     walk.buffers += sum(q.bytes(one) for one in q.profile.weights if one.numel <= persistent)
     walk.buffers += _bucket(q)
     part = sum(-(-one.numel // q.ranks) * (q.bytes(one) // max(1, one.numel)) for one in q.profile.weights)
@@ -42,7 +42,7 @@ def walk_three(q: Quantities) -> Walk:
         walk.host += q.state + q.share + copies
     else:  # nvme has the rest
         walk.host += q.share
-    gathered = Gathered(q)
+    gathered = GatheredWeights(q)
     walk.coming = 0
     walk.moments += [*gathered.forward(), *gathered.backward(), *_step(q)]
     times = 2 if gathered.again else 1
@@ -64,7 +64,7 @@ def _bucket(q: Quantities) -> int:
     return _capacity(q) if q.zero["contiguous_gradients"] else 0
 
 
-class Gathered:
+class GatheredWeights:
     """What there is of whole weights."""
 
     def __init__(self, q: Quantities) -> None:

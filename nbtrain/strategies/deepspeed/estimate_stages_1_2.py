@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nbtrain.strategies.deepspeed.estimate_quantities import FULL, Quantities, Walk
+from nbtrain.strategies.deepspeed.estimate_quantities import FULL, Quantities, StepBytes
 from nbtrain.strategies.kit.estimate_kit import ring
 
 DOUBLE = 8
 """bytes of a number of which a norm is taken"""
 
 
-def walk_two(q: Quantities) -> Walk:
-    walk = Walk(parameters=q.whole, buffers=q.frozen)
+def walk_two(q: Quantities) -> StepBytes:
+    walk = StepBytes(parameters=q.whole, buffers=q.frozen)
     mine = q.touched()
     offloaded = q.optimizer_at != "none"
     waiting = q.state + q.stepped  # the optimizer's state, and the copy that it steps

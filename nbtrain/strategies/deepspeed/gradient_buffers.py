@@ -8,11 +8,13 @@ from collections.abc import Iterable
 import torch
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.strategies.deepspeed.shares import Layout
+from nbtrain.strategies.deepspeed.shares import EngineLayout
 
 
 @torch.no_grad()
-def multiply(layout: Layout, trained: Iterable[torch.Tensor], local: Iterable[torch.Tensor], factor: float) -> None:
+def multiply(
+    layout: EngineLayout, trained: Iterable[torch.Tensor], local: Iterable[torch.Tensor], factor: float
+) -> None:
     """`local`: stage 1's, of this rank, where stand-ins are in their place."""
     zero = layout.zero
     if layout.stage == 3:
@@ -26,7 +28,7 @@ def multiply(layout: Layout, trained: Iterable[torch.Tensor], local: Iterable[to
         grad.mul_(factor)
 
 
-def wipe(layout: Layout) -> None:
+def wipe(layout: EngineLayout) -> None:
     """Buffers that would step a parameter without a gradient by its last one."""
     zero = layout.zero
     if layout.stage == 3:
@@ -38,7 +40,7 @@ def wipe(layout: Layout) -> None:
                 flat.grad.zero_()
 
 
-def discard(layout: Layout, trained: Iterable[torch.Tensor]) -> None:
+def discard(layout: EngineLayout, trained: Iterable[torch.Tensor]) -> None:
     """Everything that the engine holds of gradients, but for what `wipe` does."""
     zero = layout.zero
     zero.zero_grad()
@@ -56,7 +58,7 @@ def discard(layout: Layout, trained: Iterable[torch.Tensor]) -> None:
         zero.norm_for_param_grads = {}
 
 
-def put_right(layout: Layout) -> None:
+def put_right(layout: EngineLayout) -> None:
     """A backward was cut short: the engine is to wait for none of its gradients."""
     zero = layout.zero
     ds.forget_backward(zero)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.strategies.deepspeed.shares import Layout
+from nbtrain.strategies.deepspeed.shares import EngineLayout
 
 
-def norm_of_pieces(zero: Any, layout: Layout, device: torch.device, arrived: Container[int]) -> torch.Tensor:
+def norm_of_pieces(zero: Any, layout: EngineLayout, device: torch.device, arrived: Container[int]) -> torch.Tensor:
     """Stages 2 and 3, where backwards have reduced them. `arrived`: whose, by id. Collective."""
     pieces = [zero.grad_partitions_flat_buffer] if layout.stage == 3 else _kept(zero, layout, arrived)
     square = torch.zeros((), device=device)
@@ -22,7 +22,7 @@ def norm_of_pieces(zero: Any, layout: Layout, device: torch.device, arrived: Con
     return square.sqrt()
 
 
-def _kept(zero: Any, layout: Layout, arrived: Container[int]) -> Iterator[torch.Tensor]:
+def _kept(zero: Any, layout: EngineLayout, arrived: Container[int]) -> Iterator[torch.Tensor]:
     for number, members in enumerate(zero.params_in_partition):
         if ds.is_in_one_piece(zero, number):
             if (group := zero.averaged_gradients.get(number)) is not None:

@@ -27,7 +27,7 @@ from nbtrain.strategies.deepspeed import messages as sentences
 from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
 from nbtrain.strategies.deepspeed.inner_optimizer import Inner
-from nbtrain.strategies.deepspeed.optimizer_handle import Handle
+from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
 
 if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.engine import Engined
@@ -46,7 +46,7 @@ class Gradients:
         self.stage = owner.stage
         self.trained = owner.trained
         self.user = owner.user
-        self.handle = Handle(owner.user, self)
+        self.handle = OptimizerHandle(owner.user, self)
         self.skipped = 0
         self.held = False
         """some backward has left gradients with the engine"""

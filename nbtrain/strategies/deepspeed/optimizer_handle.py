@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.gradients import Gradients
 
 
-class Handle:
+class OptimizerHandle:
     """`put_on` and `take_off` with each cell. Holds the optimizer, and not those whose step it is."""
 
     def __init__(self, user: Optimizer, gradients: Gradients) -> None:
@@ -42,7 +42,7 @@ class Handle:
             _restore(own, "zero_grad", self.before)
         function = getattr(own.get("step"), "__func__", None)  # else something of the cell's is around it
         whose = getattr(function, "nbtrain_of", None)
-        if isinstance(whose, Handle):
+        if isinstance(whose, OptimizerHandle):
             _restore(own, "step", whose.before)
 
     def _hooked(self) -> Callable[..., Any]:
@@ -75,12 +75,12 @@ def _restore(own: dict[str, Any], name: str, before: dict[str, Any]) -> None:
         own[name] = before[name]
 
 
-def _behind(step: Any) -> Handle | None:
+def _behind(step: Any) -> OptimizerHandle | None:
     """Whose step is called in the end; `--accumulate` says in `before` what it has been put around."""
     while step is not None:
         function = getattr(step, "__func__", step)
         whose = getattr(function, "nbtrain_of", None)
-        if isinstance(whose, Handle):
+        if isinstance(whose, OptimizerHandle):
             return whose
         step = getattr(function, "before", None) or getattr(function, "__wrapped__", None)
     return None

@@ -16,7 +16,7 @@ from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.gradient_stand_in import ClosedState, HeldState
 from nbtrain.strategies.deepspeed.inner_optimizer import Inner
-from nbtrain.strategies.deepspeed.shares import Layout, Part
+from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart
 
 UNEVEN = (
     "the cell has given the optimizer a state in which its parameters have taken different numbers of steps (or have "
@@ -25,8 +25,8 @@ UNEVEN = (
 )
 
 
-class State:
-    def __init__(self, user: Optimizer, inner: Inner, layout: Layout) -> None:
+class EngineOptimizerState:
+    def __init__(self, user: Optimizer, inner: Inner, layout: EngineLayout) -> None:
         self.user, self.inner, self.layout = user, inner, layout
         self.shown: dict[tuple[int, str], torch.Tensor] = {}
         """(id of the parameter, key) → the tensor that stands for a piece"""
@@ -175,7 +175,7 @@ class State:
 
     # -- pieces --------------------------------------------------------------------------
 
-    def pieces(self, parameters: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Part]]:
+    def pieces(self, parameters: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, SharePart]]:
         for p in parameters:
             share = self.layout.shares.get(id(p))
             if share is None:
@@ -184,7 +184,7 @@ class State:
                 if isinstance(value, torch.Tensor) and self.shown.get((id(p), key)) is value:
                     yield value, self._piece(p, key, value.dtype)
 
-    def _piece(self, p: torch.Tensor, key: str, dtype: torch.dtype) -> Part:
+    def _piece(self, p: torch.Tensor, key: str, dtype: torch.dtype) -> SharePart:
         share = self.layout.shares[id(p)]
         size = share.stop - share.start
 
@@ -201,7 +201,7 @@ class State:
             with self.at_hand(share.flat):
                 stretch().copy_(whole[share.start : share.stop])
 
-        return Part(p.shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
+        return SharePart(p.shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
 
     @torch.no_grad()
     def parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
@@ -242,7 +242,7 @@ class State:
 class _AtHand:
     """A piece that is on a disk is read for as long as it is needed, and written back."""
 
-    def __init__(self, layout: Layout, number: int, write: bool) -> None:
+    def __init__(self, layout: EngineLayout, number: int, write: bool) -> None:
         self.layout, self.number, self.write = layout, number, write
 
     def __enter__(self) -> None:

@@ -42,18 +42,18 @@ ALONE = (
     "write the line above `if rank == 0:`, not below"
 )
 
-_readers: dict[int, Reader] = {}
+_readers: dict[int, ParameterAccess] = {}
 """by id of the parameter, while a cell runs"""
 
 
-class Reader:
+class ParameterAccess:
     """Of one engine. `begin` and `end` with each cell; `aside` while the engine is at work."""
 
     def __init__(self, weights: Weights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
         self.weights, self.opens = weights, opens
         self.parameters = [p for p in parameters if type(p) is nn.Parameter]
-        self.views: WeakSet[View] = WeakSet()
+        self.views: WeakSet[WholeView] = WeakSet()
         self.depth = 1
         """how many have put it aside"""
 
@@ -67,7 +67,7 @@ class Reader:
         for p in self.parameters:
             _readers.pop(id(p), None)
         for view in list(self.views):
-            if isinstance(view, View):  # not settled before
+            if isinstance(view, WholeView):  # not settled before
                 view.settle()
         self.views.clear()
 
@@ -81,7 +81,7 @@ class Reader:
         self.depth -= 1
         if self.depth == 0:
             for p in self.parameters:
-                p.__class__ = Whole
+                p.__class__ = WholeParameter
 
     def gather(self, p: torch.Tensor) -> torch.Tensor:
         try:
@@ -96,9 +96,9 @@ class Reader:
         self.weights.load(p, whole)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredParameter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, p: torch.Tensor, reader: Reader) -> torch.Tensor:
+    def forward(ctx: Any, p: torch.Tensor, reader: ParameterAccess) -> torch.Tensor:
         ctx.reader = reader
         return reader.gather(p).clone()  # neither the parameter's own memory nor a view, which torch has not written to
 
@@ -108,7 +108,7 @@ class _Gathered(torch.autograd.Function):
         return grads[0], None
 
 
-class Whole(nn.Parameter):
+class WholeParameter(nn.Parameter):
     """What a parameter is in a cell, outside of its engine's work."""
 
     @classmethod
@@ -130,7 +130,7 @@ class Whole(nn.Parameter):
         return _copied(self).__reduce_ex__(protocol)
 
 
-class View(torch.Tensor):
+class WholeView(torch.Tensor):
     """Shows what `expression` makes of the whole."""
 
     expression: tuple[Any, Any, Any, int | None]
@@ -138,17 +138,17 @@ class View(torch.Tensor):
     """as it was last read"""
 
     @classmethod
-    def of(cls, expression: tuple[Any, Any, Any, int | None], seen: torch.Tensor) -> View:
+    def of(cls, expression: tuple[Any, Any, Any, int | None], seen: torch.Tensor) -> WholeView:
         form = torch.zeros((), dtype=seen.dtype, device=seen.device).expand(seen.shape)
-        found: View = tensors.as_subclass_of(cls, form)
+        found: WholeView = tensors.as_subclass_of(cls, form)
         found.expression, found.seen = expression, seen
         return found
 
-    __torch_function__ = Whole.__dict__["__torch_function__"]
+    __torch_function__ = WholeParameter.__dict__["__torch_function__"]
 
     def shows(self, p: Any) -> bool:
         found = tree_leaves(self.expression[1:3])
-        return any(one is p or (isinstance(one, View) and one.shows(p)) for one in found)
+        return any(one is p or (isinstance(one, WholeView) and one.shows(p)) for one in found)
 
     def settle(self, alone: bool = True) -> None:
         """An ordinary tensor from now on; `alone`: with memory of its own."""
@@ -197,9 +197,9 @@ class _Bases:
     def plain(self, value: Any) -> torch.Tensor:
         if (known := self.made.get(id(value))) is not None:
             return known[1]
-        if isinstance(value, View):
+        if isinstance(value, WholeView):
             func, args, kwargs, index = value.expression
-            args, kwargs = tree_map_only((Whole, View), self.plain, (args, kwargs))
+            args, kwargs = tree_map_only((WholeParameter, WholeView), self.plain, (args, kwargs))
             result = func(*args, **kwargs)
             plain: torch.Tensor = result if index is None else result[index]
             value.seen = plain
@@ -208,7 +208,7 @@ class _Bases:
             if reader is None:  # of a cell that is over
                 return value  # type: ignore[no-any-return]
             if torch.is_grad_enabled() and value.requires_grad:
-                plain = _Gathered.apply(value, reader)  # type: ignore[no-untyped-call]
+                plain = _GatheredParameter.apply(value, reader)  # type: ignore[no-untyped-call]
             else:
                 plain = reader.gather(value)
             self.found[id(value)] = value, plain, tensors.version(plain)
@@ -240,7 +240,7 @@ class _Bases:
         memory = _memory(result)
         for p, whole, _ in self.found.values():
             if _memory(whole) == memory:
-                view = View.of((*expression, index), result)
+                view = WholeView.of((*expression, index), result)
                 _readers[id(p)].views.add(view)
                 return view
         return result
@@ -249,11 +249,11 @@ class _Bases:
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     name = _name(func)
     with tensors.as_plain_tensors():
-        if name in OF_ITSELF and not (name == "requires_grad" and isinstance(args[0], View)):
+        if name in OF_ITSELF and not (name == "requires_grad" and isinstance(args[0], WholeView)):
             return func(*args, **kwargs)
         if name == "requires_grad":
             return args[0].seen.requires_grad
-        if name == "data=" and isinstance(args[0], Whole):
+        if name == "data=" and isinstance(args[0], WholeParameter):
             return _assign(args[0], args[1])
         if name == "data":  # as `detach`, but that what is written to it is seen
             func = torch.Tensor.detach
@@ -262,9 +262,9 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             raise NotSupported(READ)
         written = set()
         if name.startswith("_") and name.endswith("_") and args and isinstance(args[0], list | tuple):  # foreach
-            tree_map_only((Whole, View), bases.plain, args[0])
+            tree_map_only((WholeParameter, WholeView), bases.plain, args[0])
             written = set(bases.found)
-        own, named = tree_map_only((Whole, View), bases.plain, (args, dict(kwargs)))
+        own, named = tree_map_only((WholeParameter, WholeView), bases.plain, (args, dict(kwargs)))
         result = func(*own, **named)
         if name in ("numpy", "__array__"):  # what is written into it would be lost
             result.flags.writeable = False
@@ -273,7 +273,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
 
 
 def _assign(p: Any, value: torch.Tensor) -> None:
-    if isinstance(value, Whole | View):
+    if isinstance(value, WholeParameter | WholeView):
         value = _Bases().plain(value)
     if value.shape != p.shape:
         raise NotSupported(
@@ -295,6 +295,6 @@ def _leave(p: Any) -> None:
     whole = reader.gather(p).clone()
     bases.found[id(p)] = p, whole, tensors.version(whole)
     bases.made[id(p)] = p, whole
-    for view in [one for one in reader.views if isinstance(one, View) and one.shows(p)]:
+    for view in [one for one in reader.views if isinstance(one, WholeView) and one.shows(p)]:
         bases.plain(view)
         view.settle(alone=False)

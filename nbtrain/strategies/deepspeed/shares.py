@@ -22,7 +22,7 @@ class Share:
     at: int
 
 
-class Layout:
+class EngineLayout:
     """The engine's own tables, in one form for all stages."""
 
     def __init__(self, engine: Any, stage: int) -> None:
@@ -75,7 +75,7 @@ def stretch(p: Any) -> tuple[int, int]:
     return start, min(start + size, p.ds_numel)
 
 
-class Part(Piece):
+class SharePart(Piece):
     """A stretch of a whole: who keeps it says how it is reached."""
 
     def __init__(

@@ -16,7 +16,7 @@ from torch import nn
 
 from nbtrain.compat.modules import parameters
 from nbtrain.strategies.deepspeed.library import COLLAPSED
-from nbtrain.strategies.deepspeed.optimizer_state import State
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
 
 
 def whole_dicts(
@@ -59,7 +59,7 @@ def whole_dicts(
     ]
 
 
-def whole_state(state: State, device: torch.device) -> list[Any]:
+def whole_state(state: EngineOptimizerState, device: torch.device) -> list[Any]:
     """The same for the user's optimizer: one tensor after the other is put together, and then in main memory."""
     optimizer = state.user
 

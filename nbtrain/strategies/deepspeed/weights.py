@@ -18,8 +18,8 @@ import torch.distributed as dist
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
 from nbtrain.strategies.deepspeed.attachments import Attachments
-from nbtrain.strategies.deepspeed.optimizer_state import State
-from nbtrain.strategies.deepspeed.shares import Layout, Part, stretch
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
+from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart, stretch
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
@@ -38,8 +38,8 @@ class Weights:
 
     def __init__(
         self,
-        layout: Layout,
-        state: State,
+        layout: EngineLayout,
+        state: EngineOptimizerState,
         attachments: Attachments,
         shapes: Shapes,
         frozen: dict[int, torch.Tensor],
@@ -134,7 +134,7 @@ class Weights:
 
     # -- pieces --------------------------------------------------------------------------
 
-    def pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Part]]:
+    def pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, SharePart]]:
         for p in parameters:
             piece = self._piece(p)
             if piece is not None:
@@ -166,7 +166,7 @@ class Weights:
             dist.all_gather_into_tensor(found, mine)
             return found[: p.numel()].view(p.shape)
 
-    def _piece(self, p: Any) -> Part | None:
+    def _piece(self, p: Any) -> SharePart | None:
         shape, dtype = self.shapes[id(p)]
         share = self.layout.shares.get(id(p))
         if share is None:
@@ -186,9 +186,9 @@ class Weights:
                 master().copy_(whole[share.start : share.stop])
             self._fill_model(p, whole)
 
-        return Part(shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
+        return SharePart(shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
 
-    def _frozen_piece(self, p: Any) -> Part:
+    def _frozen_piece(self, p: Any) -> SharePart:
         """Stage 3 cuts these up, too."""
         shape, dtype = self.shapes[id(p)]
         attributes = self.attachments.of(p)
@@ -203,7 +203,7 @@ class Weights:
                 self.frozen[id(p)].copy_(whole[start:stop])
             self._fill_model(p, whole)
 
-        return Part(shape, dtype, (start, stop), read, fill, self.layout.cut)
+        return SharePart(shape, dtype, (start, stop), read, fill, self.layout.cut)
 
     def _fill_model(self, p: Any, whole: torch.Tensor) -> None:
         """What the model computes with."""

@@ -22,7 +22,7 @@ from nbtrain.compat import layers
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import Call, CutCalls, alike, cut, flatten
+from nbtrain.strategies.kit.batch_cut import CutCall, CutCalls, alike, cut, flatten
 from nbtrain.strategies.kit.estimate_kit import divided, estimate
 from nbtrain.strategies.kit.module_replicas import is_compiled, replica
 
@@ -81,7 +81,7 @@ class Spread(Prepared):
 
         return again
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: CutCall) -> Any:
         if call.plan.reason:
             return call.plain()
         works = self._works(call)
@@ -102,7 +102,7 @@ class Spread(Prepared):
         self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
         return call.plain()
 
-    def _works(self, call: Call) -> list[Callable[[], Any]]:
+    def _works(self, call: CutCall) -> list[Callable[[], Any]]:
         works: list[Callable[[], Any]] = []
         for i, tensors in enumerate(cut(call.tensors, call.batch, call.sizes)):
             device = self.devices[i]

@@ -19,7 +19,7 @@ PATIENCE = 1.0
 KINDS = ("cpu", "cuda")
 
 
-class Surroundings:
+class ThreadContext:
     """Of this thread, to be had in another one."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Threads:
     def _run(self, works: Sequence[Callable[[], Any]], cores: int) -> list[Any]:
         while len(self._workers) < len(works) - 1:
             self._workers.append(_Worker(len(self._workers) + 1))
-        here = Surroundings()
+        here = ThreadContext()
         jobs: list[_Job] = []
         for work, device in zip(works[1:], self.devices[1:], strict=False):
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -148,7 +148,7 @@ class Threads:
             worker.thread.join(PATIENCE)
 
 
-def _surrounded(work: Callable[[], Any], here: Surroundings, device: torch.device, stream: Any) -> Callable[[], Any]:
+def _surrounded(work: Callable[[], Any], here: ThreadContext, device: torch.device, stream: Any) -> Callable[[], Any]:
     def run() -> Any:
         with ExitStack() as around:
             here.enter(around, device, stream)

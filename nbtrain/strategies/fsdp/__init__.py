@@ -80,7 +80,7 @@ HELD = (
 )
 
 
-class Sharded(Prepared):
+class ShardedComponent(Prepared):
     """A component of which every rank holds a part."""
 
     def __init__(self, component: Component, options: FSDP.Options, mesh: DeviceMesh) -> None:
@@ -453,7 +453,7 @@ class FSDP(Strategy):
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with
             return Prepared(component)
         on_cards = any(p.is_cuda for p in component.parameters()) or dist.get_backend() == "nccl"
-        return Sharded(component, self.options, self._mesh("cuda" if on_cards else "cpu"))
+        return ShardedComponent(component, self.options, self._mesh("cuda" if on_cards else "cpu"))
 
     def _mesh(self, kind: str) -> DeviceMesh:
         group, mesh = self._meshes.get(kind, (None, None))

@@ -24,7 +24,7 @@ RULE = "--wrap is not looked at: units are taken to be the model's blocks and it
 
 
 @dataclass(slots=True)
-class Gathered:
+class GatheredUnit:
     """A unit, in bytes of the whole."""
 
     weights: int = 0
@@ -45,7 +45,7 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of FSDP."""
     if world.ranks == 1:
         return estimating.estimate(profile, world)
-    return Walk(options, profile, world).estimate()
+    return StepWalk(options, profile, world).estimate()
 
 
 def shards(options: Any, ranks: int) -> int:
@@ -56,7 +56,7 @@ def shards(options: Any, ranks: int) -> int:
     return ranks // replicas
 
 
-class Walk:
+class StepWalk:
     """One step of one rank."""
 
     def __init__(self, options: Any, profile: Profile, world: World) -> None:
@@ -73,18 +73,18 @@ class Walk:
 
     # -- what there is ---------------------------------------------------------------------------
 
-    def _units(self) -> tuple[Gathered, list[Gathered]]:
+    def _units(self) -> tuple[GatheredUnit, list[GatheredUnit]]:
         """What is left to the model itself, and the others, as they are called."""
         profile = self.profile
         ends = [*accumulate(self._activations(unit.activations) for unit in profile.units)]
-        found = [Gathered(before=before, after=end) for before, end in zip([0, *ends], ends, strict=False)]
-        root = Gathered()
+        found = [GatheredUnit(before=before, after=end) for before, end in zip([0, *ends], ends, strict=False)]
+        root = GatheredUnit()
         for weight in profile.weights:
             inner = 0 <= weight.unit < len(found) and _is_unit(profile.units[weight.unit], self.options.wrap)
             self._add(found[weight.unit] if inner else root, weight)
         return root, [unit for unit in found if unit.weights]
 
-    def _add(self, unit: Gathered, weight: Weight) -> None:
+    def _add(self, unit: GatheredUnit, weight: Weight) -> None:
         dtype = self.options.comm_dtype
         unit.weights += 2 * weight.numel if self.halves else weight.bytes
         if weight.trains:

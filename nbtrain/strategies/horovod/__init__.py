@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.horovod.session import Session
+from nbtrain.strategies.horovod.session import HorovodSession
 from nbtrain.strategies.horovod.wire import HorovodWire
 from nbtrain.strategies.kit.estimate_kit import replicated
 from nbtrain.strategies.kit.gradient_average import Replicated
@@ -24,7 +24,7 @@ from nbtrain.strategies.kit.gradient_wire import InBuckets
 class ByHorovod(Replicated):
     """A component that is whole on every rank."""
 
-    def __init__(self, component: Component, options: Horovod.Options, session: Session, number: int) -> None:
+    def __init__(self, component: Component, options: Horovod.Options, session: HorovodSession, number: int) -> None:
         wire = HorovodWire(session, str(number), options.compression == "fp16")
         super().__init__(component, options.bucket_mb, wire)
 
@@ -39,7 +39,7 @@ class Horovod(Strategy):
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         super().__init__(options, **given)
-        self._session: Session | None = None
+        self._session: HorovodSession | None = None
         self._count = 0
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
@@ -60,7 +60,7 @@ class Horovod(Strategy):
         if self._session is not None:
             self._session.stop()
 
-    def _horovod(self) -> Session:
+    def _horovod(self) -> HorovodSession:
         if self._session is None:
-            self._session = Session(self.place)
+            self._session = HorovodSession(self.place)
         return self._session

@@ -34,7 +34,7 @@ NAPS = 2e-5, 1e-3
 """Seconds between two looks whether something has arrived, at first and in the end."""
 
 
-class Session:
+class HorovodSession:
     """Horovod of this process. All ranks call `start`, each calls `stop` when it likes."""
 
     def __init__(self, place: RankInfo) -> None:

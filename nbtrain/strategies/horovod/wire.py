@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.strategies.horovod.session import Session
+from nbtrain.strategies.horovod.session import HorovodSession
 from nbtrain.strategies.kit.gradient_wire import HALVES, Wire, share
 
 
@@ -16,7 +16,7 @@ class HorovodWire(Wire):
     """Nobody waits in Horovod for a rank that will not come: before the first wait all ranks meet in a reduction of
     torch's, of one number, which is watched over as every other is. Then all have sent what they have to send."""
 
-    def __init__(self, session: Session, name: str, half: bool) -> None:
+    def __init__(self, session: HorovodSession, name: str, half: bool) -> None:
         """`name`: no other wire of the session's has it, and it is the same on all ranks."""
         super().__init__()
         self.session = session

@@ -48,13 +48,19 @@ _inside: ContextVar[bool] = ContextVar("inside a call that is cut", default=Fals
 Plain = Callable[[], Any]
 
 
-class Call:
+class CutCall:
     """One call of a model from outside."""
 
     __slots__ = ("batch", "form", "module", "plain", "plan", "sizes", "tensors")
 
     def __init__(
-        self, module: nn.Module, plain: Plain, tensors: list[torch.Tensor], form: Form, batch: int, sizes: list[int]
+        self,
+        module: nn.Module,
+        plain: Plain,
+        tensors: list[torch.Tensor],
+        form: Structure,
+        batch: int,
+        sizes: list[int],
     ) -> None:
         self.module = module
         self.plain = plain
@@ -62,20 +68,20 @@ class Call:
         self.tensors, self.form = tensors, form
         """what it was given"""
         self.batch, self.sizes = batch, sizes
-        self.plan = Plan()
+        self.plan = CutPlan()
 
 
 class CutCalls:
     """Of one component. `on` while a cell runs."""
 
-    def __init__(self, strategy: str, parts: int, run: Callable[[Call], Any], cuda: bool) -> None:
+    def __init__(self, strategy: str, parts: int, run: Callable[[CutCall], Any], cuda: bool) -> None:
         """`run`: what happens instead of a call; its plan says whether it can be cut."""
         self.strategy = strategy
         self.parts = parts
         self.run = run
         self.cuda = cuda
         self.modules: list[nn.Module] = []
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Any, CutPlan] = {}
         self.inner: set[int] = set()
         """modules that others call"""
         self.said: set[str] = set()
@@ -117,28 +123,28 @@ class CutCalls:
     def called(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, form = flatten((args, kwargs))
         batch = batch_of(tensors)
-        call = Call(module, plain, tensors, form, batch, sizes_of(batch, self.parts))
+        call = CutCall(module, plain, tensors, form, batch, sizes_of(batch, self.parts))
         call.plan = self._plan(call)
         return self.run(call)
 
-    def give_up(self, call: Call, reason: str) -> None:
+    def give_up(self, call: CutCall, reason: str) -> None:
         """It turned out that it cannot be cut."""
-        self.plans[_kind(call)] = call.plan = Plan(reason)
+        self.plans[_kind(call)] = call.plan = CutPlan(reason)
         self._say(call.module, reason)
 
-    def _plan(self, call: Call) -> Plan:
+    def _plan(self, call: CutCall) -> CutPlan:
         if len(call.sizes) < 2:
-            return Plan("there is nothing to cut")
+            return CutPlan("there is nothing to cut")
         if call.module.training and not torch.is_grad_enabled() and _counts(call.module):
-            return Plan("it collects statistics, as `update_bn` does")
+            return CutPlan("it collects statistics, as `update_bn` does")
         key = _kind(call)
         plan = self.plans.get(key)
         if plan is None:
             reason = why_whole(call.module)
             if reason == LAZY:
-                return Plan(reason)
+                return CutPlan(reason)
             if reason:
-                plan = Plan(reason)
+                plan = CutPlan(reason)
             else:
                 plan = examine(call.module, call.tensors, call.form, call.batch, call.sizes, self.cuda)
             self.plans[key] = plan
@@ -160,7 +166,7 @@ def _counts(module: nn.Module) -> bool:
     return any(isinstance(part, NormLayer) and part.track_running_stats for part in module.modules())
 
 
-def _kind(call: Call) -> Any:
+def _kind(call: CutCall) -> Any:
     long = tuple(bool(t.dim()) and len(t) == call.batch for t in call.tensors)
     return id(call.module), call.module.training, call.form.key, long
 
@@ -188,7 +194,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Structure:
     """Of a value without its tensors."""
 
     key: Any
@@ -199,42 +205,42 @@ class Form:
         return self.make(iter(tensors))
 
 
-def flatten(value: Any) -> tuple[list[torch.Tensor], Form]:
+def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     found: list[torch.Tensor] = []
     return found, _form(value, found)
 
 
-def _form(value: Any, found: list[torch.Tensor]) -> Form:
+def _form(value: Any, found: list[torch.Tensor]) -> Structure:
     if isinstance(value, torch.Tensor):
         found.append(value)
-        return Form("tensor", next)
+        return Structure("tensor", next)
     cls = type(value)
     if isinstance(value, PLAIN):
-        return Form((cls, value), lambda _: value)
+        return Structure((cls, value), lambda _: value)
     if cls in (list, tuple):
         parts = [_form(part, found) for part in value]
-        return Form((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
+        return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
     if cls is dict:
         held = {name: _form(part, found) for name, part in value.items()}
         key = (dict, *((repr(name), part.key) for name, part in held.items()))
-        return Form(key, lambda it: {name: part.make(it) for name, part in held.items()})
+        return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
     if pytree.is_named_tuple(value):
         parts = [_form(part, found) for part in value]
-        return Form((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
+        return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
     if pytree.is_container(cls):
         leaves, spec = pytree.tree_flatten(value)
         parts = [_form(leaf, found) for leaf in leaves]
-        return Form(
+        return Structure(
             (cls, str(spec), *(part.key for part in parts)),
             lambda it: pytree.tree_unflatten([part.make(it) for part in parts], spec),
         )
     if is_dataclass(value):
         own = {one.name: _form(getattr(value, one.name, None), found) for one in fields(value)}
-        return Form((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
-    return Form(cls, lambda _: value)
+        return Structure((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
+    return Structure(cls, lambda _: value)
 
 
-def _with_fields(value: Any, parts: dict[str, Form], tensors: Iterator[torch.Tensor]) -> Any:
+def _with_fields(value: Any, parts: dict[str, Structure], tensors: Iterator[torch.Tensor]) -> Any:
     made = copy.copy(value)
     for name, part in parts.items():
         object.__setattr__(made, name, part.make(tensors))  # it may be frozen
@@ -263,7 +269,7 @@ Mode = Literal["cat", "same"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CutPlan:
     """For one kind of call of one module."""
 
     reason: str = ""
@@ -308,8 +314,8 @@ LAZY = "lazy"
 
 
 def examine(
-    module: nn.Module, tensors: list[torch.Tensor], form: Form, batch: int, sizes: Sequence[int], moves: bool
-) -> Plan:
+    module: nn.Module, tensors: list[torch.Tensor], form: Structure, batch: int, sizes: Sequence[int], moves: bool
+) -> CutPlan:
     """`moves`: the generators of the devices are to stand afterwards where they stood (they may be CUDA's)."""
     with _nothing_happens(tensors, moves):
         held: list[tuple[nn.Module, nn.Module]] = []
@@ -318,18 +324,18 @@ def examine(
         except (
             Exception
         ):  # it needs what there is not here (gradients, its training mode); or is about to say so itself
-            return Plan()
+            return CutPlan()
         if (name := _attribute(held)) is not None:
-            return Plan(f"its forward leaves a tensor in {name}, which would be one part's: return it instead")
+            return CutPlan(f"its forward leaves a tensor in {name}, which would be one part's: return it instead")
         try:
             parts = [_called(module, form, part, held) for part in cut(tensors, batch, sizes)]
         except Exception as error:
-            return Plan(
+            return CutPlan(
                 f"it cannot take a part of a batch ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
             )
         key = whole[1]
         if any(part[1] != key for part in parts):
-            return Plan("it returns something else for a part of a batch than for all of it")
+            return CutPlan("it returns something else for a part of a batch than for all of it")
         again: list[torch.Tensor] | None = None
         modes: list[Mode] = []
         for i, one in enumerate(whole[0]):
@@ -339,14 +345,14 @@ def examine(
                 if not _close(one, again[i]):  # it is drawn
                     mode = _mode(one, [part[0][i] for part in parts], by_shape=True)
             if mode is None and not one.dim():
-                return Plan("it returns one number for the whole batch: return what it is made of, a row per sample")
+                return CutPlan("it returns one number for the whole batch: return what it is made of, a row per sample")
             if mode is None:
-                return Plan(
+                return CutPlan(
                     "what it returns for parts of a batch is not what it returns for all of it; is the batch its "
                     "second dimension, or do samples see each other?"
                 )
             modes.append(mode)
-        return Plan(key=key, modes=tuple(modes))
+        return CutPlan(key=key, modes=tuple(modes))
 
 
 def _mode(whole: torch.Tensor, parts: Sequence[torch.Tensor], by_shape: bool = False) -> Mode | None:
@@ -378,7 +384,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _called(
-    module: nn.Module, form: Form, tensors: Sequence[torch.Tensor], held: list[tuple[nn.Module, nn.Module]]
+    module: nn.Module, form: Structure, tensors: Sequence[torch.Tensor], held: list[tuple[nn.Module, nn.Module]]
 ) -> tuple[list[torch.Tensor], Any]:
     twin = replica(module, training=False)
     held[:] = zip(module.modules(), twin.modules(), strict=True)

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nbtrain.compat import tensors
 from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.owned_reads import Brought, Shared, bring, hand_out, put_away, take_back
+from nbtrain.strategies.kit.owned_reads import FetchedTensor, Shared, bring, hand_out, put_away, take_back
 from nbtrain.strategies.kit.owned_tensors import Owned, stand_in
 
 Described = tuple[tuple[Any, ...], ...]
@@ -294,7 +294,7 @@ class SharedOut:
     def _divided(self, key: str, value: Any) -> TypeGuard[torch.Tensor]:
         if not isinstance(value, torch.Tensor) or (key == "step" and value.dim() == 0):
             return False
-        return type(value) in (torch.Tensor, Brought)
+        return type(value) in (torch.Tensor, FetchedTensor)
 
     def _nested(self, optimizer: Optimizer, key: str, value: Any) -> NotSupported:
         what = "" if value is None else f" is a {type(value).__name__}, and"

@@ -38,7 +38,7 @@ class Shared:
         """id → (tensor, this): those that stay whole until the next step"""
 
 
-class Brought(torch.Tensor):
+class FetchedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,13 +58,13 @@ class Brought(torch.Tensor):
 def hand_out(tensor: torch.Tensor, shared: Shared) -> None:
     """From now on it is brought to whoever touches it; what it has on this rank stays as it is."""
     if tensor.__class__ is torch.Tensor:
-        tensor.__class__ = Brought
+        tensor.__class__ = FetchedTensor
         vars(tensor)[OF] = shared
 
 
 def take_back(tensor: torch.Tensor) -> None:
     """It is an ordinary tensor again."""
-    if tensor.__class__ is Brought:
+    if tensor.__class__ is FetchedTensor:
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
         vars(tensor).pop(OF, None)
 
@@ -97,7 +97,7 @@ def bring(tensor: torch.Tensor, shared: Shared) -> None:
 
 def touched(value: Any) -> Iterator[torch.Tensor]:
     """Those in the arguments of a call, or in what is about to be saved."""
-    if type(value) is Brought:
+    if type(value) is FetchedTensor:
         yield value
     elif isinstance(value, (list, tuple, set)):
         for one in value:

@@ -96,7 +96,7 @@ class Placing:
         """`inside`: what runs now is a stage of this rank's."""
         self.rank, self.inside, self.device = rank, inside, device
         self.open = False
-        self._marked: list[tuple[torch.Tensor, type, type, Spot]] = []
+        self._marked: list[tuple[torch.Tensor, type, type, TensorSpot]] = []
         self._own: list[tuple[torch.Tensor, type, type]] = []
         self._lifted = 0
 
@@ -113,7 +113,7 @@ class Placing:
                 continue
             plain = type(tensor)
             kind = PlacedParameter if plain is nn.Parameter else Placed
-            spot = Spot(self, owner, strides)
+            spot = TensorSpot(self, owner, strides)
             self._marked.append((tensor, plain, kind, spot))
             vars(tensor)[SPOT] = spot
             if lasting and owner == self.rank:
@@ -167,7 +167,7 @@ class Placing:
                 tensor.__class__ = kind
 
 
-class Spot:
+class TensorSpot:
     """Where a tensor lies."""
 
     __slots__ = ("owner", "placing", "sparse", "strides")
@@ -180,20 +180,20 @@ class Spot:
     def mine(self) -> bool:
         return self.owner == self.placing.rank
 
-    def like(self, strides: Any = None) -> Spot:
-        return Spot(self.placing, self.owner, strides)
+    def like(self, strides: Any = None) -> TensorSpot:
+        return TensorSpot(self.placing, self.owner, strides)
 
 
 def is_placed(tensor: Any) -> bool:
     return type(tensor) in (Placed, PlacedParameter)
 
 
-def spot_of(tensor: torch.Tensor) -> Spot:
-    found: Spot = vars(tensor)[SPOT]
+def spot_of(tensor: torch.Tensor) -> TensorSpot:
+    found: TensorSpot = vars(tensor)[SPOT]
     return found
 
 
-def put(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
+def put(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
     """It lies there from now on."""
     tensor.__class__ = Placed
     vars(tensor)[SPOT] = spot
@@ -202,7 +202,7 @@ def put(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
 
 def gradient_elsewhere(p: torch.Tensor, placing: Placing, owner: int, sparse: bool = False) -> torch.Tensor:
     """In the place of `p.grad`, which is on another rank."""
-    found = put(stand_in(p.detach()), Spot(placing, owner))
+    found = put(stand_in(p.detach()), TensorSpot(placing, owner))
     spot_of(found).sparse = sparse
     # What code sees that looks for numbers which are not finite, in the part of a gradient that a rank has.
     dtensor.pose_with_local(found, torch.zeros(1, dtype=p.dtype, device=p.device))
@@ -342,7 +342,7 @@ def _attribute(kind: str, name: str, func: Any, args: Any) -> Any:
     return func(*args)
 
 
-def _gradient(tensor: torch.Tensor, spot: Spot) -> torch.Tensor | None:
+def _gradient(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor | None:
     grad = tensor.grad
     if grad is not None and type(grad) is torch.Tensor and spot.mine and spot.placing.open:
         sparse = grad.is_sparse
@@ -392,7 +392,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _sent(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
+def _sent(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
     """From its rank to all."""
     number = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype, spot.owner)).encode())
     # Numbers to meet by: a rank that waits elsewhere knows from how many they are what this one is doing.

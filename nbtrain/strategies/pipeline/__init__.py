@@ -23,9 +23,9 @@ from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.estimates import Estimate, Profile, World
 from nbtrain.strategies.kit.stage_tensors import Placing
-from nbtrain.strategies.pipeline.autograd_refusals import Asked
+from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
 from nbtrain.strategies.pipeline.by_parts import OneByOne
-from nbtrain.strategies.pipeline.calls import Calls
+from nbtrain.strategies.pipeline.calls import StageCalls
 from nbtrain.strategies.pipeline.criterion import Loss
 from nbtrain.strategies.pipeline.cut import Line, callable_by_itself, cut, describe, find_owners, make_lines, size
 from nbtrain.strategies.pipeline.estimate import estimate
@@ -33,7 +33,7 @@ from nbtrain.strategies.pipeline.functional_call import Functional
 from nbtrain.strategies.pipeline.gradient_norm import clip_norm
 from nbtrain.strategies.pipeline.holding import Holding
 from nbtrain.strategies.pipeline.hooks import Hooks
-from nbtrain.strategies.pipeline.stage import Place
+from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_errors import is_everywhere
 from nbtrain.strategies.pipeline.state_dicts import Dicts
 from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
@@ -62,7 +62,7 @@ class Staged(Prepared):
         self.options = options
         _check(component)
         device = next((p.device for p in component.parameters()), torch.device("cpu"))
-        self.place = Place(device)
+        self.place = StagePlace(device)
         roots = _outermost(component.modules.values())
         self.lines, small = make_lines(roots, self.place.ranks, options.balance)
         for model in small:
@@ -70,7 +70,7 @@ class Staged(Prepared):
         self.hooks = Hooks(self.lines)
         self.promoted: set[int] = set()
         self.calls = [
-            Calls(
+            StageCalls(
                 line,
                 self.place,
                 options.microbatches,
@@ -95,7 +95,7 @@ class Staged(Prepared):
         self.functional = Functional(line.root for line in self.lines)
         self.stepping = False
         """a closure's backward runs inside of a step"""
-        self.asked = Asked(component.parameters(), self._inside)
+        self.asked = AutogradRefusals(component.parameters(), self._inside)
         self.placing = Placing(self.place.rank, self._inside, device)
         self.place.lifted, self.place.plain = self.placing.lifted, self.placing.plain
         self.steps: list[Any] = []

@@ -30,7 +30,7 @@ BY_NAME = (
 )
 
 
-class Asked:
+class AutogradRefusals:
     """Of one component, in `torch.autograd.backward` and `torch.autograd.grad`, between `on` and `off`."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], inside: Callable[[], bool]) -> None:
@@ -85,7 +85,7 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.utils.checkpoint.checkpoint", "pipeline", _checkpoint)
 
 
-_while: While[Asked] = While(_put)
+_while: While[AutogradRefusals] = While(_put)
 _open = _while.owners
 
 

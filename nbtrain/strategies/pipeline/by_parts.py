@@ -26,7 +26,7 @@ from nbtrain.strategies.kit.own_random import OwnStream
 from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
 from nbtrain.strategies.pipeline.channel import pickled
 from nbtrain.strategies.pipeline.hooks import has_users_hook
-from nbtrain.strategies.pipeline.stage_errors import Failure, Failures
+from nbtrain.strategies.pipeline.stage_errors import Failures, StageFailure
 
 ALONE = (
     "Under pipeline a model is spread over all ranks, so that calling it, or a part of it, needs every rank: evaluate "
@@ -149,7 +149,7 @@ class OneByOne:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._meet(module, given)
-        call = Call(self, module, as_it_is, owner, leaves, tree)
+        call = PartCall(self, module, as_it_is, owner, leaves, tree)
         anchor = torch.zeros((), requires_grad=True)
         outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)  # type: ignore[no-untyped-call]
         made = iter(outputs)
@@ -199,17 +199,17 @@ class OneByOne:
             raise NotSupported(f"{error}. {ALONE}") from None
 
 
-class Tensor:
+class TensorMark:
     """Stands where a tensor was."""
 
     def __reduce__(self) -> str:
         return "TENSOR"
 
 
-TENSOR = Tensor()
+TENSOR = TensorMark()
 
 
-class Call:
+class PartCall:
     """One call of one unit, on one rank."""
 
     def __init__(
@@ -241,7 +241,7 @@ class Call:
         outputs, said = self._compute(given, graph) if self.mine else ([], b"")
         said = self._tell(said)
         refused, self.returned, layouts = pickle.loads(said)
-        if isinstance(refused, Failure):
+        if isinstance(refused, StageFailure):
             self.units.failures.fail(refused)
         if refused:
             raise NotSupported(refused)
@@ -265,7 +265,7 @@ class Call:
         try:
             # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
             with units.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
-                handed = iter([Alias.apply(s) if s.requires_grad else s for s in starts])  # type: ignore[no-untyped-call]
+                handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])  # type: ignore[no-untyped-call]
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
                 )
@@ -281,7 +281,7 @@ class Call:
         thick = all(out.layout is torch.strided for out in outputs)
         if not thick:
             refused = UNSENDABLE.format(name=self.name, why="a sparse tensor")
-        layouts = [Layout(out) for out in outputs] if thick else []
+        layouts = [MemoryLayout(out) for out in outputs] if thick else []
         others = pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, returned)
         try:
             said = pickled((refused, others, layouts))
@@ -387,13 +387,13 @@ class Through(torch.autograd.Function):
     has, so that the unit's parameters get theirs."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, graph: bool, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: PartCall, graph: bool, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         outputs, differ = call.forward(list(given), graph)
         ctx.mark_non_differentiable(*(out for out, has in zip(outputs, differ, strict=True) if not has))
         if graph:
             ctx.call = call
-            ctx.layouts = [(Layout(t) if t.requires_grad else None) for t in given]
+            ctx.layouts = [(MemoryLayout(t) if t.requires_grad else None) for t in given]
             ctx.save_for_backward(anchor)  # a second backward is torch's to refuse where no graph was retained
         return tuple(outputs)
 
@@ -407,7 +407,7 @@ class Through(torch.autograd.Function):
         return None, None, None, *ctx.call.backward(list(grads), wanted)
 
 
-class Alias(torch.autograd.Function):
+class EditedAlias(torch.autograd.Function):
     """The same numbers, as something that may be edited in place: then at least it can be told."""
 
     @staticmethod
@@ -419,7 +419,7 @@ class Alias(torch.autograd.Function):
         return grad
 
 
-class Layout:
+class MemoryLayout:
     """How a tensor lies in memory: densely as it does on its owner, or row by row."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

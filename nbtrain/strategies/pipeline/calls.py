@@ -17,16 +17,16 @@ from torch import nn
 from nbtrain.compat import compiler, pytree
 from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route, unroute
 from nbtrain.strategies.kit.stage_tensors import gathered
-from nbtrain.strategies.pipeline.criterion import Loss, Waiting
+from nbtrain.strategies.pipeline.criterion import Loss, PendingOutput
 from nbtrain.strategies.pipeline.cut import Line, links
-from nbtrain.strategies.pipeline.flow import Flow, call, meet
+from nbtrain.strategies.pipeline.flow import MicroBatchFlow, call, meet
 from nbtrain.strategies.pipeline.hooks import described
 from nbtrain.strategies.pipeline.micro_batch_check import evaluated, fits
 from nbtrain.strategies.pipeline.micro_batches import Cut
 from nbtrain.strategies.pipeline.program import OutOfOrder, Program, chain_program
 from nbtrain.strategies.pipeline.record import CannotRecord, NeedsWhole, record
 from nbtrain.strategies.pipeline.same_forward import form_of
-from nbtrain.strategies.pipeline.stage import Place
+from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_costs import measured
 
 SLOWLY = (
@@ -53,13 +53,13 @@ MOST = 64
 """programs that are kept of a model"""
 
 
-class Calls:
+class StageCalls:
     """Of one model. `enter` and `leave` with each cell."""
 
     def __init__(
         self,
         line: Line,
-        place: Place,
+        place: StagePlace,
         microbatches: int,
         busy: Callable[[], bool],
         is_owned: Callable[[torch.Tensor], bool],
@@ -136,17 +136,17 @@ class Calls:
             return self._slowly(self.reason, module, args, kwargs)
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
-            first = Flow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
+            first = MicroBatchFlow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
             counts = measured(self.line, self.place, first, by)
             if counts != self.line.counts:
                 self.move(self.line, counts)
                 self.programs.clear()
                 return self._forward(module, args, kwargs)
-        flow = Flow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
+        flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
         flow.failed = self.known.clear  # it was not seen whether what fails can be cut
         given = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         if self.loss is not None and torch.is_grad_enabled() and not given:
-            return Waiting.of(flow, self.loss)
+            return PendingOutput.of(flow, self.loss)
         returned = call(flow)
         self._tell_size(returned)
         return returned

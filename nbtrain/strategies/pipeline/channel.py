@@ -39,7 +39,7 @@ class Slot:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class Channel:
+class StageChannel:
     """One rank's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -143,11 +143,11 @@ def packed(value: Any) -> Wires:
 def pickled(value: Any) -> bytes:
     """What goes beside the tensors."""
     out = io.BytesIO()
-    _Pickler(out).dump(value)
+    _TensorPickler(out).dump(value)
     return out.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Of a tensor that an object holds only the numbers would arrive, and the stages before would learn nothing."""
 
     def reducer_override(self, value: Any) -> Any:

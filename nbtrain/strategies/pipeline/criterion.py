@@ -23,7 +23,7 @@ from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
-from nbtrain.strategies.pipeline.flow import Flow, call, meet
+from nbtrain.strategies.pipeline.flow import MicroBatchFlow, call, meet
 from nbtrain.strategies.pipeline.micro_batches import Cut, join, shares
 from nbtrain.strategies.pipeline.stage import Stretch
 
@@ -43,16 +43,16 @@ def _itself(found: Any) -> Any:
     return found
 
 
-class Waiting(torch.Tensor):
+class PendingOutput(torch.Tensor):
     """What a model returns before it is computed: whatever is asked of it computes it, but for the criterion."""
 
-    flow: Flow
+    flow: MicroBatchFlow
     loss: Loss
     found: Any
 
     @classmethod
-    def of(cls, flow: Flow, loss: Loss) -> Waiting:
-        waiting: Waiting = tensors.as_subclass_of(cls, torch.empty(0))
+    def of(cls, flow: MicroBatchFlow, loss: Loss) -> PendingOutput:
+        waiting: PendingOutput = tensors.as_subclass_of(cls, torch.empty(0))
         waiting.flow, waiting.loss, waiting.found = flow, loss, None
         return waiting
 
@@ -87,12 +87,12 @@ class Waiting(torch.Tensor):
         asked = getattr(getattr(func, "__self__", None), "__name__", "")
         if asked == "dtype":
             return torch.float32  # it is asked by what `--precision` does around models, and is not to be computed yet
-        if asked == "device" and isinstance(waiting, Waiting):
+        if asked == "device" and isinstance(waiting, PendingOutput):
             return waiting.flow.place.device
-        if isinstance(waiting, Waiting) and func is waiting.loss.function and waiting.found is None:
+        if isinstance(waiting, PendingOutput) and func is waiting.loss.function and waiting.found is None:
             return waiting.loss.of(waiting, func, args[1:], kwargs or {})
         with tensors.as_plain_tensors():
-            args, kwargs = pytree.tree_map_only(Waiting, lambda one: one.computed(), (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(PendingOutput, lambda one: one.computed(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -116,7 +116,9 @@ class Loss:
         self.on = False
         _while.off(self)
 
-    def of(self, waiting: Waiting, criterion: Callable[..., Any], targets: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    def of(
+        self, waiting: PendingOutput, criterion: Callable[..., Any], targets: Any, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         reduction = kwargs.get("reduction", getattr(criterion, "reduction", "mean"))
         if reduction != "mean":
             raise NotSupported(SUMMED.format(what=f"reduction={reduction!r}"))
@@ -145,7 +147,7 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else None
         # The output says to which component it belongs, and so what its criterion is.
-        if type(first) is Waiting and first.found is None and type(module).__name__ == first.loss.named:
+        if type(first) is PendingOutput and first.found is None and type(module).__name__ == first.loss.named:
             return first.loss.of(first, module, args[1:], kwargs)
         return old(module, *args, **kwargs)
 
@@ -156,7 +158,7 @@ class OneByTurns:
     """1F1B, of one call."""
 
     def __init__(
-        self, flow: Flow, criterion: Callable[..., Any], targets: list[Any], parameters: Iterable[Any]
+        self, flow: MicroBatchFlow, criterion: Callable[..., Any], targets: list[Any], parameters: Iterable[Any]
     ) -> None:
         self.flow, self.criterion = flow, criterion
         self.whole = targets

@@ -26,7 +26,7 @@ OTHERWISE = "--balance {balance} is not looked at: stages are taken to be cut by
 
 
 @dataclass(slots=True)
-class Stage:
+class StageBytes:
     """In bytes."""
 
     weights: list[Weight]
@@ -101,7 +101,7 @@ def _given(balance: str, profile: Profile, world: World) -> list[int]:
     return counts if len(counts) == world.ranks and sum(counts) == len(units) else []
 
 
-def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) -> list[Stage]:
+def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) -> list[StageBytes]:
     order = sorted({weight.unit for weight in held})
     costs = [sum(weight.numel for weight in held if weight.unit == unit) for unit in order]
     ranks = min(world.ranks, len(order))
@@ -117,7 +117,7 @@ def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) ->
         mine = order[start:end]
         own = sum(profile.units[unit].activations for unit in mine)
         stages.append(
-            Stage(
+            StageBytes(
                 [weight for weight in held if weight.unit in mine],
                 own + rest * own // max(1, known),
                 profile.units[order[start - 1]].output if start else 0,
@@ -144,7 +144,7 @@ def _passing(profile: Profile, order: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _of_stage(
-    options: Any, profile: Profile, world: World, stage: Stage, shared: list[Weight], number: int
+    options: Any, profile: Profile, world: World, stage: StageBytes, shared: list[Weight], number: int
 ) -> Estimate:
     stage.weights = [*stage.weights, *shared]
     parts = microbatches(options, profile.samples, world.ranks)
@@ -190,7 +190,7 @@ def _less_one(waiting: int, parts: int) -> int:
     return waiting * (parts - 1) // parts
 
 
-def _step(profile: Profile, world: World, stage: Stage) -> int:
+def _step(profile: Profile, world: World, stage: StageBytes) -> int:
     """In main memory one weight is stepped at a time."""
     if world.kind == "cpu":
         return profile.step * stage.largest // max(1, largest(profile))

@@ -21,8 +21,8 @@ from nbtrain.strategies.pipeline.by_parts import ALONE
 from nbtrain.strategies.pipeline.channel import Wires, packed
 from nbtrain.strategies.pipeline.micro_batches import Cut, Joined, gradients, join
 from nbtrain.strategies.pipeline.program import Program
-from nbtrain.strategies.pipeline.stage import Place, Stage, Stretch
-from nbtrain.strategies.pipeline.stage_errors import Failure
+from nbtrain.strategies.pipeline.stage import Stage, StagePlace, Stretch
+from nbtrain.strategies.pipeline.stage_errors import StageFailure
 
 APART = (
     "the ranks have called {name} with different batches: under pipeline every rank is to see the same ones. Let "
@@ -37,11 +37,17 @@ OTHER_PLANS = (
 )
 
 
-class Flow:
+class MicroBatchFlow:
     """Made for each call. The same on every rank, but for what it keeps."""
 
     def __init__(
-        self, place: Place, programs: list[Program], leaves: list[Any], slices: list[list[Any]], cut: Cut, name: str
+        self,
+        place: StagePlace,
+        programs: list[Program],
+        leaves: list[Any],
+        slices: list[list[Any]],
+        cut: Cut,
+        name: str,
     ) -> None:
         """`programs`: of each micro-batch. `leaves`: what the model is given; `slices`: the micro-batches of it."""
         self.place, self.programs, self.cut, self.name = place, programs, cut, name
@@ -90,7 +96,7 @@ class Flow:
 
     def agreed(self, said: Any) -> Any:
         """What all ranks were told, if no stage has failed."""
-        if isinstance(said, Failure):
+        if isinstance(said, StageFailure):
             self.failed()
             self.place.failures.fail(said)
         return said
@@ -143,7 +149,7 @@ def plan_of(programs: list[Program]) -> int:
     return zlib.crc32(repr([program.number for program in programs]).encode()) if programs else 0
 
 
-def meet(place: Place, leaves: list[Any], name: str, plan: int = 0) -> None:
+def meet(place: StagePlace, leaves: list[Any], name: str, plan: int = 0) -> None:
     """All ranks are here, with the same batch and the same plan: who waits for another stage afterwards does not wait
     in vain."""
     number = 0
@@ -176,7 +182,7 @@ class Piped(torch.autograd.Function):
     """The call, for autograd. The anchor has a gradient where nothing that the model is given has."""
 
     @staticmethod
-    def forward(ctx: Any, flow: Flow, graph: bool, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, flow: MicroBatchFlow, graph: bool, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         joined = flow.forward(graph)
         outs = [leaf for leaf in joined.leaves if isinstance(leaf, torch.Tensor)]
@@ -196,7 +202,7 @@ class Piped(torch.autograd.Function):
         return None, None, None, *ctx.flow.backward(list(grads), list(ctx.needs_input_grad[3:]), again)
 
 
-def call(flow: Flow) -> Any:
+def call(flow: MicroBatchFlow) -> Any:
     """What the model returns."""
     graph = torch.is_grad_enabled()
     given = [leaf for leaf in flow.leaves if isinstance(leaf, torch.Tensor)]

@@ -26,7 +26,7 @@ from nbtrain.strategies.pipeline.flow import meet, plan_of
 from nbtrain.strategies.pipeline.micro_batches import Cut, join
 from nbtrain.strategies.pipeline.program import Program
 from nbtrain.strategies.pipeline.record import attributes_of, restore
-from nbtrain.strategies.pipeline.stage import Place
+from nbtrain.strategies.pipeline.stage import StagePlace
 
 COMPARED = 1
 """no plan of a call, but one that is looked at"""
@@ -47,7 +47,9 @@ def evaluated(root: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def fits(place: Place, root: nn.Module, name: str, programs: list[Program], batches: list[list[Any]], cut: Cut) -> bool:
+def fits(
+    place: StagePlace, root: nn.Module, name: str, programs: list[Program], batches: list[list[Any]], cut: Cut
+) -> bool:
     """`programs` and `batches`: of the batch, and then of each micro-batch; for `evaluated`. Collective; all ranks are
     told the same."""
     meet(place, batches[0], name, plan_of(programs) ^ COMPARED)
@@ -64,7 +66,7 @@ def fits(place: Place, root: nn.Module, name: str, programs: list[Program], batc
     return bool(same)
 
 
-def _through(place: Place, program: Program, given: list[Any]) -> Any:
+def _through(place: StagePlace, program: Program, given: list[Any]) -> Any:
     """One run through the stages. On the last rank what comes of it; a sentence if some stage could not do it: the next
     ones do not wait for it."""
     rank = place.rank
@@ -125,7 +127,7 @@ def _coarse(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _nothing_stays(place: Place, root: nn.Module) -> Iterator[None]:
+def _nothing_stays(place: StagePlace, root: nn.Module) -> Iterator[None]:
     """No random number, no print, no buffer or attribute. Where the user has hooks, nothing is compared (hooks.py)."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None

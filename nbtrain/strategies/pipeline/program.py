@@ -19,14 +19,14 @@ from nbtrain.strategies.pipeline.cut import Line
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ValueRef:
     """Stands for a value, by its number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """Stands for a tensor that the model holds: it is looked up, for the model may have put another in its place."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class Held:
 class Step:
     call: Callable[..., Any]
     args: Any
-    """with `Ref` and `Held` in the places of tensors"""
+    """with `ValueRef` and `HeldTensor` in the places of tensors"""
     kwargs: dict[str, Any]
     whole: int | None = None
     """the number of what it returns, as one value"""
@@ -59,7 +59,7 @@ class Step:
     """None: whoever needs what it makes does it by itself"""
 
     def needs(self) -> list[int]:
-        found = [leaf.number for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+        found = [leaf.number for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, ValueRef)]
         return found
 
     def makes(self) -> list[int]:
@@ -85,7 +85,7 @@ class Program:
     def __init__(
         self, steps: list[Step], inputs: int, output: Any, stages: int, stage_of: Callable[[int], int]
     ) -> None:
-        """`output`: what the forward returns, with `Ref` in the places of values. `stage_of`: of each part."""
+        """`output`: what the forward returns, with `ValueRef` in the places of values. `stage_of`: of each part."""
         self.inputs, self.output = inputs, output
         self.shapes: list[torch.Size] = []
         """of the tensors that it returns, where that is known beforehand"""
@@ -108,7 +108,7 @@ class Program:
                 if number not in made:
                     made[number] = step.stage
                     maker[number] = step
-        wanted = {leaf.number for leaf in pytree.tree_leaves(output) if isinstance(leaf, Ref)}
+        wanted = {leaf.number for leaf in pytree.tree_leaves(output) if isinstance(leaf, ValueRef)}
         self.steps = [_of_stage(stage, steps, maker, wanted if stage == stages - 1 else ()) for stage in range(stages)]
         self.crossing: list[list[int]] = []
         """values that go from each stage to the next"""
@@ -146,14 +146,14 @@ class Program:
 def _said(step: Step) -> str:
     """What a step does, as every rank would say it."""
     name = getattr(step.call, "__qualname__", None) or type(step.call).__qualname__
-    given = [leaf.number for leaf in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Ref)]
+    given = [leaf.number for leaf in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(leaf, ValueRef)]
     return f"{name} {step.part} {given} {step.whole} {step.outs} {step.edits} {step.grad}"
 
 
 def _found(leaf: Any, values: dict[int, Any]) -> Any:
-    if isinstance(leaf, Ref):
+    if isinstance(leaf, ValueRef):
         return values[leaf.number]
-    return leaf.get() if isinstance(leaf, Held) else leaf
+    return leaf.get() if isinstance(leaf, HeldTensor) else leaf
 
 
 def _of_stage(stage: int, steps: list[Step], maker: dict[int, Step], wanted: Iterable[int]) -> list[Step]:
@@ -176,7 +176,7 @@ def _of_stage(stage: int, steps: list[Step], maker: dict[int, Step], wanted: Ite
 def chain_program(line: Line) -> Program:
     """Of a Sequential."""
     steps = [
-        Step(part, (Ref(number),), {}, whole=number + 1, part=number, fixed=True)
+        Step(part, (ValueRef(number),), {}, whole=number + 1, part=number, fixed=True)
         for number, part in enumerate(line.parts)
     ]
-    return Program(steps, 1, Ref(len(steps)), len(line.counts), line.stage_of)
+    return Program(steps, 1, ValueRef(len(steps)), len(line.counts), line.stage_of)

@@ -19,8 +19,8 @@ from nbtrain.compat import fake, modules, pytree, tensors
 from nbtrain.intercept import listening
 from nbtrain.strategies.kit.call_router import plain_class
 from nbtrain.strategies.pipeline.cut import Line
-from nbtrain.strategies.pipeline.program import Held, Program, Ref, Step
-from nbtrain.strategies.pipeline.same_forward import Reading
+from nbtrain.strategies.pipeline.program import HeldTensor, Program, Step, ValueRef
+from nbtrain.strategies.pipeline.same_forward import ForwardReads
 
 ASKS = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
@@ -57,7 +57,7 @@ def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.T
 def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
     writer = Writer(line, is_owned)
-    read = Reading(line)
+    read = ForwardReads(line)
     before = attributes_of(line.root)
     buffers = [(b, tensors.version(b), b.detach().clone()) for b in line.root.buffers()]
     held = [(p, p.grad) for p in line.root.parameters() if p.grad is not None]
@@ -128,7 +128,7 @@ class Writer(TorchFunctionMode):
         """of a part"""
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         self.places = {
-            id(tensor): Held(module, name)
+            id(tensor): HeldTensor(module, name)
             for module in line.root.modules()
             for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items())
             if tensor is not None
@@ -187,7 +187,7 @@ class Writer(TorchFunctionMode):
         return call
 
     def described(self, value: Any) -> Any:
-        """With `Ref` in the places of values."""
+        """With `ValueRef` in the places of values."""
         return pytree.tree_map_only(torch.Tensor, self._reference, value)
 
     def _step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Step:
@@ -197,7 +197,7 @@ class Writer(TorchFunctionMode):
     def _reference(self, tensor: torch.Tensor) -> Any:
         number = self.numbers.get(id(tensor))
         if number is not None:
-            return Ref(number)
+            return ValueRef(number)
         if isinstance(tensor, fake.FakeTensor):
             raise CannotRecord("it uses a tensor from elsewhere")
         if self.is_owned(tensor):
@@ -224,7 +224,7 @@ def _edits(name: str) -> bool:
 def _check_returned(leaf: Any) -> None:
     """What is put together of micro-batches is known leaf by leaf."""
     held = getattr(leaf, "__dict__", None) or {name: getattr(leaf, name, None) for name in _slots(leaf)}
-    if not isinstance(leaf, Ref | Held | torch.Tensor) and _has_fakes(list(held.values())):
+    if not isinstance(leaf, ValueRef | HeldTensor | torch.Tensor) and _has_fakes(list(held.values())):
         name = type(leaf).__name__
         raise CannotRecord(f"it returns a {name}, which is no tuple, list or dict: let it return one of the tensors")
 

@@ -46,17 +46,17 @@ def form_of(line: Line, leaves: list[Any], tree: Any) -> Any:
 
 def constants(line: Line) -> tuple[Any, ...]:
     """What the forward reads that is no tensor's number."""
-    looked = _Looked()
+    looked = _ForwardLook()
     for module in written(line):
         looked.at_module(module, line.root)
     return tuple(looked.found)
 
 
-class Reading:
+class ForwardReads:
     """What the forward reads, before it is run for once only to be written down."""
 
     def __init__(self, line: Line) -> None:
-        self.line, looked = line, _Looked([])
+        self.line, looked = line, _ForwardLook([])
         for module in written(line):
             looked.at_module(module, line.root)
         self.before, self.kept = tuple(looked.found), looked.kept or []
@@ -109,7 +109,7 @@ class Same(ref):  # type: ignore[type-arg]
         )
 
 
-class _Looked:
+class _ForwardLook:
     """What was found so far."""
 
     def __init__(self, kept: list[tuple[Any, Any]] | None = None) -> None:

@@ -1,7 +1,7 @@
 """A model's forward and backward on the stage of one rank, micro-batch by micro-batch.
 
-A graph begins in a stage with an `Entry`, which keeps the gradient that the stage before is to have, and ends with what
-goes to the next.
+A graph begins in a stage with a `StageInput`, which keeps the gradient that the stage before is to have, and ends with
+what goes to the next.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nbtrain import intercept
 from nbtrain.compat import pytree
 from nbtrain.strategies.kit.own_random import OwnStream
 from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
-from nbtrain.strategies.pipeline.channel import Channel, Wires, packed
+from nbtrain.strategies.pipeline.channel import StageChannel, Wires, packed
 from nbtrain.strategies.pipeline.program import Program, Step
 from nbtrain.strategies.pipeline.stage_errors import Failures
 
 
-class Place:
+class StagePlace:
     """Where a rank stands: shared by all models of a component."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = device
-        self.channel = Channel(device)
+        self.channel = StageChannel(device)
         self.failures = Failures(self.rank)
         self.stream = OwnStream(self.rank + 1)
         self.inside = False
@@ -60,14 +60,14 @@ class Place:
 
 @dataclass(slots=True)
 class Box:
-    """What an `Entry` gives, and what comes back to it."""
+    """What an `StageInput` gives, and what comes back to it."""
 
     tensor: torch.Tensor | None
     anchor: torch.Tensor
     grad: torch.Tensor | None = None
 
 
-class Entry(torch.autograd.Function):
+class StageInput(torch.autograd.Function):
     """Not a leaf: what follows may change it in place."""
 
     @staticmethod
@@ -99,13 +99,13 @@ def enter(tensor: torch.Tensor, boxes: list[Any]) -> Any:
     anchor = torch.zeros((), requires_grad=True)
     box = Box(tensor, anchor)
     boxes.append(box)
-    return Entry.apply(box, anchor)  # type: ignore[no-untyped-call]
+    return StageInput.apply(box, anchor)  # type: ignore[no-untyped-call]
 
 
 class Stage:
     """One rank's part of one call."""
 
-    def __init__(self, place: Place, program: Program, graph: bool) -> None:
+    def __init__(self, place: StagePlace, program: Program, graph: bool) -> None:
         self.place, self.program, self.graph = place, program, graph
 
     def forward(self, given: list[Any]) -> tuple[Stretch, Any]:

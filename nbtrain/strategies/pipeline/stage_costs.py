@@ -15,14 +15,14 @@ from torch import nn
 
 from nbtrain.compat import pytree, tensors
 from nbtrain.strategies.pipeline.cut import Line, cut, size
-from nbtrain.strategies.pipeline.flow import Flow
+from nbtrain.strategies.pipeline.flow import MicroBatchFlow
 from nbtrain.strategies.pipeline.program import Step
-from nbtrain.strategies.pipeline.stage import Place
+from nbtrain.strategies.pipeline.stage import StagePlace
 
 REPEATS = 3
 
 
-def measured(line: Line, place: Place, flow: Flow, by: str) -> list[int]:
+def measured(line: Line, place: StagePlace, flow: MicroBatchFlow, by: str) -> list[int]:
     """How many parts each stage is to have. `flow`: of one micro-batch. Collective."""
     costs = [0.0] * len(line.parts)
     with tensors.as_plain_tensors():

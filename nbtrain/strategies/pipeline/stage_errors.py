@@ -23,7 +23,7 @@ UNSENDABLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class StageFailure:
     """Goes to other ranks in the place of what a stage was to make."""
 
     rank: int
@@ -36,12 +36,12 @@ class Failures:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.found: Failure | None = None
+        self.found: StageFailure | None = None
         """that some rank has failed, and not all know yet"""
         self._error: Exception | None = None
         """this rank's own"""
 
-    def take(self, error: Exception) -> Failure:
+    def take(self, error: Exception) -> StageFailure:
         """This rank's code raised it."""
         if self.found is None:
             said = _packed(error)
@@ -52,12 +52,12 @@ class Failures:
                 said = pickle.dumps(self._error)
             else:
                 self._error = error
-            self.found = Failure(self.rank, said)
+            self.found = StageFailure(self.rank, said)
         return self.found
 
     def know(self, value: Any) -> None:
         """If that is what came."""
-        if isinstance(value, Failure) and self.found is None:
+        if isinstance(value, StageFailure) and self.found is None:
             self.found = value
 
     def forget(self) -> None:
@@ -69,7 +69,7 @@ class Failures:
         dist.all_gather_object(everybody, self.found)
         self.fail(next(one for one in everybody if one is not None))
 
-    def fail(self, failure: Failure) -> NoReturn:
+    def fail(self, failure: StageFailure) -> NoReturn:
         """All ranks are here, with the same one."""
         error = self._error
         self.forget()

@@ -26,7 +26,7 @@ from nbtrain.training.checkpoints import folder
 from nbtrain.training.checkpoints import full_format as full
 from nbtrain.training.checkpoints import ownership as owning
 from nbtrain.training.checkpoints import sharded_format as sharded
-from nbtrain.training.checkpoints.rank_parts import Described, Part
+from nbtrain.training.checkpoints.rank_parts import Described, RankPart
 from nbtrain.training.ranks.disk_full import room_told
 
 PAUSE = 0.01
@@ -46,11 +46,11 @@ class Job:
     made: Path
     """where it is written before it is moved"""
     rank: int
-    parts: Sequence[Part]
+    parts: Sequence[RankPart]
     described: Mapping[str, Described]
     said: Mapping[str, Any]
     """for the marker"""
-    laid: full.Layout | None = None
+    laid: full.FileLayout | None = None
     """None: sharded"""
     peers: Mapping[int, int | None] = field(default_factory=dict)
     """rank → process, where it is one of this machine's"""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nbtrain.errors import UsageError
-from nbtrain.training.checkpoints.content import Name, Names, Objects, entries
-from nbtrain.training.checkpoints.find_source import Source
+from nbtrain.training.checkpoints.content import CheckpointObjects, Name, ParameterNames, entries
+from nbtrain.training.checkpoints.find_source import CheckpointSource
 
 SHOWN = 4
 WORDS = {"modules": "model", "optimizers": "optimizer", "schedulers": "scheduler"}
@@ -30,7 +30,7 @@ class Match:
         return next((mine for mine, theirs in self.modules.items() if theirs == owner), owner), path
 
 
-def compare(source: Source, objects: Objects, names: Names, asked: bool) -> Match:
+def compare(source: CheckpointSource, objects: CheckpointObjects, names: ParameterNames, asked: bool) -> Match:
     """Raises with the first keys and shapes that differ. `asked`: the user named the objects; else those that the
     checkpoint does not have keep what they have."""
     match = Match()
@@ -59,7 +59,9 @@ def compare(source: Source, objects: Objects, names: Names, asked: bool) -> Matc
     return match
 
 
-def _pair(source: Source, word: str, mine: Iterable[str], theirs: Iterable[str], asked: bool) -> dict[str, str]:
+def _pair(
+    source: CheckpointSource, word: str, mine: Iterable[str], theirs: Iterable[str], asked: bool
+) -> dict[str, str]:
     """By name; where the names differ, but there is one of each, by that."""
     left, there = list(mine), list(theirs)
     found = {name: name for name in left if name in there}
@@ -89,7 +91,7 @@ def _below_its_name(module: torch.nn.Module, tree: dict[str, Any]) -> None:
         tree["tensors"] = {path: there[fitting[0] + path] for path in here}
 
 
-def _modules(name: str, module: torch.nn.Module, source: Source, theirs: str) -> list[str]:
+def _modules(name: str, module: torch.nn.Module, source: CheckpointSource, theirs: str) -> list[str]:
     here = {path: value for path, value in entries(module).items() if isinstance(value, torch.Tensor)}
     there: Mapping[str, str] = source.tree["modules"][theirs]["tensors"]
     found = []
@@ -107,7 +109,12 @@ def _modules(name: str, module: torch.nn.Module, source: Source, theirs: str) ->
 
 
 def _optimizers(
-    name: str, optimizer: torch.optim.Optimizer, names: Names, source: Source, theirs: str, match: Match
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    names: ParameterNames,
+    source: CheckpointSource,
+    theirs: str,
+    match: Match,
 ) -> list[str]:
     tree = source.tree["optimizers"][theirs]
     if tree["class"] != type(optimizer).__name__:
@@ -130,7 +137,7 @@ def _optimizers(
     return found
 
 
-def _named(objects: Objects) -> list[str]:
+def _named(objects: CheckpointObjects) -> list[str]:
     return [name for _, table in objects.kinds() for name in table] or ["no model, optimizer or scheduler"]
 
 

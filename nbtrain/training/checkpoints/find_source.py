@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 @dataclass(slots=True)
-class Source:
+class CheckpointSource:
     """A checkpoint that can be read, one tensor after another."""
 
     path: Path
@@ -72,7 +72,7 @@ def find(path: Path) -> tuple[Path, str]:
     )
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> CheckpointSource:
     """`path`: as `find` gave it."""
     said = folder.marker(path) if path.is_dir() else None
     if said is not None and said.get("format", FORMAT) > FORMAT:
@@ -84,40 +84,42 @@ def open_source(path: Path) -> Source:
     return _torchs(path) if foreign.is_torchs(path) else _deepspeed(path)
 
 
-def _sharded(path: Path) -> Source:
-    reader = sharded.Reader(path)
+def _sharded(path: Path) -> CheckpointSource:
+    reader = sharded.ShardedReader(path)
     about = _about(reader.read(ABOUT))
     described = _described(about)
-    return Source(path, about["tree"], described, lambda key: reader.read(key).reshape(described[key].shape), about)
+    return CheckpointSource(
+        path, about["tree"], described, lambda key: reader.read(key).reshape(described[key].shape), about
+    )
 
 
-def _full(path: Path) -> Source:
-    training = full.Reader(path / full.TRAINING)
+def _full(path: Path) -> CheckpointSource:
+    training = full.FullReader(path / full.TRAINING)
     about = _about(training.read(ABOUT))
     tree = about["tree"]
     files = full.file_names(tree["modules"])
-    where: dict[str, tuple[full.Reader, str]] = {key: (training, key) for key in training.held}
+    where: dict[str, tuple[full.FullReader, str]] = {key: (training, key) for key in training.held}
     for name, module in tree["modules"].items():
-        reader = full.Reader(path / files[name])
+        reader = full.FullReader(path / files[name])
         for inside, key in module["tensors"].items():
             where[key] = (reader, inside)
-    return Source(path, tree, _described(about), lambda key: where[key][0].read(where[key][1]), about)
+    return CheckpointSource(path, tree, _described(about), lambda key: where[key][0].read(where[key][1]), about)
 
 
-def _file(path: Path) -> Source:
+def _file(path: Path) -> CheckpointSource:
     if path.suffix != full.SUFFIX:
         raise UsageError(
             f"{path} is no checkpoint of nbtrain's: load() takes folders, .safetensors files and .ckpt files of "
             "Lightning's. Of what torch.save has written: model.load_state_dict(torch.load(path))"
         )
     try:
-        reader = full.Reader(path)
+        reader = full.FullReader(path)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return Source(path, _weights_only(reader.held), reader.described(), reader.read)
+    return CheckpointSource(path, _weights_only(reader.held), reader.described(), reader.read)
 
 
-def _lightning(path: Path) -> Source:
+def _lightning(path: Path) -> CheckpointSource:
     held = foreign.lightnings(path)
     if held is None:
         raise UsageError(
@@ -125,20 +127,22 @@ def _lightning(path: Path) -> Source:
             "model.load_state_dict(torch.load(path))"
         )
     described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
-    return Source(path, _weights_only(held), described, lambda key: held[key].detach(), elsewhere=True)
+    return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), elsewhere=True)
 
 
-def _torchs(path: Path) -> Source:
+def _torchs(path: Path) -> CheckpointSource:
     models, described, read = foreign.torchs(path)
     modules = {name if len(models) > 1 else "": {"tensors": tensors, "extra": {}} for name, tensors in models.items()}
-    return Source(path, {"modules": modules, "optimizers": {}, "schedulers": {}}, described, read, elsewhere=True)
+    return CheckpointSource(
+        path, {"modules": modules, "optimizers": {}, "schedulers": {}}, described, read, elsewhere=True
+    )
 
 
-def _deepspeed(path: Path) -> Source:
+def _deepspeed(path: Path) -> CheckpointSource:
     """Put together when it is asked for: one rank is enough for that."""
     held = foreign.weights(path)
     described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
-    return Source(path, _weights_only(held), described, lambda key: held[key].detach(), costly=True)
+    return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), costly=True)
 
 
 def _weights_only(keys: Any) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def agree(check: Callable[[], Any]) -> None:
         raise error
 
 
-def together(path: Path, say: Callable[[str], None]) -> Source:
+def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
     """What this path means to rank 0, on every rank."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0
@@ -186,7 +190,7 @@ def together(path: Path, say: Callable[[str], None]) -> Source:
     where, sentence = found
     if sentence:
         say(sentence)
-    opened: list[Source] = []
+    opened: list[CheckpointSource] = []
     alone = several and folder.marker(where) is None and foreign.is_deepspeed(where)
     agree(lambda: opened.append(sources.open_source(where)) if lead or not alone else None)
     if alone:
@@ -194,11 +198,11 @@ def together(path: Path, say: Callable[[str], None]) -> Source:
         dist.broadcast_object_list(outline, 0)
         if not opened:
             tree, described = outline[0]
-            opened.append(Source(where, tree, described, lambda key: torch.empty(0), costly=True))
+            opened.append(CheckpointSource(where, tree, described, lambda key: torch.empty(0), costly=True))
     return opened[0]
 
 
-def reading(source: Source, say: Callable[[str], None]) -> Callable[[str], torch.Tensor]:
+def reading(source: CheckpointSource, say: Callable[[str], None]) -> Callable[[str], torch.Tensor]:
     """Reads, and says how far it is when that takes long. Collective where only one rank has it."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0

@@ -21,7 +21,7 @@ import torch
 
 from nbtrain.errors import NotSupported
 from nbtrain.training.checkpoints.folder import synchronise
-from nbtrain.training.checkpoints.rank_parts import Described, Part
+from nbtrain.training.checkpoints.rank_parts import Described, RankPart
 
 TRAINING = "training.safetensors"
 SUFFIX = ".safetensors"
@@ -46,7 +46,7 @@ DTYPES = {word: dtype for dtype, word in WORDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BytePlace:
     """Where a tensor is: its first byte."""
 
     file: str
@@ -54,12 +54,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """Header and size of each file, and where each key goes; tied weights go to several places."""
 
     headers: Mapping[str, bytes]
     sizes: Mapping[str, int]
-    places: Mapping[str, Sequence[Place]]
+    places: Mapping[str, Sequence[BytePlace]]
 
 
 def file_names(modules: Iterable[str]) -> dict[str, str]:
@@ -77,7 +77,7 @@ def file_names(modules: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> Layout:
+def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> FileLayout:
     files = file_names(tree["modules"])
     contents: dict[str, dict[str, str]] = {}  # file → name in it → key
     weights = set()
@@ -87,7 +87,7 @@ def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> Layou
     contents[TRAINING] = {key: key for key in described if key not in weights}
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
-    places: dict[str, list[Place]] = {key: [] for key in described}
+    places: dict[str, list[BytePlace]] = {key: [] for key in described}
     for file, held in contents.items():
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
@@ -99,7 +99,7 @@ def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> Layou
                     f"full=True: {name} is {str(one.dtype).removeprefix('torch.')}, which safetensors does not know. "
                     "Save without full=True"
                 )
-            places[held[name]].append(Place(file, at))
+            places[held[name]].append(BytePlace(file, at))
             header[name] = {
                 "dtype": WORDS[one.dtype],
                 "shape": list(one.shape),
@@ -110,11 +110,13 @@ def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> Layou
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
         sizes[file] = len(headers[file]) + at
-    moved = {key: [Place(one.file, one.at + len(headers[one.file])) for one in held] for key, held in places.items()}
-    return Layout(headers, sizes, moved)
+    moved = {
+        key: [BytePlace(one.file, one.at + len(headers[one.file])) for one in held] for key, held in places.items()
+    }
+    return FileLayout(headers, sizes, moved)
 
 
-def write(folder: Path, parts: Iterable[Part], laid: Layout, lead: bool) -> None:
+def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool) -> None:
     """What this rank keeps, at its places; the `lead` writes the headers."""
     opened: dict[str, int] = {}
     try:
@@ -136,7 +138,7 @@ def write(folder: Path, parts: Iterable[Part], laid: Layout, lead: bool) -> None
             os.close(handle)
 
 
-class Reader:
+class FullReader:
     """The tensors of one file. Nothing is read before it is asked for."""
 
     def __init__(self, file: Path) -> None:

@@ -16,7 +16,7 @@ from nbtrain.shield import shielded
 from nbtrain.training.checkpoints import find_source as opening
 from nbtrain.training.checkpoints import folder
 from nbtrain.training.checkpoints import uninterrupted as unbroken
-from nbtrain.training.checkpoints.content import Objects
+from nbtrain.training.checkpoints.content import CheckpointObjects
 from nbtrain.training.checkpoints.rollback import Before
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.loop.shared_board import ASIDE, ASIDE_AT, OPEN, STEPS, UNKNOWN, WISHES, Board
@@ -36,7 +36,7 @@ class Wishes:
         self._board = board
         self._run = run
         self._directory = Path(directory)
-        self._objects = Objects.of(objects)
+        self._objects = CheckpointObjects.of(objects)
         self._before: Before | None = None
         self._open: tuple[int, int] | None = None
         """its number, and the step after which it is met"""
@@ -109,7 +109,7 @@ def place(directory: str, wish: int) -> Path:
 class _Bringing(Checkpoints):
     """The notebook's own, with nothing but what the objects hold."""
 
-    def bring(self, path: Path, chosen: Objects) -> None:
+    def bring(self, path: Path, chosen: CheckpointObjects) -> None:
         source = opening.together(path, self.say)
         unbroken.together(lambda: self.restore(source, chosen, asked=False))
 

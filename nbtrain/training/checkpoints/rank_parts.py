@@ -38,7 +38,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """A stretch of a flattened tensor, in host memory."""
 
     key: str
@@ -105,18 +105,18 @@ def _outside(held: Range, taken: Iterable[Range]) -> list[Range]:
 
 
 @torch.no_grad()
-def snapshot(holdings: Holdings, mine: Mapping[str, Sequence[Range]]) -> list[Part]:
+def snapshot(holdings: Holdings, mine: Mapping[str, Sequence[Range]]) -> list[RankPart]:
     """Copies of what this rank writes: the training goes on while they are written."""
     found = []
     for key, ranges in mine.items():
         piece = holdings.pieces.get(key)
         if piece is None:
             data = holdings.tensors[key].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            found.append(Part(key, 0, data.reshape(-1)))
+            found.append(RankPart(key, 0, data.reshape(-1)))
             continue
         for (a, b), data in zip(piece.ranges(), piece.read(), strict=True):
             for start, stop in ranges:
                 if a <= start and stop <= b:
                     part = data.detach()[start - a : stop - a]
-                    found.append(Part(key, start, part.to(device="cpu", dtype=piece.dtype, copy=True)))
+                    found.append(RankPart(key, start, part.to(device="cpu", dtype=piece.dtype, copy=True)))
     return found

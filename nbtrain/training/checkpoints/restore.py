@@ -11,15 +11,17 @@ from torch.optim import Optimizer
 from nbtrain.compat.modules import EXTRA_STATE
 from nbtrain.strategies.base import Piece
 from nbtrain.training.checkpoints.compare import Match
-from nbtrain.training.checkpoints.content import TENSOR, Name, Names, Objects, entries, whole
-from nbtrain.training.checkpoints.find_source import Source
+from nbtrain.training.checkpoints.content import TENSOR, CheckpointObjects, Name, ParameterNames, entries, whole
+from nbtrain.training.checkpoints.find_source import CheckpointSource
 
 Pieces = dict[int, Piece]
 """id of a tensor → what this rank keeps of it"""
 Held = dict[Name, torch.Tensor]
 
 
-def make_state(source: Source, objects: Objects, names: Names, match: Match, pieces: Pieces) -> None:
+def make_state(
+    source: CheckpointSource, objects: CheckpointObjects, names: ParameterNames, match: Match, pieces: Pieces
+) -> None:
     """What an optimizer has nothing of yet, in pieces as large as those of its parameters, where these say how they are
     cut (DTensor): so a model that no rank can hold goes on after the kernel was started anew."""
     for mine, theirs in match.optimizers.items():
@@ -40,7 +42,9 @@ def make_state(source: Source, objects: Objects, names: Names, match: Match, pie
                 optimizer.state[p][key] = made
 
 
-def same_state(source: Source, objects: Objects, names: Names, match: Match, pieces: Pieces) -> bool:
+def same_state(
+    source: CheckpointSource, objects: CheckpointObjects, names: ParameterNames, match: Match, pieces: Pieces
+) -> bool:
     """The optimizers hold the tensors that the checkpoint has for them. If they do not, and it is kept in pieces what
     they train, the strategy has to give them theirs first."""
     for mine, theirs in match.optimizers.items():
@@ -62,7 +66,12 @@ class Restoring:
     """One load."""
 
     def __init__(
-        self, source: Source, read: Callable[[str], torch.Tensor], pieces: Pieces, names: Names, match: Match
+        self,
+        source: CheckpointSource,
+        read: Callable[[str], torch.Tensor],
+        pieces: Pieces,
+        names: ParameterNames,
+        match: Match,
     ) -> None:
         self.source = source
         self.read = read
@@ -72,7 +81,7 @@ class Restoring:
         self._filled: set[int] = set()
 
     @torch.no_grad()
-    def restore(self, objects: Objects) -> None:
+    def restore(self, objects: CheckpointObjects) -> None:
         for mine, theirs in self.match.modules.items():
             self._module(objects.modules[mine], self.source.tree["modules"][theirs])
         for mine, theirs in self.match.optimizers.items():
@@ -145,7 +154,7 @@ def _counts_on_device(group: dict[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def _parameters(optimizer: Optimizer, names: Names) -> Held:
+def _parameters(optimizer: Optimizer, names: ParameterNames) -> Held:
     called = names.of(optimizer)
     return {called[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 

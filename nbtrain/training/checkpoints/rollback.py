@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from nbtrain.training.checkpoints.content import Objects
+from nbtrain.training.checkpoints.content import CheckpointObjects
 
 
 class Before:
     """Made before; it holds a copy of all tensors."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: CheckpointObjects) -> None:
         modules = objects.modules.values()
         owned = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         self._optimizers = [(one, *_state(one)) for one in objects.optimizers.values()]

@@ -34,11 +34,11 @@ from nbtrain.training.checkpoints import ownership as owning
 from nbtrain.training.checkpoints import uninterrupted as unbroken
 from nbtrain.training.checkpoints.background_write import Job, Writing, give_up, owe
 from nbtrain.training.checkpoints.compare import Match, compare
-from nbtrain.training.checkpoints.content import Content, Names, Objects
-from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, Source, agree
-from nbtrain.training.checkpoints.rank_parts import Described, Holdings, Part, owners, snapshot
+from nbtrain.training.checkpoints.content import CheckpointObjects, Content, ParameterNames
+from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, CheckpointSource, agree
+from nbtrain.training.checkpoints.rank_parts import Described, Holdings, RankPart, owners, snapshot
 from nbtrain.training.checkpoints.restore import Restoring, make_state, same_state
-from nbtrain.training.checkpoints.schedule import Interval, Plan, place_of
+from nbtrain.training.checkpoints.schedule import Interval, SaveSchedule, place_of
 from nbtrain.training.data.loop_position import Positions
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.ranks import collectives
@@ -85,7 +85,7 @@ class Checkpoints:
         """why there are no checkpoints in this cell"""
         self.off = False
         """nothing is written: the cell is only tried"""
-        self._plan: Plan | None = None
+        self._plan: SaveSchedule | None = None
         self._interval = Interval()
         self._saved = -1
         self._resuming: str | None = None
@@ -97,7 +97,7 @@ class Checkpoints:
     def begin(
         self,
         objects: Mapping[str, Any],
-        plan: Plan | None = None,
+        plan: SaveSchedule | None = None,
         resume: tuple[str, bytes] | None = None,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class Checkpoints:
             self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
         if plan is not None and self.refused:
             self.say(f"no checkpoints are made in this cell: {self.refused}")
-        elif plan is not None and (chosen := Objects.of(objects)):
+        elif plan is not None and (chosen := CheckpointObjects.of(objects)):
             self._check_folder(plan.to, chosen)
         self.positions.begin()
         if resume is not None and resume[0] not in _resumed:
@@ -148,7 +148,7 @@ class Checkpoints:
         plan = self._plan
         if plan is not None and not self.refused:
             number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
-            if self._interval.due(number) and number != self._saved and (chosen := Objects.of(self.in_use())):
+            if self._interval.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
                 self._saved = number
                 self._save(plan.to / f"step-{number:06d}", chosen, full_format=False, in_a_step=True, keep=plan.keep)
         self._stop()
@@ -192,7 +192,7 @@ class Checkpoints:
                 f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
                 f"{place.stem}/model.safetensors, and what going on needs beside it"
             )
-        chosen = Objects.of(objects or self.objects)
+        chosen = CheckpointObjects.of(objects or self.objects)
         if not chosen:
             raise UsageError(
                 "save(path): no model, optimizer or scheduler is used here. Name them: "
@@ -203,7 +203,7 @@ class Checkpoints:
     def load(self, path: Any, objects: Mapping[str, Any]) -> None:
         """`objects`: by name; none: all that the cell uses."""
         self._check("load")
-        chosen = Objects.of(objects or self.objects)
+        chosen = CheckpointObjects.of(objects or self.objects)
         if not chosen:
             raise UsageError(
                 "load(path): no model, optimizer or scheduler is used here. Name them: "
@@ -215,7 +215,7 @@ class Checkpoints:
 
     def save_aside(self, place: Path) -> None:
         """At the end of a step, for the notebook; what becomes of it is not the cell's concern."""
-        if not self.refused and (chosen := Objects.of(self.in_use())):
+        if not self.refused and (chosen := CheckpointObjects.of(self.in_use())):
             _aside.finish()
             self._save(place, chosen, full_format=False, in_a_step=True, writing=_aside)
 
@@ -224,7 +224,7 @@ class Checkpoints:
     def _save(
         self,
         place: Path,
-        chosen: Objects,
+        chosen: CheckpointObjects,
         full_format: bool,
         in_a_step: bool = False,
         keep: int | None = None,
@@ -246,7 +246,7 @@ class Checkpoints:
     def _job(
         self,
         place: Path,
-        chosen: Objects,
+        chosen: CheckpointObjects,
         full_format: bool,
         in_a_step: bool,
         keep: int | None,
@@ -277,7 +277,7 @@ class Checkpoints:
         length = int(collectives.gather(packed.numel())[0]) if full_format and self._several else packed.numel()
         described[ABOUT] = Described((length,), torch.uint8)
         if self.rank == 0:
-            parts.append(Part(ABOUT, 0, packed))
+            parts.append(RankPart(ABOUT, 0, packed))
         processes = [one["process"] for one in told]
         return Job(
             place=place,
@@ -306,7 +306,7 @@ class Checkpoints:
             keep=keep,
         )
 
-    def _check_folder(self, to: Path, chosen: Objects) -> None:
+    def _check_folder(self, to: Path, chosen: CheckpointObjects) -> None:
         """Before the first step, not after many: that it is not another training's."""
         there = self.rank == 0 and bool(folder.at_intervals(to))
         if not any(collectives.gather(there) if self._several else [there]):
@@ -318,7 +318,7 @@ class Checkpoints:
                 if self.rank:
                     return
                 try:
-                    content = Content.of(chosen, Names(chosen.modules, self._modules()))
+                    content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
                 except UsageError:  # a lazy layer has no shape yet; the first save looks again
                     return
                 owning.check(to, owning.trained(content, Holdings.of(content.tensors, pieces).described()))
@@ -326,7 +326,12 @@ class Checkpoints:
             agree(check)
 
     def _collect(
-        self, place: Path, chosen: Objects, late: NbtrainError | None, mine: dict[str, Any], at_an_interval: bool
+        self,
+        place: Path,
+        chosen: CheckpointObjects,
+        late: NbtrainError | None,
+        mine: dict[str, Any],
+        at_an_interval: bool,
     ) -> None:
         """What this rank has; what it tells the others, an error among it."""
         told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
@@ -334,7 +339,7 @@ class Checkpoints:
         try:
             if late is not None:
                 raise late
-            content = Content.of(chosen, Names(chosen.modules, self._modules()))
+            content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
             holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
@@ -371,14 +376,14 @@ class Checkpoints:
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def _load(self, source: Source, chosen: Objects, asked: bool) -> None:
+    def _load(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> None:
         match = self.restore(source, chosen, asked)
         if match.optimizers or not chosen.modules:
             self._go_on(source.about, chosen)
 
-    def restore(self, source: Source, chosen: Objects, asked: bool) -> Match:
+    def restore(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> Match:
         """What these objects hold, and nothing else. `asked`: the user named them."""
-        names = Names(chosen.modules, self._modules())
+        names = ParameterNames(chosen.modules, self._modules())
         found: list[Match] = []
         with self._outside():
             agree(lambda: found.append(compare(source, chosen, names, asked)))
@@ -386,19 +391,21 @@ class Checkpoints:
             unbroken.changing(lambda: self._restore(source, chosen, names, match))
         return match
 
-    def _restore(self, source: Source, chosen: Objects, names: Names, match: Match) -> None:
+    def _restore(
+        self, source: CheckpointSource, chosen: CheckpointObjects, names: ParameterNames, match: Match
+    ) -> None:
         make_state(source, chosen, names, match, self._pieces())
         fits = same_state(source, chosen, names, match, self._pieces())
         apart = self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits])
         if apart:
             self._take_apart(chosen)
-            names = Names(chosen.modules, self._modules())
+            names = ParameterNames(chosen.modules, self._modules())
         Restoring(source, opening.reading(source, self.say), self._pieces(), names, match).restore(chosen)
         if apart:
             assert self.workshop is not None
             self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
 
-    def _take_apart(self, chosen: Objects) -> None:
+    def _take_apart(self, chosen: CheckpointObjects) -> None:
         """What these belong to is whole again on every rank, until it is set up anew."""
         assert self.workshop is not None
         wanted = {id(item) for item in chosen.all()}
@@ -407,7 +414,7 @@ class Checkpoints:
             if any(id(item) in wanted for item in (*component.modules.values(), *component.optimizers.values())):
                 self.workshop.close(kept)
 
-    def _go_on(self, about: Mapping[str, Any], chosen: Objects) -> None:
+    def _go_on(self, about: Mapping[str, Any], chosen: CheckpointObjects) -> None:
         """Steps, random streams and loops: the training goes on, where an optimizer was loaded."""
         if not about:
             return

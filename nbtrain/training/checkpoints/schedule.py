@@ -20,7 +20,7 @@ LOOK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SaveSchedule:
     """`--save-every`, `--save-to`, `--keep-last`."""
 
     steps: int | None
@@ -29,7 +29,7 @@ class Plan:
     keep: int
 
     @classmethod
-    def of(cls, run: RunSpec) -> Plan | None:
+    def of(cls, run: RunSpec) -> SaveSchedule | None:
         if run.save_steps is None and run.save_seconds is None:
             return None
         return cls(run.save_steps, run.save_seconds, place_of(run.save_to), run.keep_last)

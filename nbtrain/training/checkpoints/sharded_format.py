@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nbtrain.training.checkpoints.rank_parts import Described, Part
+from nbtrain.training.checkpoints.rank_parts import Described, RankPart
 
 
 class _Planner(DefaultSavePlanner):
     """Hands over the parts; there is nothing to plan."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[RankPart]) -> None:
         super().__init__()
         self.parts = {(part.key, part.start): part for part in parts}
 
@@ -39,7 +39,7 @@ class _Planner(DefaultSavePlanner):
         return self.parts[write_item.index.fqn, write_item.index.offset[0]].data
 
 
-def write(folder: Path, rank: int, parts: Sequence[Part], described: Mapping[str, Described]) -> list[WriteResult]:
+def write(folder: Path, rank: int, parts: Sequence[RankPart], described: Mapping[str, Described]) -> list[WriteResult]:
     """This rank's file; what it says about it is for `conclude`."""
     if not parts:
         return []
@@ -82,7 +82,7 @@ def conclude(folder: Path, results: Sequence[list[WriteResult]], described: Mapp
     _writer(folder).finish(Metadata(state_dict_metadata=tensors), list(results))
 
 
-class Reader:
+class ShardedReader:
     """The tensors of such a folder, flat."""
 
     def __init__(self, folder: Path) -> None:

@@ -163,14 +163,14 @@ class Evaluations:
             )
         return found
 
-    def _together(self, around: list[loops.Place], loader: DataLoader[Any]) -> bool:
+    def _together(self, around: list[loops.UserFrame], loader: DataLoader[Any]) -> bool:
         """Whether the code brings the ranks' counts together by itself. Looked up once for each place in a cell."""
         key = id(loader), *((id(here.scope), here.line) for here in around)
         if key not in self.known:
             self.known[key] = loops.brought_together(around)
         return self.known[key]
 
-    def _divides(self, around: list[loops.Place], loader: DataLoader[Any]) -> None:
+    def _divides(self, around: list[loops.UserFrame], loader: DataLoader[Any]) -> None:
         """A loop that sees a share of the batches begins: whether it divides by the number of all samples."""
         key = "divides", *((id(here.scope), here.line) for here in around)
         if key in self.known or self._together(around, loader):

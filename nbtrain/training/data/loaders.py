@@ -19,7 +19,7 @@ from nbtrain.training.data import split_datasets as datasets
 from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import Positions
-from nbtrain.training.loop.phases import DATA, FORWARD, UNDECIDED, Phases
+from nbtrain.training.loop.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.ranks.random_state import Randomness, derive
@@ -35,7 +35,7 @@ class Loaders:
         self,
         randomness: Randomness,
         steps: Steps,
-        phases: Phases,
+        phases: PhaseTimer,
         device: torch.device,
         rank: int,
         models: Callable[[], Iterable[torch.nn.Module]] = lambda: (),

@@ -52,7 +52,7 @@ class Parsed:
         return self.functions.get((code.co_name, code.co_firstlineno))
 
 
-class Place:
+class UserFrame:
     """A frame of the user's, and where it stands."""
 
     def __init__(self, frame: FrameType, scope: Scope, line: int = 0) -> None:
@@ -80,25 +80,25 @@ class Place:
         return min(found, key=lambda node: _end(node) - node.lineno, default=None)
 
 
-def places() -> list[Place]:
+def places() -> list[UserFrame]:
     """The user's frames that led here, the innermost first."""
     found = []
     frame: FrameType | None = python.caller()
     while frame is not None:
         if not is_installed(frame.f_code.co_filename) and (scope := _scope(frame.f_code, frame.f_globals)):
-            found.append(Place(frame, scope))
+            found.append(UserFrame(frame, scope))
         frame = frame.f_back
     return found
 
 
-def evaluates(around: list[Place], models: Iterable[torch.nn.Module]) -> bool:
+def evaluates(around: list[UserFrame], models: Iterable[torch.nn.Module]) -> bool:
     """Whether the loop that begins here, with gradients on, is surely no training. `models`: those of the cell."""
     if not around or (loop := around[0].loop()) is None:
         return False
     return _evaluates(loop, around[0], models)
 
 
-def length_of_evaluation(around: list[Place], loader: object, models: Iterable[torch.nn.Module]) -> bool | None:
+def length_of_evaluation(around: list[UserFrame], loader: object, models: Iterable[torch.nn.Module]) -> bool | None:
     """Whether the function that asks for a loader's length evaluates with it, and does not bring together what it
     counts. None: it does not iterate it."""
     if not around:
@@ -106,13 +106,13 @@ def length_of_evaluation(around: list[Place], loader: object, models: Iterable[t
     here, held, answers = around[0], list(models), set()
     for loop in _loops(here.scope):
         if any(here.value(node) is loader for node in ast.walk(loop.iter) if isinstance(node, ast.expr)):
-            there = Place(here.frame, here.scope, loop.iter.lineno)
+            there = UserFrame(here.frame, here.scope, loop.iter.lineno)
             whole = not torch.is_grad_enabled() or _without_gradient(loop, here.scope) or _evaluates(loop, here, held)
             answers.add(whole and not brought_together([there, *around[1:]]))
     return answers.pop() if len(answers) == 1 else None
 
 
-def brought_together(around: list[Place]) -> bool:
+def brought_together(around: list[UserFrame]) -> bool:
     """Whether what the loop that begins here counts is summed or gathered over the ranks by the code itself."""
     for here, names, _ in _counts(around):
         for node in _inside(here.scope):
@@ -125,7 +125,7 @@ def brought_together(around: list[Place]) -> bool:
     return False
 
 
-def divided_by(around: list[Place], samples: int) -> tuple[str, str, int] | None:
+def divided_by(around: list[UserFrame], samples: int) -> tuple[str, str, int] | None:
     """What the loop that begins here adds up, and divides by the number of all samples: (sum, divisor, line)."""
     for here, _, sums in _counts(around):
         for node in _inside(here.scope):
@@ -145,7 +145,7 @@ def divided_by(around: list[Place], samples: int) -> tuple[str, str, int] | None
 # -- what a loop counts -------------------------------------------------------------------------
 
 
-def _counts(around: list[Place]) -> Iterator[tuple[Place, set[str], list[str]]]:
+def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str], list[str]]]:
     """Frame by frame: what holds something of the loop's batches, and which of that is a sum over them."""
     for depth, here in enumerate(around):
         loop = here.loop() if depth == 0 else None
@@ -224,7 +224,7 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
     )
 
 
-def _together(call: ast.Call, here: Place) -> bool:
+def _together(call: ast.Call, here: UserFrame) -> bool:
     """Whether a call brings the ranks' values together."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in TOGETHER:
@@ -240,7 +240,7 @@ def _together(call: ast.Call, here: Place) -> bool:
     return bool(found.names & (TOGETHER | {"gather"})) or ("reduce" in found.names and "sum" in found.words)
 
 
-def _length(node: ast.expr, here: Place) -> int | None:
+def _length(node: ast.expr, here: UserFrame) -> int | None:
     """The number that an expression stands for, as far as it can be known beforehand."""
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1:
@@ -261,7 +261,7 @@ def _length(node: ast.expr, here: Place) -> int | None:
 # -- whether it trains --------------------------------------------------------------------------
 
 
-def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: Place, models: Iterable[Any]) -> bool:
+def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame, models: Iterable[Any]) -> bool:
     body: list[ast.AST] = list(loop.body) if not isinstance(loop, ast.comprehension) else [here.statement() or loop]
     if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for part in body for node in ast.walk(part)):
         return False  # its batches are used elsewhere
@@ -276,7 +276,7 @@ def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: Place, mo
     return resting or bool(found.names & WITHOUT_GRADIENT and not found.names & TRAINS)
 
 
-def _surely_trains(body: Iterable[ast.AST], here: Place) -> bool:
+def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
     """A backward or a step, and not below an `if` alone."""
     for part in body:
         if isinstance(part, ast.If):
@@ -317,7 +317,7 @@ class Reached:
         self.models: list[torch.nn.Module] = []
         self._seen: set[int] = set()
 
-    def node(self, node: ast.AST, here: Place) -> None:
+    def node(self, node: ast.AST, here: UserFrame) -> None:
         for part in ast.walk(node):
             if isinstance(part, ast.Attribute):
                 self.names.add(part.attr)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import COLLECTIVES, Listeners
 from nbtrain.strategies.kit.collective_errors import ALONE, MESH, ODD
-from nbtrain.training.loop.phases import Phases
+from nbtrain.training.loop.phases import PhaseTimer
 from nbtrain.training.loop.shared_board import (
     CELL,
     COUNT,
@@ -58,7 +58,7 @@ NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 class Meeting:
     """The rank's part in it. `begin` and `end` around a cell."""
 
-    def __init__(self, rank: int, world_size: int, steps: Steps, phases: Phases, within: Callable[[], int]) -> None:
+    def __init__(self, rank: int, world_size: int, steps: Steps, phases: PhaseTimer, within: Callable[[], int]) -> None:
         """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
         self.rank = rank
         self.world_size = world_size

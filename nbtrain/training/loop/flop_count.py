@@ -22,7 +22,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from nbtrain.compat import compiler, fake
-from nbtrain.training.loop.phases import BACKWARD, FORWARD, UNDECIDED, Phases
+from nbtrain.training.loop.phases import BACKWARD, FORWARD, UNDECIDED, PhaseTimer
 
 FIRST, PAIRS = 2, 2
 """backwards that are let pass before, and that are counted"""
@@ -60,7 +60,7 @@ class Mode(fake.DispatchMode):
 class Operations:
     """One rank's. `begin` and `end` around a cell."""
 
-    def __init__(self, phases: Phases, device: torch.device, allowed: bool) -> None:
+    def __init__(self, phases: PhaseTimer, device: torch.device, allowed: bool) -> None:
         self._phases = phases
         self._device = device
         self._allowed = allowed and device.type in ("cpu", "cuda")

@@ -27,7 +27,7 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, REST, UNDECIDED, OUTSIDE = ra
 NOTHING: list[float] = [0.0] * 8
 
 
-class Mark(Protocol):
+class TimeMark(Protocol):
     """A point in the card's time, as torch.cuda.Event has it."""
 
     def record(self) -> None: ...
@@ -39,15 +39,15 @@ class Mark(Protocol):
 class Card:
     """Marks that are in a card's queue, and the times of those that it has passed."""
 
-    def __init__(self, make: Callable[[], Mark], apart: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, make: Callable[[], TimeMark], apart: Callable[[], bool] = lambda: False) -> None:
         """`apart`: what is done now is recorded to be run later, as a graph: it takes no time, and no marks."""
         self._make = make
         self._apart = apart
-        self._free: list[Mark] = []
-        self._queue: deque[tuple[int, Mark]] = deque()
-        self._before: Mark | None = None
+        self._free: list[TimeMark] = []
+        self._queue: deque[tuple[int, TimeMark]] = deque()
+        self._before: TimeMark | None = None
         self._at = 0.0
-        self._last: tuple[Mark, float] | None = None
+        self._last: tuple[TimeMark, float] | None = None
 
     def clear(self) -> None:
         self._free += [mark for _, mark in self._queue]
@@ -84,7 +84,7 @@ def card_of(device: torch.device) -> Card | None:
     return Card(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)
 
 
-class Phases:
+class PhaseTimer:
     """One rank's. `begin` and `end` around a cell; marks of other threads than the cell's are passed over."""
 
     def __init__(self, card: Card | None = None, clock: Callable[[], float] = time.perf_counter) -> None:

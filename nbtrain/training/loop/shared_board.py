@@ -87,7 +87,7 @@ class Board:
         return 8 * (HEAD + rank * PART)
 
 
-class Owned(Board):
+class OwnedBoard(Board):
     """The kernel's side."""
 
     def __init__(self, world_size: int, directory: str) -> None:

@@ -28,7 +28,7 @@ SEEN = 2
 """Steps after which it is known what they take: the first makes the optimizer's state, the second has all at once."""
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """Where a rank stood when a step had ended."""
 
     time: float
@@ -52,7 +52,7 @@ class Trying:
         self._device = device
         self._clock = clock
         self._peak = Peak(device)
-        self._marks: list[Mark] = []
+        self._marks: list[StepMark] = []
         self._steps: Steps | None = None
 
     @contextmanager
@@ -124,7 +124,7 @@ class Trying:
             return  # the cell has caught what was to end it, and goes on
         if len(self._marks) == SEEN:
             self._peak.close()
-        self._marks.append(Mark(self._clock(), self._steps.samples, self._steps.batches))
+        self._marks.append(StepMark(self._clock(), self._steps.samples, self._steps.batches))
 
 
 class Regrouped:

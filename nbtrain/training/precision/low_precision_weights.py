@@ -61,7 +61,7 @@ class Lowered:
         for key, (tensor, home) in homes.items():
             blank = tensor.is_meta  # it is filled in where it is
             if key not in described and tensor.dtype is not home and not blank:
-                yield tensor, Whole(tensor, home, self.rank == 0)
+                yield tensor, WholeTensor(tensor, home, self.rank == 0)
 
     def undo(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are in the notebook's dtype again."""
@@ -212,7 +212,7 @@ class LoweredPrepared(_Around, Prepared):
         self.lowered.undo([*self.lowered.held(self.component), *news])
 
 
-class Whole(Piece):
+class WholeTensor(Piece):
     """A tensor that every rank has whole, in another dtype than the notebook."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, speaks: bool) -> None:

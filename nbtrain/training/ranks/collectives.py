@@ -92,7 +92,7 @@ def gather(value: Any, sync_grads: bool = False) -> list[Any]:
     (Under ddp2 and pipeline one rank speaks for those that see the same batch, and is there for all of them.)
     """
     if sync_grads and isinstance(value, torch.Tensor) and value.requires_grad:
-        return list(_Gathered.apply(value)) if connected() else [value]
+        return list(_GatheredLoss.apply(value)) if connected() else [value]
     tensor = isinstance(value, torch.Tensor)
     if not connected():
         return [value.detach().clone() if tensor else value]
@@ -101,7 +101,7 @@ def gather(value: Any, sync_grads: bool = False) -> list[Any]:
     return [part.to(value.device) if tensor and isinstance(part, torch.Tensor) else part for part in found]
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredLoss(torch.autograd.Function):
     """A strategy makes the mean of the ranks' gradients, and each rank has the gradient of the same loss: so each
     counts with the sum over the ranks."""
 

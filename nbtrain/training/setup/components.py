@@ -35,7 +35,7 @@ PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
 
 
 @dataclass(slots=True)
-class Kept:
+class SetUpComponent:
     """One component as it was set up."""
 
     prepared: Prepared
@@ -66,7 +66,7 @@ class Workshop:
         self.replaced = replaced
         self.device = torch.device("cpu") if strategy.moves else device
         self.world_size = world_size
-        self.kept: list[Kept] = []
+        self.kept: list[SetUpComponent] = []
         self.ready: set[int] = set()
         self.known: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         self._last: tuple[Mapping[str, object], list[Any]] | None = None
@@ -239,11 +239,11 @@ class Workshop:
                 self._tell(blanks.deal_out(prepared, self.device))
             parameters = component.parameters()  # some may be others by now
             layout = [(id(p), p.dtype, p.shape) for p in parameters]
-            self.kept.append(Kept(prepared, objects, parameters, layout))
+            self.kept.append(SetUpComponent(prepared, objects, parameters, layout))
         self.ready |= {id(p) for p in parameters}
         self.known.clear()
 
-    def _grown(self, kept: Kept, component: Component) -> bool:
+    def _grown(self, kept: SetUpComponent, component: Component) -> bool:
         """Only optimizers or schedulers came, and the strategy can take them in."""
         if list(kept.prepared.component.modules.values()) != list(component.modules.values()):
             return False
@@ -260,7 +260,7 @@ class Workshop:
             self.replaced(pairs)
             pairs.clear()  # they would keep alive what is gone
 
-    def close(self, kept: Kept, whole: bool = True) -> None:
+    def close(self, kept: SetUpComponent, whole: bool = True) -> None:
         if self._inside:
             kept.prepared.leave()
         if whole:

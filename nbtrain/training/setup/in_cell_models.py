@@ -25,7 +25,7 @@ from nbtrain.strategies.base import is_lazy
 Held = dict[int, ref[nn.Module]]
 
 
-class Made:
+class InCellModels:
     """Who holds what, of the modules that came to be while a cell runs."""
 
     def __init__(self, active: Callable[[], bool], set_up: Callable[[list[nn.Module], Optimizer], None]) -> None:

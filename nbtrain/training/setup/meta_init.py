@@ -50,7 +50,7 @@ def is_blank(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(slots=True)
-class Spot:
+class EmptyTensor:
     """A tensor without content, in the module that holds it first."""
 
     module: nn.Module
@@ -72,7 +72,7 @@ class _Part:
     path: str
     module: nn.Module
     twin: nn.Module
-    spots: list[Spot] = field(default_factory=list)
+    spots: list[EmptyTensor] = field(default_factory=list)
     buffers: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """those that have content: a reset may need it"""
     steps: list[_Step] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Blanks:
             part.seed = seed
         return cls(lacking)
 
-    def values(self) -> Iterator[tuple[Spot, torch.Tensor]]:
+    def values(self) -> Iterator[tuple[EmptyTensor, torch.Tensor]]:
         """Each with all of its content, on the CPU. The tensors of one module exist together, and no others."""
         for part in self._parts:
             yield from _filled(part)
@@ -165,7 +165,7 @@ class Blanks:
 def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
     """By the module's id; children come after what they belong to."""
     found: dict[int, _Part] = {}
-    held: dict[int, tuple[bool, _Part, Spot]] = {}
+    held: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
     base = zlib.crc32(generators.without_seed(torch.get_rng_state()).numpy().tobytes())  # which is ours
     for root in roots:
         for path, module in root.named_modules():
@@ -180,7 +180,7 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
                     # Of several that hold it, the one that it was made for fills it.
                     known = tensor is not None and held.get(id(tensor))
                     if tensor is not None and is_blank(tensor) and (not known or (name in made and not known[0])):
-                        held[id(tensor)] = name in made, part, Spot(module, box, name, tensor)
+                        held[id(tensor)] = name in made, part, EmptyTensor(module, box, name, tensor)
     for _, part, spot in held.values():
         part.spots.append(spot)
     for part in found.values():
@@ -262,7 +262,7 @@ def _takes_nothing(module: nn.Module, name: str) -> bool:
     return all(one.default is not one.empty or one.kind in kinds for one in given)
 
 
-def _filled(part: _Part) -> list[tuple[Spot, torch.Tensor]]:
+def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
     """One module's tensors, by its own rules."""
     held = vars(part.twin)
     # As the notebook has them: the component's own may have been cast meanwhile.
@@ -299,7 +299,7 @@ def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:
         held.update({name: others[id(tensor)] for name, tensor in held.items() if id(tensor) in others})
 
 
-def _unfilled(part: _Part, spots: list[Spot]) -> UsageError:
+def _unfilled(part: _Part, spots: list[EmptyTensor]) -> UsageError:
     names = ", ".join(spot.name for spot in spots)
     buffers = all(spot.box == BUFFERS for spot in spots)
     method = "reset_buffers" if buffers else "reset_parameters"
@@ -314,7 +314,7 @@ def _name(part: _Part) -> str:
     return f"{part.path} ({type(part.module).__name__})" if part.path else type(part.module).__name__
 
 
-def _make_real(spot: Spot, value: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _make_real(spot: EmptyTensor, value: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     old = spot.now
     new = nn.Parameter(value.detach(), old.requires_grad) if isinstance(old, nn.Parameter) else value
     if not hooked(old) and swapped(old, new):  # hooks would stay with what it was

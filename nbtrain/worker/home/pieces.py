@@ -26,7 +26,7 @@ from nbtrain.worker.home.split_leftovers import find_strays
 Ranges = list[tuple[int, int]]
 
 
-class Held(Apart):
+class HeldPiece(Apart):
     """One tensor's."""
 
     piece: Any
@@ -43,7 +43,7 @@ class Pieces:
         self.rank = rank
         self.world_size = world_size
         self.table = table
-        self._held: list[Held] = []
+        self._held: list[HeldPiece] = []
         self.strays: list[tuple[Any, Any]] = []
         """tensors in pieces that cells have made: a `state_dict`, gradients that were kept"""
 
@@ -60,7 +60,7 @@ class Pieces:
         for tensor, piece in found:
             held = before.pop(id(tensor), None)
             if held is None or (held.shape, held.dtype) != (tuple(piece.shape), piece.dtype):
-                held = Held(tensor, piece.shape, piece.dtype, self._fetch)
+                held = HeldPiece(tensor, piece.shape, piece.dtype, self._fetch)
                 held.piece = piece
                 if before_cell and self.table.find(tensor) is not None:
                     held.number = _number(held)
@@ -168,7 +168,7 @@ class Pieces:
 
     def _fetch(self, apart: Apart) -> memoryview:
         """All of it, on the rank that packs."""
-        assert isinstance(apart, Held)
+        assert isinstance(apart, HeldPiece)
         if not apart.nbytes:
             return memoryview(b"")
         # A map by itself, gone when it is written: from the heap each would come out of another hole.
@@ -182,7 +182,7 @@ class Pieces:
                     dist.recv(whole[start:stop].view(torch.uint8), rank)
         return memoryview(whole.view(torch.uint8).numpy())
 
-    def _everywhere(self, held: Held) -> Any:
+    def _everywhere(self, held: HeldPiece) -> Any:
         whole = torch.empty(held.tensor.numel(), dtype=held.dtype)
         size = held.dtype.itemsize
         for (start, stop), flat in self._parts(held):
@@ -193,7 +193,7 @@ class Pieces:
                     dist.broadcast(whole[start:stop].view(torch.uint8), rank)
         return whole
 
-    def _parts(self, held: Held) -> Iterator[tuple[tuple[int, int], Any]]:
+    def _parts(self, held: HeldPiece) -> Iterator[tuple[tuple[int, int], Any]]:
         """Bytes, because gloo does not know every type."""
         for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
             if stop > start:
@@ -209,11 +209,11 @@ class Pieces:
         for i, held in enumerate(self._held):
             held.ranges = [ranges[i] for ranges in everybody]
 
-    def _rejoin(self, held: Held) -> None:
+    def _rejoin(self, held: HeldPiece) -> None:
         join(self.table, held.tensor, numeric.TENSOR)
 
 
-def _number(held: Held) -> int:
+def _number(held: HeldPiece) -> int:
     number = 0
     for flat in held.piece.read():
         number = zlib.crc32(b"%d" % checksum(flat.detach()), number)

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from nbtrain.compat import brought
-from nbtrain.compat.brought import Brought
+from nbtrain.compat.brought import ProcessAware
 from nbtrain.compat.horovod import START
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
@@ -83,7 +83,7 @@ class Libraries:
 
     # -- what is called in a cell -----------------------------------------------------------------
 
-    def _made(self, one: Brought, old: Callable[..., Any]) -> Callable[..., Any]:
+    def _made(self, one: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
         def init(made: Any, *args: Any, **kwargs: Any) -> None:
             self._refuse_twice(one.word)
             if one.takes and self._several:
@@ -93,7 +93,7 @@ class Libraries:
 
         return init
 
-    def _used(self, one: Brought, old: Callable[..., Any]) -> Callable[..., Any]:
+    def _used(self, one: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
         def use(made: Any, *args: Any, **kwargs: Any) -> Any:
             self._refuse_twice(one.word)
             if self._several and made not in self._here:
@@ -150,7 +150,7 @@ class Libraries:
 
         return start
 
-    def _check_settings(self, one: Brought, given: list[Any]) -> None:
+    def _check_settings(self, one: ProcessAware, given: list[Any]) -> None:
         """They were made on the ranks, too."""
         for settings in given:
             of = {cls.__name__ for cls in type(settings).__mro__}

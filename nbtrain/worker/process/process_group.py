@@ -43,7 +43,7 @@ TWO = (
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
-class Group:
+class RankGroup:
     """One rank's membership. `give_up` may come from any thread."""
 
     def __init__(self, info: RankInfo, backend: str, board: Board | None = None) -> None:

@@ -18,7 +18,7 @@ from importlib.machinery import FileFinder
 from typing import Any
 
 from nbtrain.compat import python
-from nbtrain.messages import Surroundings
+from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import RankInfo
 from nbtrain.worker.modules.local_modules import Modules
 from nbtrain.worker.process import library_settings as settings
@@ -146,7 +146,7 @@ class Taken:
         self._loaded: frozenset[str] = frozenset()
         settings.be_born()
 
-    def take(self, new: Surroundings) -> list[str]:
+    def take(self, new: KernelEnvironment) -> list[str]:
         """Before a cell; what could not be done, in sentences."""
         self._directory = new.directory or self._directory
         self._path = new.path or self._path

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterable
 from types import FunctionType
 
-from nbtrain.messages import LATELY, Source
+from nbtrain.messages import LATELY, CellSource
 
 
 class Texts:
@@ -21,7 +21,7 @@ class Texts:
         self._full = 2 * LATELY
         """so many are looked through"""
 
-    def learn(self, sources: Iterable[Source]) -> None:
+    def learn(self, sources: Iterable[CellSource]) -> None:
         for source in sources:
             lines = source.text.splitlines(keepends=True)
             linecache.cache[source.filename] = (len(source.text), None, lines, source.filename)

@@ -107,7 +107,7 @@ class Outlet:
                 at = end
 
 
-class Stream(io.TextIOBase):
+class RankStream(io.TextIOBase):
     """`sys.stdout` and `sys.stderr` of a rank.
 
     In a process that the rank forks, such as a loader's worker, nobody sends what is collected here: its text goes to
@@ -166,7 +166,7 @@ class Stream(io.TextIOBase):
 class _Bytes(io.RawIOBase):
     """`sys.stdout.buffer`."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: RankStream) -> None:
         self._stream = stream
 
     def writable(self) -> bool:
@@ -221,7 +221,7 @@ class Outputs:
         """`files`: behind the file descriptors; `taken`: see `Drain`."""
         self.outlet = Outlet(rank, send)
         self._drains = [Drain(1, "stdout", files[0], taken[0]), Drain(2, "stderr", files[1], taken[1])]
-        self._streams = Stream("stdout", self.outlet, 1), Stream("stderr", self.outlet, 2)
+        self._streams = RankStream("stdout", self.outlet, 1), RankStream("stderr", self.outlet, 2)
         self._draining = threading.Lock()
         """what was read by one thread is in the outlet before another one reads on, or says that this was all"""
         os.register_at_fork(after_in_child=self._in_child)
