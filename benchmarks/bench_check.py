@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.exchange.fingerprint import checksum
-from nbtrain.session.check import check
+from nbtrain.exchange.kinds.checksum import checksum
+from nbtrain.session.sync.check_report import check
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from benchmarks.measure import in_turns
-from nbtrain.exchange.bulk import CHUNK
-from nbtrain.exchange.fingerprint import lanes
+from nbtrain.exchange.graph.residence import Arrival, Table, Walk, remember
 from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.bulk_compare import CHUNK
+from nbtrain.exchange.kinds.checksum import lanes
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.exchange.residence import Arrival, Table, Walk, remember
 from nbtrain.exchange.segment import Segment
 
 Namespace = dict[str, Any]

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.measure import Table, kernel, run, say
-from nbtrain import probes
-from nbtrain.planning.growth import Growth, Point, Volume, fit, ring
+from nbtrain.machine import probes
+from nbtrain.planning.growth.growth import Growth, Point, Volume, fit, ring
 from tests.kernels import Kernel
 
 COUNTS = (1, 2, 4, 8)

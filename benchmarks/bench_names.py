@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.exchange import _code
-from nbtrain.exchange.names import analyse, reach
+from nbtrain.exchange.names import code_globals as _code
+from nbtrain.exchange.names.cell_names import analyse, reach
 
 HELPERS = 50
 BLOCK = """for x{0}, y{0} in loader:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.training.board import Owned
-from nbtrain.training.steps import Steps
-from nbtrain.training.stopping import Stopping
-from nbtrain.worker.link import DOWN, Frames, Sealer
+from nbtrain.training.loop.shared_board import OwnedBoard
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.loop.stopping import Stopping
+from nbtrain.worker.process.channel import DOWN, Frames, Sealer
 
 PLAIN = struct.Struct("<Q")
 OFTEN = 20_000
@@ -24,7 +24,7 @@ ROUNDS = 15
 def boundaries(table: Table) -> None:
     """A step's end as a rank sees it: counted, told on the board, looked up whether to stop."""
     with tempfile.TemporaryDirectory() as directory:
-        board = Owned(4, directory)
+        board = OwnedBoard(4, directory)
         with_board, without = Steps(1), Steps(1)
         stopping = Stopping(1, with_board)
         stopping.begin(board, 1)

@@ -21,8 +21,9 @@ from benchmarks.tables_cells import NOTEBOOK
 from benchmarks.tables_layout import Sheet, megabytes, spread, times
 from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
-from nbtrain import probes, registry
-from nbtrain.planning.search import largest
+from nbtrain import registry
+from nbtrain.machine import probes
+from nbtrain.planning.compare.search import largest
 from tests.kernels import Kernel
 
 BATCH = 8

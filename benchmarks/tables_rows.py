@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain import registry, words
-from nbtrain.magics import table
+from nbtrain.magics import strategy_table as table
 from nbtrain.strategies import presets
 from tests.variants import buckets
 

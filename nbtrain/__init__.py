@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain import errors
-    from nbtrain.planning.plan import Plan
+    from nbtrain.planning.plan.plan import Plan
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-    from nbtrain.strategies.units import wrap
+    from nbtrain.strategies.kit.units import wrap
     from nbtrain.unfilled import empty
 
     # What a rank finds among its builtins; said here for editors.
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     def barrier() -> None: ...
     def setup(*objects: Any) -> Any: ...
 
-    from nbtrain.training.checkpoints.here import load, save
-    from nbtrain.training.resumable import resumable
+    from nbtrain.training.checkpoints.api import load, resumable, save
 
 
 __version__ = "0.1.0"
@@ -74,10 +73,10 @@ _watches: dict[int, Any] = {}
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
-    from nbtrain.cuda_watch import watch_cuda_init
     from nbtrain.engines._local.warm import foresee
+    from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.magics.extension import load
-    from nbtrain.worker.local_files import note_executed
+    from nbtrain.worker.modules.local_files import note_executed
 
     load(shell, doctor=_doctor)
     _watches[id(shell)] = watch_cuda_init(shell)
@@ -133,7 +132,7 @@ def plan(
     for no, small or any `loss` of speed.
     """
     from nbtrain.magics.extension import state_here
-    from nbtrain.magics.planned import for_programs
+    from nbtrain.magics.plan import for_programs
 
     options = {
         "devices": devices,
@@ -154,7 +153,7 @@ def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **optio
     other widgets cannot be. `options`: those of `%distributed pick`, by name.
     """
     from nbtrain.magics.extension import state_here
-    from nbtrain.magics.picked import picker as make
+    from nbtrain.magics.picker.picker import picker as make
 
     return make(state_here(), model, batch, plain=plain, **options)
 
@@ -167,15 +166,15 @@ def __getattr__(name: str) -> Any:
 
         return getattr(base, name)
     if name == "wrap":
-        from nbtrain.strategies.units import wrap
+        from nbtrain.strategies.kit.units import wrap
 
         return wrap
     if name in ("save", "load"):
-        from nbtrain.training.checkpoints import here
+        from nbtrain.training.checkpoints import api as here
 
         return getattr(here, name)
     if name == "resumable":
-        from nbtrain.training.resumable import resumable
+        from nbtrain.training.checkpoints.api import resumable
 
         return resumable
     if name == "history":

@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbtrain.devices as devices
-import nbtrain.probes as probes
+import nbtrain.machine.devices as devices
+import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
 from nbtrain.compat import fit
 from nbtrain.compat import versions as tried
-from nbtrain.cuda_watch import Origin, latest
+from nbtrain.machine.cuda_watch import Origin, latest
 
 if TYPE_CHECKING:
     pass
@@ -52,7 +52,7 @@ PLACES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReportLine:
     """One line of the report."""
 
     level: str
@@ -72,7 +72,7 @@ def diagnose(
     versions: Mapping[str, str | None] | None = None,
     root: Path = Path("/"),
     origin: Origin | None = None,
-) -> list[Finding]:
+) -> list[ReportLine]:
     """Everything there is to say. What is not given is read from this process and its machine."""
     machine = machine or devices.here()
     versions = _versions() if versions is None else versions
@@ -90,7 +90,7 @@ def diagnose(
     ]
 
 
-def report(findings: Iterable[Finding] | None = None) -> str:
+def report(findings: Iterable[ReportLine] | None = None) -> str:
     """The findings as plain text, one line each, with what to do below."""
     found = diagnose() if findings is None else list(findings)
     width = max((len(one.topic) for one in found), default=0)
@@ -110,32 +110,32 @@ def report(findings: Iterable[Finding] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _place() -> Iterator[Finding]:
+def _place() -> Iterator[ReportLine]:
     place = probes.environment()
     system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield Finding("ok", "here", f"{place}, {system}")
+    yield ReportLine("ok", "here", f"{place}, {system}")
     if place in PLACES:
-        yield Finding("note", "here", PLACES[place])
+        yield ReportLine("note", "here", PLACES[place])
 
 
-def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
+def check_versions(versions: Mapping[str, str | None]) -> Iterator[ReportLine]:
     """`versions`: package → version, None where it is not installed."""
     good = []
     for name, found in versions.items():
         least = PACKAGES.get(name)
         if found is None and least is not None:
-            yield Finding("bad", "versions", f"{name} is not installed", f'pip install "{name}>={least}"')
+            yield ReportLine("bad", "versions", f"{name} is not installed", f'pip install "{name}>={least}"')
         elif found is None:
-            yield Finding("note", "versions", f"{name} runs from its source folder, it is not installed")
+            yield ReportLine("note", "versions", f"{name} runs from its source folder, it is not installed")
         elif name == "ipykernel" and tried.release(found)[:2] == (7, 0):
-            yield Finding(
+            yield ReportLine(
                 "warn",
                 "versions",
                 f"ipykernel {found} loses what threads print and show: a run's output may stand still",
                 'pip install "ipykernel>=6.17,!=7.0.*" and restart the kernel',
             )
         elif least is not None and tried.release(found) < tried.release(least):
-            yield Finding(
+            yield ReportLine(
                 "bad",
                 "versions",
                 f"{name} {found} is older than {least}, the oldest that nbtrain supports",
@@ -143,7 +143,7 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
             )
         elif tried.newest(name) and tried.release(found) > tried.release(tried.newest(name)):
             newest = tried.newest(name)
-            yield Finding(
+            yield ReportLine(
                 "note",
                 "versions",
                 f"{name} {found} is newer than {newest}, the newest that nbtrain was run with; a strategy that does "
@@ -151,7 +151,7 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
                 f'if something fails: pip install "{name}=={newest}" and restart the kernel',
             )
         elif tried.oldest(name) and tried.release(found) < tried.release(tried.oldest(name)):
-            yield Finding(
+            yield ReportLine(
                 "warn",
                 "versions",
                 f"{name} {found} is older than {tried.oldest(name)}, the oldest that nbtrain was run with",
@@ -160,20 +160,20 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
         else:
             good.append(f"{name} {found}")
     if good:
-        yield Finding("ok", "versions", ", ".join(good))
+        yield ReportLine("ok", "versions", ", ".join(good))
 
 
-def check_host(cores: int, memory: probes.Memory, shm: probes.Space | None) -> Iterator[Finding]:
+def check_host(cores: int, memory: probes.HostMemory, shm: probes.Space | None) -> Iterator[ReportLine]:
     machine = os.cpu_count() or cores
-    yield Finding("ok", "cores", f"{cores} allowed" + (f" of the machine's {machine}" if machine > cores else ""))
+    yield ReportLine("ok", "cores", f"{cores} allowed" + (f" of the machine's {machine}" if machine > cores else ""))
     limit = f", the cgroup allows {_size(memory.limit)} of them" if memory.limit < memory.host else ""
     text = f"{_size(memory.available)} free; the machine has {_size(memory.host)}{limit}"
     if memory.available < 2 * GIB:
-        yield Finding("note", "memory", text, "a warm rank needs some 0.2 GiB besides its copy of the weights")
+        yield ReportLine("note", "memory", text, "a warm rank needs some 0.2 GiB besides its copy of the weights")
     else:
-        yield Finding("ok", "memory", text)
+        yield ReportLine("ok", "memory", text)
     if shm is not None and shm.free < GIB:
-        yield Finding(
+        yield ReportLine(
             "note",
             "/dev/shm",
             f"{_size(shm.free)} free: enough for nbtrain, which does not use it; DataLoader workers hand their batches "
@@ -181,30 +181,36 @@ def check_host(cores: int, memory: probes.Memory, shm: probes.Space | None) -> I
             "num_workers=0, or a container started with --shm-size=2g",
         )
     elif shm is not None:
-        yield Finding("ok", "/dev/shm", f"{_size(shm.free)} free")
+        yield ReportLine("ok", "/dev/shm", f"{_size(shm.free)} free")
 
 
-def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[Finding]:
+def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[ReportLine]:
     """`problem`: why the driver shows no cards."""
     if not machine.gpus:
         text = "no NVIDIA GPU; an integer for --devices is a number of CPU ranks"
         if problem and problem.startswith("NVML:"):  # there is a driver, and it does not work
-            yield Finding("warn", "GPUs", f"the driver does not answer: {problem}", "restart the machine or container")
+            yield ReportLine(
+                "warn", "GPUs", f"the driver does not answer: {problem}", "restart the machine or container"
+            )
         elif (Path("/dev") / "kfd").exists():
-            yield Finding("note", "GPUs", "AMD cards are here, and are not counted in this version: ranks run on CPU")
+            yield ReportLine(
+                "note", "GPUs", "AMD cards are here, and are not counted in this version: ranks run on CPU"
+            )
         else:
-            yield Finding("ok", "GPUs", text)
+            yield ReportLine("ok", "GPUs", text)
         return
     cards = machine.cards()
     for number, card in enumerate(cards):
         users = [f"process {user.pid}{' (this notebook)' * (user.pid in machine.mine)}" for user in card.users]
         who = f"used by {', '.join(users)}" if users else "no process is seen on it"
-        yield Finding("ok", "GPUs", f"cuda:{number} {card.name}, {_size(card.used)} of {_size(card.total)} used, {who}")
+        yield ReportLine(
+            "ok", "GPUs", f"cuda:{number} {card.name}, {_size(card.used)} of {_size(card.total)} used, {who}"
+        )
     if machine.visible is not None and len(cards) < len(machine.gpus):
         text = f"CUDA_VISIBLE_DEVICES={machine.visible!r} shows {len(cards)} of {len(machine.gpus)} GPUs"
-        yield Finding("note", "GPUs", text, "" if cards else "unset it before the kernel starts")
+        yield ReportLine("note", "GPUs", text, "" if cards else "unset it before the kernel starts")
     if len({card.name for card in machine.gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        yield Finding(
+        yield ReportLine(
             "note",
             "GPUs",
             "the cards differ: torch counts the fastest first, nbtrain counts as nvidia-smi does, so that cuda:0 may "
@@ -213,12 +219,12 @@ def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[Findin
         )
 
 
-def check_cuda(initialised: str | None, origin: Origin | None, *, watched: bool) -> Iterator[Finding]:
+def check_cuda(initialised: str | None, origin: Origin | None, *, watched: bool) -> Iterator[ReportLine]:
     if initialised is None:
-        yield Finding("ok", "CUDA", "not initialised in this process")
+        yield ReportLine("ok", "CUDA", "not initialised in this process")
         return
     by = f"by {origin}" if origin else "before nbtrain was loaded" if not watched else "by code outside the cells"
-    yield Finding(
+    yield ReportLine(
         "note",
         "CUDA",
         f"initialised in this process by {initialised}, {by}: this process holds some of a GPU's memory, and cannot "
@@ -227,55 +233,55 @@ def check_cuda(initialised: str | None, origin: Origin | None, *, watched: bool)
     )
 
 
-def check_compiler(torch_cuda: str | None, nvcc: str | None) -> Iterator[Finding]:
+def check_compiler(torch_cuda: str | None, nvcc: str | None) -> Iterator[ReportLine]:
     """Both as "12.8"; only strategies that compile extensions (DeepSpeed's own optimizers) care."""
     if torch_cuda is None and nvcc is None:
         return
     if torch_cuda is None:
-        yield Finding("note", "nvcc", f"nvcc {nvcc} is here, and this torch is built without CUDA: ranks run on CPU")
+        yield ReportLine("note", "nvcc", f"nvcc {nvcc} is here, and this torch is built without CUDA: ranks run on CPU")
     elif nvcc is None:
-        yield Finding(
+        yield ReportLine(
             "note", "nvcc", f"torch is built with CUDA {torch_cuda}; without nvcc no extension can be compiled"
         )
     elif tried.release(nvcc)[:1] != tried.release(torch_cuda)[:1]:
-        yield Finding(
+        yield ReportLine(
             "warn",
             "nvcc",
             f"nvcc {nvcc} does not fit torch, which is built with CUDA {torch_cuda}: extensions will not compile",
             f"install the CUDA {torch_cuda} toolkit, or set CUDA_HOME to where it is",
         )
     else:
-        yield Finding("ok", "nvcc", f"nvcc {nvcc}, torch built with CUDA {torch_cuda}")
+        yield ReportLine("ok", "nvcc", f"nvcc {nvcc}, torch built with CUDA {torch_cuda}")
 
 
-def check_starts(why_not_fork: str | None, system: str = sys.platform) -> Iterator[Finding]:
+def check_starts(why_not_fork: str | None, system: str = sys.platform) -> Iterator[ReportLine]:
     if system == "linux":
-        yield Finding("ok", "--start", "warm and spawn are possible" + ("" if why_not_fork else ", and so is fork"))
+        yield ReportLine("ok", "--start", "warm and spawn are possible" + ("" if why_not_fork else ", and so is fork"))
     else:
         text = f"spawn only: warm ranks are forks of a clean process, which is safe on Linux alone (this is {system})"
-        yield Finding("note", "--start", text)
+        yield ReportLine("note", "--start", text)
     if why_not_fork and system == "linux":
-        yield Finding("note", "--start", why_not_fork)
+        yield ReportLine("note", "--start", why_not_fork)
 
 
-def check_strategies(machine: devices.Machine) -> Iterator[Finding]:
+def check_strategies(machine: devices.Machine) -> Iterator[ReportLine]:
     """Which are available; of the others, what is missing and the command that brings it."""
     kinds = {"cpu", *(["cuda"] if machine.cards() else []), *(["tpu"] if machine.tpus else [])}
     ready = []
     for name, entry in sorted(registry.strategies().items()):
         missing = [package for package in entry.needs.packages if not _installed(package)]
         if missing:
-            yield Finding(
+            yield ReportLine(
                 "note", "strategies", f"{name} needs {', '.join(missing)}", f"pip install {' '.join(missing)}"
             )
         elif not kinds & set(entry.needs.kinds):
-            yield Finding("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
+            yield ReportLine("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
         elif reason := fit.refusal(name, entry.internals, entry.instead, look=False):
             why, _, instead = reason.rpartition(". ")
-            yield Finding("warn", "strategies", why, instead)
+            yield ReportLine("warn", "strategies", why, instead)
         else:
             ready.append(f"{name} ({entry.unrun})" if entry.unrun else name)
-    yield Finding("ok", "strategies", "available: " + ", ".join(ready))
+    yield ReportLine("ok", "strategies", "available: " + ", ".join(ready))
 
 
 # ---------------------------------------------------------------- readings that only the doctor needs

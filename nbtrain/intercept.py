@@ -9,7 +9,8 @@ A function is replaced while somebody listens. A rank besides lays all of them a
 message, and has those that a cell may import by name in place for the whole of each: what a parcel names finds them.
 Who has put his own function in the place of ours is left alone: he calls ours, or has chosen not to.
 
-Nothing else in nbtrain assigns to an attribute of another package. ARCHITECTURE.md shows the table; a test compares.
+Nothing else in nbtrain assigns to an attribute of another package. The table is shown in
+docs/internals/replaced_functions.md; a test compares.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from nbtrain.specs import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class CellSource:
     """The text of one notebook cell, so that tracebacks and `inspect` on a rank show its lines."""
 
     filename: str
@@ -23,7 +23,7 @@ LATELY = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class KernelEnvironment:
     """What a rank takes over from the kernel's process before a cell. None: as before."""
 
     directory: str | None = None
@@ -39,7 +39,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunCell:
     """Run a cell."""
 
     spec: RunSpec
@@ -64,8 +64,8 @@ class Run:
     """rank → segments of its own that the notebook has let go"""
     streams: Any = None
     """random states; None: each rank goes on with its own"""
-    sources: tuple[Source, ...] = ()
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    sources: tuple[CellSource, ...] = ()
+    surroundings: KernelEnvironment = field(default_factory=KernelEnvironment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,4 +140,4 @@ class Close:
     """End the process."""
 
 
-Message = Run | Adopt | Pull | Serve | Leave | Forget | Conclude | Regroup | Close
+Message = RunCell | Adopt | Pull | Serve | Leave | Forget | Conclude | Regroup | Close

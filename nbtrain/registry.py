@@ -226,7 +226,8 @@ def missing(needs: Needs) -> str | None:
 
 def lacking(needs: Needs) -> str | None:
     """Why it cannot be used on this machine."""
-    import nbtrain.probes as probes  # on use: it brings psutil, and whoever reads the tables alone need not have it
+    # on use: it brings psutil, and whoever reads the tables alone need not have it
+    import nbtrain.machine.probes as probes
 
     if reason := missing(needs):
         return reason

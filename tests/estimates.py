@@ -24,7 +24,7 @@ import torch
 from benchmarks.measure import run, say
 from benchmarks.tables_cells import MEMORY
 from nbtrain import registry, words
-from nbtrain.planning.profile import profile
+from nbtrain.planning.profile.profile import profile
 from nbtrain.strategies.estimates import Estimate, Profile, World
 from tests.kernels import Kernel, running_kernel
 from tests.planned import PLANNED

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nbtrain.exchange.names import private
+from nbtrain.exchange.names.cell_names import private
 
 Outcome = dict[str, Any]
 kept: dict[tuple[str, ...], Outcome] = {}

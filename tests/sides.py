@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from nbtrain.exchange.residence import Table, Walk
-from nbtrain.session.traffic import Outgoing, Traffic
-from nbtrain.worker.homeward import KERNEL, Home
-from nbtrain.worker.twins import Twins
+from nbtrain.exchange.graph.residence import Table, Walk
+from nbtrain.session.sync.notebook_side import Outgoing, Traffic
+from nbtrain.worker.home.homecoming import KERNEL, Home
+from nbtrain.worker.home.rank_side import Twins
 
 
 def namespace() -> dict[str, Any]:

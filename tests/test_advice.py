@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain import probes
-from nbtrain.exchange.names import Captured
-from nbtrain.planning import guide
-from nbtrain.session.advice import advise
-from nbtrain.session.instead import instead
-from nbtrain.session.memory import LESS
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.machine import probes
+from nbtrain.planning.plan import guide
+from nbtrain.session.report.oom_advice import instead
+from nbtrain.session.report.oom_report import LESS
+from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.specs import PoolSpec, RunSpec
 from tests.kernels import Kernel
 from tests.planned import PLANNED

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nbtrain.shield import Presses
-from nbtrain.training.board import ASIDE, OPEN, STEPS, Owned
-from nbtrain.training.checkpoints.aside import Wishes
+from nbtrain.training.checkpoints.live_weights import Wishes
+from nbtrain.training.loop.shared_board import ASIDE, OPEN, STEPS, OwnedBoard
 from tests.kernels import Kernel
 from tests.notebook import TRAIN, Notebook
 
@@ -115,7 +115,7 @@ def test_a_button_and_then_the_notebooks_own_stop_are_one_wish() -> None:
 
 def test_a_wish_that_ranks_may_be_on_their_way_to_is_not_replaced(tmp_path: Path) -> None:
     """Who is past its step would miss the next one, and the others wait for him in a collective."""
-    board = Owned(2, str(tmp_path))
+    board = OwnedBoard(2, str(tmp_path))
     try:
         for part, ended in zip(board.parts, (4, 3), strict=True):
             part[OPEN], part[STEPS] = 7, ended

@@ -103,8 +103,8 @@ def test_private_names_are_found(source: str, what: str) -> None:
     "source",
     [
         "from __future__ import annotations\nimport torch.nn.functional as F\nfrom torch.utils.data import DataLoader",
-        "from nbtrain.strategies._pipeline.plan import Line",
-        "from nbtrain.strategies import _pipeline",
+        "from nbtrain.strategies.pipeline.cut import Line",
+        "from nbtrain.engines import _local",
         "import torch as _torch\n_torch.ones(1)",
         "import os\nos._exit(1)",
         "import torch\ntorch.__version__, torch.nn.Module.__call__, x.__dict__",

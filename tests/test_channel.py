@@ -20,12 +20,12 @@ import nbtrain.engines._local.directory as private
 from nbtrain.engines._local.channel import PATIENCE, STRANGERS, Channel
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Output, RankState
-from nbtrain.messages import Forget, Source
+from nbtrain.messages import CellSource, Forget
 from nbtrain.patience import Patience
 from nbtrain.specs import RankInfo
-from nbtrain.worker.group import Group
-from nbtrain.worker.link import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
-from nbtrain.worker.output import Outlet
+from nbtrain.worker.process.channel import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
+from nbtrain.worker.process.process_group import RankGroup
+from nbtrain.worker.shell.output import Outlet
 
 SECRET = b"of this process"
 BIG = "x" * (4 << 20)
@@ -90,7 +90,7 @@ def state(name: str, rank: int = 0) -> RankState:
 
 
 def big() -> Any:
-    return Source(filename="", text=BIG, number=None)
+    return CellSource(filename="", text=BIG, number=None)
 
 
 def heard(channel: Channel) -> list[Event]:
@@ -583,7 +583,7 @@ def test_giving_a_group_up_leaves_a_users_own_sockets() -> None:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         here = stack.enter_context(socket.create_connection(listener.getsockname()))
         there = stack.enter_context(listener.accept()[0])
-        group = Group(info, "gloo")
+        group = RankGroup(info, "gloo")
         group._sockets = {(s.fileno(), os.fstat(s.fileno()).st_ino) for s in (ours, listener, here)}
         group.give_up()
         assert there.recv(1) == b"", "as the group's: on this machine"

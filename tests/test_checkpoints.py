@@ -36,9 +36,12 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training import streams
-from nbtrain.training.checkpoints import folder, here, owning, writing
-from nbtrain.training.checkpoints.parts import Described, owners
+from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints import background_write as writing
+from nbtrain.training.checkpoints import folder
+from nbtrain.training.checkpoints import ownership as owning
+from nbtrain.training.checkpoints.rank_parts import Described, owners
+from nbtrain.training.ranks import default_generators as streams
 from nbtrain.training.runtime import Runtime
 from tests.flat import FlatPieces
 from tests.kernels import Kernel
@@ -477,7 +480,7 @@ def test_every_k_steps_and_keep_last(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def _made_by_deepspeed(rank: int, parent: str) -> dict[str, torch.Tensor]:
     """With DeepSpeed's own calls, as any script would."""
-    from nbtrain.strategies._deepspeed.library import library
+    from nbtrain.strategies.deepspeed.library import library
 
     os.environ["LOCAL_RANK"] = str(rank)
     deepspeed = library(torch.device("cpu"))  # the library itself, without the op that it would compile for a minute

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nbtrain.planning.comparison import STATES, Comparison, Measured
-from nbtrain.planning.comparison_table import html
+from nbtrain.planning.compare.comparison import STATES, Comparison, MeasuredWay
+from nbtrain.planning.compare.table import html
 from nbtrain.svg import ticks
 from nbtrain.words import size
 from tests.lab import Notebook, Server
@@ -24,12 +24,12 @@ from tests.lab import Notebook, Server
 MB = 10**6
 
 
-def done(name: str, memory: int, samples: float, **more: Any) -> Measured:
+def done(name: str, memory: int, samples: float, **more: Any) -> MeasuredWay:
     found = {"line": f"--strategy {name} --devices 2", "state": "done", "ranks": 2, "steps": 10, "batch": 32} | more
-    return Measured(name=name, memory=(memory * MB - MB, memory * MB), samples_per_second=samples, **found)
+    return MeasuredWay(name=name, memory=(memory * MB - MB, memory * MB), samples_per_second=samples, **found)
 
 
-def sized(name: str, *sizes: int, fits: int) -> list[Measured]:
+def sized(name: str, *sizes: int, fits: int) -> list[MeasuredWay]:
     failed: dict[str, Any] = {"state": "failed", "no_memory": True, "memory": (), "samples_per_second": 0.0}
     rows = [
         done(f"{name} · batch {one}", 100 + one, 10.0 * one, size=one, batch=one, line=f"-s {name}") for one in sizes
@@ -41,8 +41,8 @@ SPEED = Comparison(
     rows=(
         done("ddp", 812, 401.2),
         done("fsdp", 412, 435.6),
-        Measured(name="pipeline", line="-s pipeline", state="failed", ranks=2, why="it wants a <list> of layers"),
-        Measured(name="dp", line="-s dp", state="failed", ranks=2, memory=(990 * MB,), no_memory=True),
+        MeasuredWay(name="pipeline", line="-s pipeline", state="failed", ranks=2, why="it wants a <list> of layers"),
+        MeasuredWay(name="dp", line="-s dp", state="failed", ranks=2, memory=(990 * MB,), no_memory=True),
     ),
     steps=10,
     seconds=14.2,
@@ -122,9 +122,9 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
 def test_one_row_for_each_strategy_says_what_was_too_much() -> None:
     rows = (
         done("ddp", 300, 480.0, size=48, why="a batch of 64: out of memory: it took 1.1 GB"),
-        Measured(name="fsdp", line="-s fsdp", state="running", ranks=2, size=32, why="trying a batch of 32"),
-        Measured(name="dp", line="-s dp", state="failed", ranks=2, why="a batch of 8: stopped"),
-        Measured(name="zero1", line="-s zero1"),
+        MeasuredWay(name="fsdp", line="-s fsdp", state="running", ranks=2, size=32, why="trying a batch of 32"),
+        MeasuredWay(name="dp", line="-s dp", state="failed", ranks=2, why="a batch of 8: stopped"),
+        MeasuredWay(name="zero1", line="-s zero1"),
     )
     lines = repr(Comparison(rows=rows, steps=5, goal="batch")).splitlines()
     cells = [re.split(r"\s{2,}", line) for line in lines[4:]]
@@ -171,7 +171,7 @@ text = st.text(max_size=60)
 amount = st.one_of(st.just(0), st.integers(1, 10**15))
 pace = st.floats(0, 1e12) | st.sampled_from([float("inf"), float("nan")])
 row = st.builds(
-    Measured, name=text, line=text, state=st.sampled_from(STATES), ranks=st.integers(0, 600), why=text, batch=amount,
+    MeasuredWay, name=text, line=text, state=st.sampled_from(STATES), ranks=st.integers(0, 600), why=text, batch=amount,
     memory=st.lists(amount, max_size=4).map(tuple), samples_per_second=pace, steps_per_second=pace,
     size=st.none() | st.integers(0, 10**9), no_memory=st.booleans(),
 )  # fmt: skip
@@ -185,7 +185,9 @@ anything = st.builds(
 @given(anything)
 @example(
     Comparison(
-        rows=(Measured(name="a", line="", state="done", memory=(1,), steps_per_second=5e-324),), steps=1, goal="speed"
+        rows=(MeasuredWay(name="a", line="", state="done", memory=(1,), steps_per_second=5e-324),),
+        steps=1,
+        goal="speed",
     )
 )
 def test_whatever_was_measured_can_be_shown(found: Comparison) -> None:
@@ -213,14 +215,14 @@ def test_axes_have_round_numbers(low: float, times: float) -> None:
 
 
 CROWD = """import sys
-from nbtrain.planning.comparison import Comparison, Measured
-from nbtrain.planning.comparison_table import html
+from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
+from nbtrain.planning.compare.table import html
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]
-rows = [Measured(name=name, line=f"-s {name}", state="done", ranks=2, memory=(400_000_000 + 900_000 * n,),
+rows = [MeasuredWay(name=name, line=f"-s {name}", state="done", ranks=2, memory=(400_000_000 + 900_000 * n,),
                  samples_per_second=400 + n % 3) for n, name in enumerate(names)]
-rows.append(Measured(name="ddp2", line="-s ddp2", state="failed", why="it wants two nodes at the least, here is one"))
+rows.append(MeasuredWay(name="ddp2", line="-s ddp2", state="failed", why="it wants two nodes, here is one"))
 found = Comparison(rows=tuple(rows), steps=10, seconds=14.2)
 """
 PLACES = """() => { const svg = document.querySelector('.jp-OutputArea-output svg');

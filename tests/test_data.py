@@ -16,9 +16,9 @@ from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
-from nbtrain.training.data import move, samples_in
+from nbtrain.training.data.batch_dealing import move, samples_in
+from nbtrain.training.ranks.default_generators import capture
 from nbtrain.training.runtime import Runtime
-from nbtrain.training.streams import capture
 from tests.ranks import run_on_ranks
 
 Batches = list[list[int]]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.ddp import DDP
-from nbtrain.strategies.replicated import Replicated
+from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.single import Single
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks

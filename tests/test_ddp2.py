@@ -15,9 +15,9 @@ from torch import nn
 
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
-from nbtrain.strategies import cut_calls
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.ddp2 import DDP2, InNode
+from nbtrain.strategies.kit import batch_cut as cut_calls
 from tests.ranks import run_on_ranks
 
 X = torch.randn(14, 6, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.strategies.gradsync import GradSync
+from nbtrain.strategies.kit.gradient_average import GradSync
 from tests.ranks import run_on_ranks
 
 DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

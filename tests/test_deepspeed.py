@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies._deepspeed.scaling import PATIENCE
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.accumulate import Accumulation
+from nbtrain.strategies.deepspeed.loss_scale import PATIENCE
+from nbtrain.training.loop.accumulation import Accumulation
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 
@@ -38,7 +38,7 @@ def _imported() -> None:
     """Once, here: the ranks are forks of this process."""
     if find_spec("deepspeed") is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies._deepspeed.library import imported
+    from nbtrain.strategies.deepspeed.library import imported
 
     imported(torch.device("cpu"))
 
@@ -934,7 +934,8 @@ def test_an_optimizer_from_the_config() -> None:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """DeepSpeed's CPU Adam: about a minute, once per machine."""
-    from nbtrain.strategies._deepspeed import library, ops
+    from nbtrain.strategies.deepspeed import compile_ops as ops
+    from nbtrain.strategies.deepspeed import library
 
     ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder")
 
@@ -956,7 +957,8 @@ def test_offloaded_to_the_host(stage: int, options: dict[str, Any], compiled: No
 
 def without_libaio(rank: int) -> str:
     """Why there is none. Elsewhere than in this process: to compile something leaves its traces."""
-    from nbtrain.strategies._deepspeed import library, ops
+    from nbtrain.strategies.deepspeed import compile_ops as ops
+    from nbtrain.strategies.deepspeed import library
 
     try:
         ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder")

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from nbtrain.errors import UsageError
-from nbtrain.strategies._deepspeed.config import build
-from nbtrain.strategies._deepspeed.scaling import INITIAL, PATIENCE, LossScale
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.strategies.deepspeed.config import build
+from nbtrain.strategies.deepspeed.loss_scale import INITIAL, PATIENCE, LossScale
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 
@@ -30,7 +30,7 @@ def _imported() -> None:
     """Once, here: the ranks are forks of this process."""
     if find_spec("deepspeed") is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies._deepspeed.library import imported
+    from nbtrain.strategies.deepspeed.library import imported
 
     imported(CPU)
 
@@ -47,7 +47,7 @@ def adam(model: nn.Module, **extras: Any) -> torch.optim.Optimizer:
 def engined(model: nn.Module, optimizer: Any, precision: str = "32", card: bool = False, **options: Any) -> Any:
     """As `DeepSpeed.set_up`, which refuses float16 on the CPU. `card`: in place of a card, the word "cuda" where the
     engine asks what it runs on; its tensors are where they were."""
-    from nbtrain.strategies._deepspeed.engine import Engined
+    from nbtrain.strategies.deepspeed.engine import Engined
 
     class OnCard(Engined):
         device = property(lambda self: torch.device("cuda", 0), lambda self, found: None)  # type: ignore[assignment]

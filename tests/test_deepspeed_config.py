@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.magics.flags import flags_of
-from nbtrain.strategies._deepspeed.config import ENVIRONMENT, build, decided
+from nbtrain.magics.line.flags import flags_of
 from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.strategies.deepspeed.config import ENVIRONMENT, build, decided
 
 Options = DeepSpeed.Options
 

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies._deepspeed import config
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.strategies.deepspeed import DeepSpeed, config
 from tests.absent import absent
 from tests.fuzz.sessions import Live, live
 from tests.lines.playing import numbers
@@ -29,7 +28,7 @@ Parameters = Iterable[torch.Tensor]
 def _imported() -> None:
     if find_spec("deepspeed") is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies._deepspeed.library import imported
+    from nbtrain.strategies.deepspeed.library import imported
 
     imported(torch.device("cpu"))
 
@@ -262,7 +261,7 @@ def test_an_uneven_state_is_not_loaded_in_a_cell(stage: int) -> None:
 
 
 def test_a_digest_sees_what_is_exchanged() -> None:
-    from nbtrain.strategies.alike import COLUMNS, bits_summed
+    from nbtrain.strategies.kit.same_on_ranks import COLUMNS, bits_summed
 
     for dtype in (torch.bfloat16, torch.float32):
         one = torch.randn(3 * COLUMNS + 5).to(dtype)

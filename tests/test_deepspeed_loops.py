@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.prepare import Workshop
+from nbtrain.training.setup.components import Workshop
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 
@@ -26,7 +26,7 @@ def _imported() -> None:
     """Once, here: the ranks are forks of this process."""
     if find_spec("deepspeed") is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies._deepspeed.library import imported
+    from nbtrain.strategies.deepspeed.library import imported
 
     imported(torch.device("cpu"))
 

@@ -27,7 +27,7 @@ from tests.test_deepspeed import SHARDED, batches, distance, make, mse, weights_
 def _imported() -> None:
     if find_spec("deepspeed") is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies._deepspeed.library import imported
+    from nbtrain.strategies.deepspeed.library import imported
 
     imported(torch.device("cpu"))
 

@@ -24,11 +24,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OF_AN_EXTRA = {
     "deepspeed": (
-        *("strategies/_deepspeed/", "strategies/deepspeed.py", "compat/deepspeed.py"),
-        "training/checkpoints/foreign.py",
+        *("strategies/deepspeed/", "compat/deepspeed.py"),
+        "training/checkpoints/other_formats.py",
     ),
-    "fairscale": ("strategies/_sharded/", "strategies/sharded.py", "compat/fairscale.py"),
-    "horovod": ("strategies/_horovod/", "strategies/horovod.py", "compat/horovod.py"),
+    "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
+    "horovod": ("strategies/horovod/", "compat/horovod.py"),
     "server": ("server/",),
 }
 """The files that may count on what an extra installs: they are imported where it is asked for."""
@@ -42,9 +42,9 @@ COMES_WITH = {
 """What nbtrain speaks to only through a package that it declares, and that cannot do without it."""
 
 OF_THE_PLACE = {
-    "torch-xla": ("strategies/_xla/", "compat/xla.py"),  # its version is the machine's: no extra could name it
-    "pandas": ("worker/settings.py",),  # what the notebook has set of it follows to the ranks
-    "matplotlib": ("worker/settings.py",),
+    "torch-xla": ("strategies/xla/", "compat/xla.py"),  # its version is the machine's: no extra could name it
+    "pandas": ("worker/process/library_settings.py",),  # what the notebook has set of it follows to the ranks
+    "matplotlib": ("worker/process/library_settings.py",),
 }
 """Used where it is installed."""
 

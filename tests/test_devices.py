@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from nbtrain.devices import Devices, Machine, here, resolve, threads_per_rank
 from nbtrain.errors import DeviceError
-from nbtrain.leases import Lease
-from nbtrain.probes import Gpu, GpuUser
+from nbtrain.machine.devices import Devices, Machine, here, resolve, threads_per_rank
+from nbtrain.machine.leases import Lease
+from nbtrain.machine.probes import Gpu, GpuUser
 
 GIB = 2**30
 
@@ -209,7 +209,7 @@ def test_no_card_free_is_an_error_and_never_silently_cpu(tmp_path: Path) -> None
 HOLDER = """
 import sys
 from pathlib import Path
-from nbtrain.leases import Lease
+from nbtrain.machine.leases import Lease
 lease = Lease(Path(sys.argv[1]))
 print([lease.add(uuid) for uuid in sys.argv[2:]], flush=True)
 sys.stdin.readline()

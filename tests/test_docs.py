@@ -13,11 +13,11 @@ import nbformat
 import pytest
 
 from nbtrain.events import PHASES
-from nbtrain.magics.options import OPTIONS
+from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
-from nbtrain.planning.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
-from nbtrain.planning.plan_table import HEAD
-from nbtrain.session.background import BackgroundRun
+from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
+from nbtrain.planning.plan.table import HEAD
+from nbtrain.session.background.background_run import BackgroundRun
 from nbtrain.strategies.estimates import World
 from tests.test_estimating import MB, SIZES, profile
 
@@ -100,6 +100,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert to.exists(), target
         assert to.is_relative_to(ROOT), target
         assert not heading or heading in slugs(to), target
+
+
+def test_files_that_the_pages_on_the_house_name_are_there() -> None:
+    """By their path in nbtrain/, in the repository, or by their name where the path stands before it."""
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for glob in ("*.py", "nbtrain/**/*.py", "tests/**/*.py")
+        for path in ROOT.glob(glob)
+    ]
+    for page in (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs/internals").glob("*.md"))):
+        named = re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())
+        lost = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+        assert not lost, f"{page.name} names files that are not there: {lost}"
 
 
 def test_the_readme_has_every_option_and_no_other() -> None:

@@ -11,15 +11,16 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain import cuda_watch, devices, doctor, probes
-from nbtrain.cuda_watch import CudaWatch, Origin
-from nbtrain.doctor import Finding
+from nbtrain import doctor
+from nbtrain.doctor import ReportLine
+from nbtrain.machine import cuda_watch, devices, probes
+from nbtrain.machine.cuda_watch import CudaWatch, Origin
 from tests.shells import bare_shell
 
 GIB = 2**30
 
 
-def said(findings: Iterator[Finding]) -> str:
+def said(findings: Iterator[ReportLine]) -> str:
     return doctor.report(findings)
 
 
@@ -49,10 +50,10 @@ def test_help_and_wrong_words_from_a_terminal() -> None:
 
 
 def test_what_does_not_work_is_counted_and_says_what_to_do() -> None:
-    text = doctor.report([Finding("bad", "a", "is missing", "pip install a"), Finding("ok", "longer", "fine")])
+    text = doctor.report([ReportLine("bad", "a", "is missing", "pip install a"), ReportLine("ok", "longer", "fine")])
     assert text.splitlines()[:3] == ["✗ a       is missing", "          → pip install a", "  longer  fine"]
     assert "1 × ✗" in text
-    assert doctor.report([Finding("ok", "a", "b")]).endswith("nothing stands in the way")
+    assert doctor.report([ReportLine("ok", "a", "b")]).endswith("nothing stands in the way")
 
 
 # ---------------------------------------------------------------- one by one
@@ -95,7 +96,7 @@ def test_what_is_to_be_known_of_a_place(signs: dict[str, str], says: str, monkey
 
 
 def test_limits_of_the_container_are_told_from_the_machine() -> None:
-    memory = probes.Memory(host=64 * GIB, limit=4 * GIB, available=3 * GIB)
+    memory = probes.HostMemory(host=64 * GIB, limit=4 * GIB, available=3 * GIB)
     text = said(doctor.check_host(1, memory, probes.Space(total=64 * 2**20, free=64 * 2**20)))
     assert "3.0 GiB free; the machine has 64.0 GiB, the cgroup allows 4.0 GiB of them" in text
     assert "64 MiB free: enough for nbtrain" in text
@@ -278,7 +279,7 @@ def test_torch_imported_later_is_watched_through_its_own_initialisation() -> Non
     """torch's own `_lazy_init`, given a CUDA library that has nothing to do."""
     code = (
         "from IPython.core.interactiveshell import InteractiveShell\n"
-        "import sys; from nbtrain.cuda_watch import CudaWatch\n"
+        "import sys; from nbtrain.machine.cuda_watch import CudaWatch\n"
         "shell = InteractiveShell(); watch = CudaWatch(shell)\n"
         "assert 'torch' not in sys.modules\n"
         "def run(cell): return shell.run_cell(cell, store_history=True).raise_error()\n"

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.specs import RankInfo
-from nbtrain.strategies._dp.threads import Threads
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.dp import DP, Spread
+from nbtrain.strategies.dp.threads import Threads
 
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(7) % 3

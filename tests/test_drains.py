@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nbtrain.events import Event, Output
-from nbtrain.worker import output
+from nbtrain.worker.shell import output
 
 
 class Slow:

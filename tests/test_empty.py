@@ -19,9 +19,9 @@ import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Component, Strategy
-from nbtrain.training.fresh import Blanks
-from nbtrain.training.lowered import Lowered, LoweredStrategy
-from nbtrain.training.prepare import Workshop
+from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
+from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.meta_init import Blanks
 from tests.absent import absent
 from tests.kernels import Kernel
 from tests.ranks import run_on_ranks

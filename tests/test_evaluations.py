@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbtrain.training import collectives
+from nbtrain.training.ranks import collectives
 from tests.lines.playing import Ranks, kernel_of
 from tests.test_data import running
 

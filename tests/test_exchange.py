@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nbtrain.errors import CannotTravel
+from nbtrain.exchange.graph.rank_paths import Ways
+from nbtrain.exchange.graph.residence import Walk
 from nbtrain.exchange.kinds.base import Handle, Kind
-from nbtrain.exchange.residence import Walk
-from nbtrain.exchange.ways import Ways
 from tests.sides import Sides
 
 NOTEBOOK = """
@@ -446,6 +446,6 @@ def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: p
     sides.out()
     sides.out()
     assert sides.traffic.slow == {}
-    monkeypatch.setattr("nbtrain.session.traffic.BUDGET", 0.0)
+    monkeypatch.setattr("nbtrain.session.sync.notebook_side.BUDGET", 0.0)
     sides.out(["rows", "values"])
     assert list(sides.traffic.slow) == ["rows"]

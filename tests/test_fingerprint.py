@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbtrain.exchange.fingerprint import BLOCK, LANES, LARGE, SMALL, array_checksum, checksum, lanes, memory_checksum
+from nbtrain.exchange.kinds.checksum import BLOCK, LANES, LARGE, SMALL, array_checksum, checksum, lanes, memory_checksum
 
 SIZES = [1, 100, 70_000, 1_000_003, (1 << 24) + 5]
 

@@ -20,7 +20,7 @@ from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.strategies.gathered import everywhere, gathered
+from nbtrain.strategies.kit.full_tensors import everywhere, gathered
 from tests.ranks import run_on_ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.strategies.shards import whole
+from nbtrain.strategies.kit.row_shards import whole
 from nbtrain.strategies.single import Single
+from nbtrain.training.ranks.default_generators import capture
 from nbtrain.training.runtime import Runtime
-from nbtrain.training.streams import capture
 from tests.ranks import run_on_ranks
 from tests.test_fsdp import Stage
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nbtrain.strategies import values
+from nbtrain.strategies.fsdp import whole_values as values
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 from tests.ranks import run_on_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain import probes
+from nbtrain.machine import probes
 from tests.kernels import Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]

@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nbtrain.errors import UsageError
-from nbtrain.planning import bandwidth
-from nbtrain.planning.growth import Growth, Outlook, Point, fit, ring
+from nbtrain.planning.growth import bandwidth
+from nbtrain.planning.growth.growth import Growth, Outlook, Point, fit, ring
 
 GRADIENTS = 400e6
 

@@ -17,7 +17,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.training.checkpoints import here
+from nbtrain.training.checkpoints import api as here
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 from tests.test_checkpoints import cell
@@ -43,7 +43,7 @@ def _imported() -> None:
     """Once, here: the ranks are forks of this process."""
     if find_spec("deepspeed") is None:
         absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies._deepspeed.library import imported
+    from nbtrain.strategies.deepspeed.library import imported
 
     imported(torch.device("cpu"))
 

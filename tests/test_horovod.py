@@ -186,7 +186,7 @@ def _listeners() -> Iterator[str]:
 
 
 def _listening(rank: int) -> tuple[list[str], list[str]]:
-    from nbtrain.strategies._horovod.session import _rendezvous
+    from nbtrain.strategies.horovod.session import _rendezvous
 
     place = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1)
     before = list(_listeners())

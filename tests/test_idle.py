@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from nbtrain.session.idle import Idle
+from nbtrain.session.pool.idle_release import Idle
 from tests.kernels import Kernel
 
 RANKS = """
 from nbtrain.magics.extension import _LOADED
-from nbtrain.session.idle import Idle
+from nbtrain.session.pool.idle_release import Idle
 (extension,) = _LOADED.values(); ranks = extension.state.session.ranks
 """
 """Those of the notebook: on a CPU they have no clock, and are given one by hand, set to a moment."""

@@ -63,7 +63,7 @@ def test_what_notes_executed_files_may_itself_be_made_of_local_ones(tmp_path: Pa
     (tmp_path / "cloudpickle").symlink_to(Path(cloudpickle.__file__).parent)
     code = """
 import sys
-from nbtrain.worker.local_files import local, note_executed
+from nbtrain.worker.modules.local_files import local, note_executed
 note_executed()
 import mine
 from nbtrain.exchange.kinds.module_state import states

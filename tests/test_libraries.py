@@ -60,12 +60,12 @@ def notebook(kernel_with_libraries: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
-def cell(one: brought.Brought) -> str:
+def cell(one: brought.ProcessAware) -> str:
     return f"from {one.module} import {one.name}\nmade = {one.name}()\n"
 
 
 @pytest.mark.parametrize("one", brought.CLASSES, ids=lambda one: one.path)
-def test_a_library_that_distributes(notebook: Notebook, one: brought.Brought) -> None:
+def test_a_library_that_distributes(notebook: Notebook, one: brought.ProcessAware) -> None:
     use = f"print(made.{one.uses[0]}())"
     notebook("import sys\nmade = None")
     for strategy in ("ddp", "fsdp"):  # the cell imports it, and then it is there

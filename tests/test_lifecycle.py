@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-import nbtrain.devices as devices
 import nbtrain.engines._local.warm as warm
+import nbtrain.machine.devices as devices
 from nbtrain.engines.base import Death
 from nbtrain.engines.local import LocalPool
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, RankState
-from nbtrain.magics.parse import parse
-from nbtrain.magics.resolve import Resolver
-from nbtrain.probes import Gpu
+from nbtrain.machine.probes import Gpu
+from nbtrain.magics.line.parse import parse
+from nbtrain.magics.line.resolve import Resolver
 from nbtrain.specs import PoolSpec
 from tests.hygiene import GRACE, describe, gone_within
 from tests.kernels import Kernel

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.training import collectives
+from nbtrain.training.ranks import collectives
 from tests.lines import NEW, START, Line, files, gradients, loops, models
 from tests.lines.playing import Ranks, kernel_of, numbers
 from tests.ranks import run_on_ranks

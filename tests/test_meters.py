@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import nbtrain.probes as probes
-from nbtrain.worker.gauges import Gauges
+import nbtrain.machine.probes as probes
+from nbtrain.worker.shell.gauges import Gauges
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 
@@ -93,7 +93,7 @@ def test_memory_that_was_just_written_to_counts_before_the_system_has_counted_ag
         return 2**30
 
     monkeypatch.setattr(probes, "private_memory", private)
-    monkeypatch.setattr("nbtrain.worker.gauges.LIGHT", 1e9)
+    monkeypatch.setattr("nbtrain.worker.shell.gauges.LIGHT", 1e9)
     gauges = Gauges(0, lambda: 100.0)
     assert abs(gauges.memory().process - 2**30) < 2**22
     held = bytearray(os.urandom(1)) * 2**26

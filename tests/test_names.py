@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbtrain.exchange._code import code_names
-from nbtrain.exchange._flow import _compiled
-from nbtrain.exchange._objects import ELEMENTS, OBJECTS
-from nbtrain.exchange._statement import compiled, plain
-from nbtrain.exchange.names import CellNames, analyse, private, reach
+from nbtrain.exchange.names.cell_names import CellNames, analyse, private, reach
+from nbtrain.exchange.names.code_globals import code_names
+from nbtrain.exchange.names.flow import _compiled
+from nbtrain.exchange.names.object_globals import ELEMENTS, OBJECTS
+from nbtrain.exchange.names.statement import compiled, plain
 
 BUILTIN = set(dir(__builtins__) if isinstance(__builtins__, types.ModuleType) else __builtins__)
 
@@ -395,7 +395,7 @@ def test_an_object_that_holds_itself() -> None:
 
 
 def test_code_is_forgotten_with_its_function() -> None:
-    from nbtrain.exchange import _code
+    from nbtrain.exchange.names import code_globals as _code
 
     namespace = notebook("def f(): return 'only here 5471'")
     reach(analyse("f"), namespace)

@@ -10,11 +10,11 @@ import pytest
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import flags
-from nbtrain.magics.options import OPTIONS
-from nbtrain.magics.parse import parse, parse_ranks
-from nbtrain.magics.values import DeviceSpec
-from nbtrain.magics.words import Word, split
+from nbtrain.magics.line import flags
+from nbtrain.magics.line.options import OPTIONS
+from nbtrain.magics.line.parse import parse, parse_ranks
+from nbtrain.magics.line.values import DeviceSpec
+from nbtrain.magics.line.words import Word, split
 from nbtrain.strategies.base import Strategy
 from tests.shells import Notebook, notebook
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.strategies.arguments import WEIGHTS, by_name, called_with, with_weights
-from nbtrain.training.own_gradients import CALLS, LOOKS, OwnGradients
+from nbtrain.strategies.kit.call_arguments import WEIGHTS, by_name, called_with, with_weights
+from nbtrain.training.gradients.by_autograd_grad import CALLS, LOOKS, OwnGradients
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 

@@ -18,7 +18,7 @@ from nbtrain.events import PHASES
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.training.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, Phases
+from nbtrain.training.loop.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, PhaseTimer
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks
 
@@ -96,7 +96,7 @@ class Bench:
         self.model = Net(self.clock)
         self.optimizer = SGD(self.model)
         self.runtime = Runtime(info, Single(Single.Options()), lambda event: None)
-        self.phases = self.runtime.phases = Phases(clock=self.clock)
+        self.phases = self.runtime.phases = PhaseTimer(clock=self.clock)
         for part in (self.runtime.loaders, self.runtime.wrapped, self.runtime.meeting):
             part.phases = self.phases
 
@@ -309,7 +309,7 @@ def test_time_in_the_phase_that_is_open_counts(bench: Bench) -> None:
 
 
 def test_what_another_thread_reads_never_goes_back_and_adds_up() -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     over = threading.Event()
     read: list[tuple[float, ...]] = []
 
@@ -404,7 +404,7 @@ class GpuMark:
 
 def test_on_a_card_the_cards_own_time_counts_one_step_later() -> None:
     gpu = Gpu()
-    phases = Phases(Card(gpu.mark))
+    phases = PhaseTimer(Card(gpu.mark))
     phases.begin(True)
     found = []
     for _ in range(4):
@@ -431,7 +431,7 @@ def test_on_a_card_the_cards_own_time_counts_one_step_later() -> None:
 
 def test_a_card_that_waits_for_data_is_seen_to_wait() -> None:
     gpu = Gpu()
-    phases = Phases(Card(gpu.mark))
+    phases = PhaseTimer(Card(gpu.mark))
     phases.begin(True)
     phases.mark(DATA)
     before = phases.seconds()[DATA]
@@ -445,7 +445,7 @@ def test_a_card_that_waits_for_data_is_seen_to_wait() -> None:
 def test_nothing_is_marked_where_a_graph_is_recorded() -> None:
     gpu = Gpu()
     recorded = True
-    phases = Phases(Card(gpu.mark, lambda: recorded))
+    phases = PhaseTimer(Card(gpu.mark, lambda: recorded))
     phases.begin(True)
     phases.mark(BACKWARD)
     phases.end()

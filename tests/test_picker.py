@@ -13,20 +13,20 @@ from torch import nn
 import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import choice_options
-from nbtrain.magics.choice import Choice
-from nbtrain.magics.choice_wish import Wish, ranks_of
 from nbtrain.magics.extension import state_here
-from nbtrain.magics.loop import loop, resized
-from nbtrain.magics.parse import Request, parse
-from nbtrain.magics.resolve import Chosen
-from nbtrain.magics.state import State
+from nbtrain.magics.line.parse import Request, parse
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.picker import options_form as choice_options
+from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.training_loop import loop, resized
+from nbtrain.magics.picker.wishes import Wish, ranks_of
+from nbtrain.magics.state import MagicsState
+from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.comparison import Comparison
-from nbtrain.planning.ground import ground
-from nbtrain.planning.plan import Plan
-from nbtrain.planning.subject import subject
-from nbtrain.planning.whole import plan
+from nbtrain.planning.plan.device_memory import ground
+from nbtrain.planning.plan.make_plan import plan
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.planning.profile.subject import subject
 from nbtrain.specs import PoolSpec
 from tests.kernels import Kernel
 from tests.notebook import LOOP, Notebook
@@ -74,7 +74,7 @@ class Backed:
 
 
 @pytest.fixture
-def state() -> Iterator[State]:
+def state() -> Iterator[MagicsState]:
     with shell_notebook():
         found = state_here()
         assert found is not None
@@ -85,7 +85,7 @@ Picking = Callable[..., Choice]
 
 
 @pytest.fixture
-def picking(state: State) -> Picking:
+def picking(state: MagicsState) -> Picking:
     def make(line: str = "--devices 2", backing: Backed | None = None) -> Choice:
         made = Choice(state, backing or Backed(), state.read(line))
         made.begin()
@@ -197,7 +197,7 @@ def test_presets_are_variants_of_their_strategy(picking: Picking) -> None:
     assert choice.line() == "--strategy fsdp_cpu_offload --devices 2 --no-cpu-offload"
 
 
-def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Picking, state: State) -> None:
+def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Picking, state: MagicsState) -> None:
     state.set_defaults(state.read("--strategy fsdp --cpu-offload --precision bf16-mixed --hang-after 5"))
     choice = picking("--devices 2")
     assert choice.line() == "--strategy fsdp --devices 2 --precision bf16-mixed --cpu-offload"
@@ -217,7 +217,7 @@ def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Pi
     assert (run.strategy, run.pool.world_size, run.precision, dict(run.options)) == ("fsdp", 2, "32", {})
 
 
-def test_every_line_of_the_plan_can_be_taken_and_used(picking: Picking, state: State) -> None:
+def test_every_line_of_the_plan_can_be_taken_and_used(picking: Picking, state: MagicsState) -> None:
     choice = picking()
     seen = 0
     for one in choice.data()["cards"]:
@@ -302,7 +302,7 @@ def test_what_is_known_by_another_name_has_figures_too(picking: Picking) -> None
             assert one["shown"]["memory"] is not None, one["name"]
 
 
-def test_a_strategy_of_the_notebook_is_a_card(picking: Picking, state: State) -> None:
+def test_a_strategy_of_the_notebook_is_a_card(picking: Picking, state: MagicsState) -> None:
     class Mine(nbtrain.Strategy):
         """Does it my way."""
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from nbtrain.errors import CannotTravel, UsageError
-from nbtrain.session import opening
-from nbtrain.session.check import Report, check
+from nbtrain.session.sync import trial_unpickling as opening
+from nbtrain.session.sync.check_report import Report, check
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 from tests.sides import Sides

@@ -45,7 +45,7 @@ def book(shared_kernel: Kernel) -> Iterator[Notebook]:
 def test_only_what_changed_is_gathered(book: Notebook, strategy: str) -> None:
     cell = f"%%distributed -s {strategy} --devices 2\n"
     book(
-        f"{cell}from nbtrain.worker.pieces import Pieces\nPieces.plain = Pieces._fetch; gathered = []\n"
+        f"{cell}from nbtrain.worker.home.pieces import Pieces\nPieces.plain = Pieces._fetch; gathered = []\n"
         "def fetch(self, apart):\n    gathered.append(tuple(apart.shape)); return Pieces.plain(self, apart)\n"
         "Pieces._fetch = fetch"
     )

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies._pipeline.plan import cut
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline
+from nbtrain.strategies.pipeline.cut import cut
 from tests.ranks import run_on_ranks
 
 SIZES = (8, 7, 9, 1)

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.strategies._pipeline import forms
-from nbtrain.strategies._pipeline.plan import make_line
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline
+from nbtrain.strategies.pipeline import same_forward as forms
+from nbtrain.strategies.pipeline.cut import make_line
 from tests.ranks import run_on_ranks
 
 ALPHA: Any = 1.0

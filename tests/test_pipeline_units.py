@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies._pipeline.asked import Asked
-from nbtrain.strategies._pipeline.one_by_one import OneByOne
-from nbtrain.strategies._pipeline.shared import SharedGradients
-from nbtrain.strategies.own_stream import OwnStream
-from nbtrain.strategies.owned import stand_in
+from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.owned_tensors import stand_in
+from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
+from nbtrain.strategies.pipeline.by_parts import OneByOne
+from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
 from tests.ranks import run_on_ranks
 
 
@@ -72,7 +72,7 @@ class Staged:
         self.own = [p for p in net.parameters() if all(p is not f for f in foreign)]
         for p in foreign:
             p.data = stand_in(p)
-        self.asked = Asked(net.parameters(), lambda: self.units.inside)
+        self.asked = AutogradRefusals(net.parameters(), lambda: self.units.inside)
         self.units = OneByOne(units, rank, lambda: False, OwnStream(rank + 1), lambda: self.asked.accumulates)
         self.shared = SharedGradients(
             shared, foreign, rank, lambda: self.units.inside, lambda: self.asked.roots, own=self.own

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nbtrain.exchange.places import FEW, Places
+from nbtrain.exchange.names.name_order import FEW, Places
 from nbtrain.session.cell import Cell
-from nbtrain.session.names import captured
-from nbtrain.session.traffic import Traffic
+from nbtrain.session.sync.captured_names import captured
+from nbtrain.session.sync.notebook_side import Traffic
 from tests.sides import Sides
 
 DAY = 20_000

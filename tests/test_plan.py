@@ -17,13 +17,13 @@ import torch
 import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.planning import guide
-from nbtrain.planning.ground import Ground
-from nbtrain.planning.making import make
-from nbtrain.planning.plan import Plan, Planned
-from nbtrain.planning.profile import profile
-from nbtrain.planning.recomputed import recomputed, repeated
-from nbtrain.planning.room import Room
+from nbtrain.planning.plan import guide
+from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.device_room import Room
+from nbtrain.planning.plan.plan import Plan, Planned
+from nbtrain.planning.plan.rows import make
+from nbtrain.planning.profile.profile import profile
+from nbtrain.planning.profile.recompute import recomputed, repeated
 from nbtrain.specs import PoolSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy

@@ -25,7 +25,7 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.lowered import Lowered, LoweredPrepared, LoweredStrategy
+from nbtrain.training.precision.low_precision_weights import Lowered, LoweredPrepared, LoweredStrategy
 from nbtrain.training.runtime import Runtime
 from tests.kernels import Kernel
 from tests.ranks import run_on_ranks

@@ -12,13 +12,13 @@ from torch import nn
 from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.alike import differing, digest
 from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.kit.same_on_ranks import differing, digest
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.collectives import equalise, gather, reduce
-from nbtrain.training.prepare import Workshop, place
+from nbtrain.training.ranks.collectives import equalise, gather, reduce
 from nbtrain.training.runtime import Runtime
+from nbtrain.training.setup.components import Workshop, place
 from tests.ranks import RankFailed, run_on_ranks
 
 CPU = torch.device("cpu")

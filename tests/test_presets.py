@@ -9,10 +9,10 @@ import pytest
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import table
-from nbtrain.magics.flags import flags_of, read
-from nbtrain.magics.parse import parse
-from nbtrain.magics.resolve import check_flags
+from nbtrain.magics import strategy_table as table
+from nbtrain.magics.line.flags import flags_of, read
+from nbtrain.magics.line.parse import parse
+from nbtrain.magics.line.resolve import check_flags
 from nbtrain.strategies import presets
 from tests.shells import Notebook, completions, notebook
 

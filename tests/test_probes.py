@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain import probes
+from nbtrain.machine import probes
 from tests.absent import absent
 
 GIB = 2**30
@@ -74,7 +74,7 @@ def test_a_parents_limit_counts_too(tmp_path: Path) -> None:
     }
     root = v2(tmp_path, files, own="/user.slice/kernel")
     assert probes.cores_allowed(root, affinity=64) == 3
-    assert probes.memory(root) == probes.Memory(host=64 * GIB, limit=8 * GIB, available=4 * GIB)
+    assert probes.memory(root) == probes.HostMemory(host=64 * GIB, limit=8 * GIB, available=4 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_version_one_wherever_the_cgroup_is_mounted(tmp_path: Path, own: str, to
     }
     root = v1(tmp_path, files, own, top)
     assert probes.cores_allowed(root, affinity=16) == 3
-    assert probes.memory(root) == probes.Memory(host=64 * GIB, limit=4 * GIB, available=2 * GIB)
+    assert probes.memory(root) == probes.HostMemory(host=64 * GIB, limit=4 * GIB, available=2 * GIB)
 
 
 def test_no_limit_is_the_machine(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_no_limit_is_the_machine(tmp_path: Path) -> None:
     }
     root = v1(tmp_path, unlimited, "/", "/")
     assert probes.cores_allowed(root, affinity=16) == 16
-    assert probes.memory(root) == probes.Memory(host=64 * GIB, limit=64 * GIB, available=60 * GIB)
+    assert probes.memory(root) == probes.HostMemory(host=64 * GIB, limit=64 * GIB, available=60 * GIB)
 
 
 def test_this_machine_reads_sensibly() -> None:
@@ -244,7 +244,7 @@ def test_environments(environ: dict[str, str], modules: dict[str, object], name:
 
 
 def test_ipython_and_plain_python_are_told_apart() -> None:
-    code = "from nbtrain.probes import environment; print(environment({}))"
+    code = "from nbtrain.machine.probes import environment; print(environment({}))"
     for command, name in (("python", "Python"), ("IPython", "IPython")):
         module = [] if command == "python" else ["-m", "IPython", "--quick", "--colors=NoColor"]
         said = subprocess.run([sys.executable, *module, "-c", code], text=True, capture_output=True, check=True).stdout
@@ -259,10 +259,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="threads and open fil
 def in_a_process(where: Path, code: str, **environ: str) -> list[str]:
     """What `why_not_fork` says in a fresh process, at each `say()`."""
     script = where / "script.py"  # a file, because torch.jit reads the source of what it compiles
-    script.write_text("from nbtrain.probes import why_not_fork\ndef say(): print(why_not_fork())\n" + code)
+    script.write_text("from nbtrain.machine.probes import why_not_fork\ndef say(): print(why_not_fork())\n" + code)
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(Path(probes.__file__).parents[1]), "PYTHONWARNINGS": "ignore", **environ},
+        env={**os.environ, "PYTHONPATH": str(Path(probes.__file__).parents[2]), "PYTHONWARNINGS": "ignore", **environ},
         text=True,
         stdout=subprocess.PIPE,
         check=True,
@@ -356,6 +356,7 @@ def test_where_a_sandbox_hides_what_threads_do_no_fork_is_risked(tmp_path: Path)
 
 def test_probes_load_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, nbtrain.probes, nbtrain.devices; print(sorted({'torch', 'numpy', 'IPython'} & set(sys.modules)))"
+        "import sys, nbtrain.machine.probes, nbtrain.machine.devices; "
+        "print(sorted({'torch', 'numpy', 'IPython'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

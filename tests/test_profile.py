@@ -15,7 +15,7 @@ from torch import nn
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.planning.profile import CannotProfile, profile
+from nbtrain.planning.profile.profile import CannotProfile, profile
 from nbtrain.strategies.estimates import Profile
 from tests.planned import PLANNED, Block, billion, mlp, mlp_batch, transformer, transformer_batch
 

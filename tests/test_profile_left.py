@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.planning.profile import profile
+from nbtrain.planning.profile.profile import profile
 from tests.planned import PLANNED
 
 KEPT: dict[str, Any] = {}

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.ddp import DDP
-from nbtrain.training.randomness import Randomness, derive
+from nbtrain.training.ranks.default_generators import States, capture, restore
+from nbtrain.training.ranks.random_state import Randomness, derive
 from nbtrain.training.runtime import Runtime
-from nbtrain.training.streams import States, capture, restore
 
 SAMPLES = 20
 

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nbtrain.errors import UsageError
-from nbtrain.magics.options import BY_NAME
-from nbtrain.magics.parse import parse
-from nbtrain.training.recompute import Recompute
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import parse
+from nbtrain.training.precision.activation_checkpointing import Recompute
 from tests.ranks import run_on_ranks
 from tests.shells import notebook
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import here
-from nbtrain.training.resumable import resumable
+from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints.api import resumable
 from tests.ranks import run_on_ranks
 from tests.test_checkpoints import alone, cell
 

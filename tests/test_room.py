@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from nbtrain import probes
-from nbtrain.planning.ground import Ground, devices, ground
-from nbtrain.planning.room import CONTEXT, INTERPRETER, Room, in_memory, on_card, room
-from nbtrain.probes import Gpu, GpuUser, Memory
+from nbtrain.machine import probes
+from nbtrain.machine.probes import Gpu, GpuUser, HostMemory
+from nbtrain.planning.plan.device_memory import Ground, devices, ground
+from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, Room, in_memory, on_card, room
 from nbtrain.registry import STRATEGIES
 from nbtrain.specs import PoolSpec
 
@@ -19,7 +19,7 @@ GB = 10**9
 
 
 def test_ranks_share_what_is_free() -> None:
-    one = in_memory(Memory(host=64 * GB, limit=64 * GB, available=40 * GB), 4)
+    one = in_memory(HostMemory(host=64 * GB, limit=64 * GB, available=40 * GB), 4)
     assert (one.total, one.others, one.bytes) == (64 * GB, 24 * GB, 10 * GB - INTERPRETER)
     assert one.why.startswith(
         "24 GB of the machine's 64 GB are held by others, the notebook among them; 40 GB among 4 "
@@ -27,19 +27,19 @@ def test_ranks_share_what_is_free() -> None:
 
 
 def test_a_containers_limit_counts_and_is_named() -> None:
-    one = in_memory(Memory(host=64 * GB, limit=8 * GB, available=6 * GB), 1)
+    one = in_memory(HostMemory(host=64 * GB, limit=8 * GB, available=6 * GB), 1)
     assert one.bytes == 6 * GB - INTERPRETER
     assert "2 GB of the 8 GB that this container may use are held" in one.why
 
 
 def test_what_the_ranks_hold_is_theirs_to_use() -> None:
-    memory = Memory(host=16 * GB, limit=16 * GB, available=4 * GB)
+    memory = HostMemory(host=16 * GB, limit=16 * GB, available=4 * GB)
     assert in_memory(memory, 2, own=8 * GB).bytes == 6 * GB - INTERPRETER
     assert in_memory(memory, 2, own=40 * GB).others == 0
 
 
 def test_there_is_no_less_than_nothing() -> None:
-    assert in_memory(Memory(host=GB, limit=GB, available=GB // 100), 8).bytes == 0
+    assert in_memory(HostMemory(host=GB, limit=GB, available=GB // 100), 8).bytes == 0
 
 
 def test_on_a_card_others_are_named_and_our_ranks_are_not_others() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nbtrain.events import Failed
-from nbtrain.session import hints
-from nbtrain.session.loop_variables import loop_variables
+from nbtrain.session.report import error_hints as hints
+from nbtrain.session.report.loop_variables import loop_variables
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training import advice
-from nbtrain.training.recompute import Recompute
+from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.setup import option_advice as advice
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nbtrain.events import Finished
-from nbtrain.session.compared import compared
-from nbtrain.training import datasets
-from nbtrain.training.same_work import SameWork
-from nbtrain.training.summed import Summed
+from nbtrain.session.report.rank_differences import compared
+from nbtrain.training.data import split_datasets as datasets
+from nbtrain.training.data.same_work import SameWork
+from nbtrain.training.gradients.summed_losses import Summed
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 

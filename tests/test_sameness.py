@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.exchange.table import Table
-from nbtrain.worker.sameness import number as numbered
+from nbtrain.exchange.graph.table import Table
+from nbtrain.worker.home.rank_differences import number as numbered
 
 
 def number(value: Any) -> int:

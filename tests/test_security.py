@@ -29,7 +29,7 @@ import nbtrain.engines._local.directory as private
 from nbtrain.beacon import Beacon, Record
 from nbtrain.engines._local.channel import Channel
 from nbtrain.errors import PoolError
-from nbtrain.worker.link import HEAD, NAME, UP, Sealer, address
+from nbtrain.worker.process.channel import HEAD, NAME, UP, Sealer, address
 from tests.hygiene import GRACE, gone_within
 from tests.kernels import Kernel, running_kernel
 from tests.notebook import LOOP, TRAIN, Notebook
@@ -56,7 +56,7 @@ _()
 OWN_SOCKET = """
 def _(said):
     import gc, os
-    from nbtrain.worker.link import Link
+    from nbtrain.worker.process.channel import Link
     gc.unfreeze()  # else the collector does not list what was there before the first cell
     [link] = [o for o in gc.get_objects() if type(o) is Link]
     os.write(link._socket.fileno(), said)

@@ -13,7 +13,7 @@ from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.speakers import Speakers
+from nbtrain.training.ranks.collectives import Speakers
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")

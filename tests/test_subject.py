@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.planning.subject import optimizer, subject
+from nbtrain.planning.profile.subject import optimizer, subject
 from tests.planned import mlp, mlp_batch
 
 X, Y = mlp_batch(20)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.events import Finished
-from nbtrain.session.compared import compared
-from nbtrain.training.summed import Summed
+from nbtrain.session.report.rank_differences import compared
+from nbtrain.training.gradients.summed_losses import Summed
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 

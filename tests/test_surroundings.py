@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.worker.modules import Modules
-from nbtrain.worker.packages import Packages
+from nbtrain.worker.modules.installed_packages import Packages
+from nbtrain.worker.modules.local_modules import Modules
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 from tests.story import play

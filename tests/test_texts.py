@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import linecache
 
-from nbtrain.messages import LATELY, Source
-from nbtrain.worker.texts import Texts
+from nbtrain.messages import LATELY, CellSource
+from nbtrain.worker.shell.cell_sources import Texts
 
 
 def test_texts_of_old_cells_go_unless_a_function_lives() -> None:
@@ -14,8 +14,8 @@ def test_texts_of_old_cells_go_unless_a_function_lives() -> None:
     namespace: dict[str, object] = {}
     name = "<texts {}>".format
 
-    def cell(at: int) -> Source:
-        return Source(filename=name(at), text=f"def f{at}():\n    return {at}\n", number=at)
+    def cell(at: int) -> CellSource:
+        return CellSource(filename=name(at), text=f"def f{at}():\n    return {at}\n", number=at)
 
     exec(compile(cell(0).text, name(0), "exec"), namespace)
     for at in range(5 * LATELY):

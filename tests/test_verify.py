@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, Number, Receipt, Weight
+from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, Number, Receipt, WeightDifference
 from nbtrain.session.trials.verify import Played, compared, numbers
 from nbtrain.specs import Record
 from nbtrain.training.loop.step_record import StepRecord, as_number, contents, joined, rates
@@ -169,7 +169,7 @@ def test_numbers_of_each_rank_that_make_up_one_process_s() -> None:
 
 
 def test_the_receipt_says_which_weights_differ() -> None:
-    wrong = Weight(name="model.0.weight", difference=0.5, moved=0.1, allowed=1e-6)
+    wrong = WeightDifference(name="model.0.weight", difference=0.5, moved=0.1, allowed=1e-6)
     receipt = Receipt(
         line="-s ddp", strategy="ddp", ranks=2, steps=3, state=DIFFERS, samples="96", losses=((1.0, 2.0),),
         weights=(wrong,), numbers=(Number(name="right", ranks=(3.0, 4.0), alone=7.0, how="sum"),), causes=("because",),

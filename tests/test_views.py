@@ -20,7 +20,7 @@ from comm.base_comm import BaseComm
 
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
-from nbtrain.session.screen import Screen
+from nbtrain.session.output.screens import CellScreen
 from nbtrain.svg import DISTINCT
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
@@ -432,7 +432,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest
     for name in list(os.environ):
         if name.startswith(("PAPERMILL_", "NBCLIENT_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("nbtrain.probes.environment", lambda: "Jupyter")
+    monkeypatch.setattr("nbtrain.machine.probes.environment", lambda: "Jupyter")
     monkeypatch.setattr("nbtrain.views.BUNDLE", tmp_path / "widget.js")
     (tmp_path / "widget.js").touch()
     monkeypatch.setattr("nbtrain.views._said", set())
@@ -481,7 +481,7 @@ def test_where_a_widget_is_not_seen_it_is_html(
             raise PackageNotFoundError(name)
         return found
 
-    plain_environment.setattr("nbtrain.probes.environment", lambda: where)
+    plain_environment.setattr("nbtrain.machine.probes.environment", lambda: where)
     plain_environment.setattr("nbtrain.views._version", version)
     if not bundle:
         (tmp_path / "widget.js").unlink()
@@ -505,7 +505,7 @@ def test_a_choice_that_cannot_be() -> None:
 
 def test_text_goes_to_what_stdout_is_now(capsys: pytest.CaptureFixture[str]) -> None:
     feed = Feed({})
-    view = choose("text", None, feed, None, Screen(None))
+    view = choose("text", None, feed, None, CellScreen(None))
     feed.receive(throughput(0, 0, 0, 0))
     for now in (0, 2):
         feed.tick(now)
@@ -626,7 +626,7 @@ def test_a_page_that_says_hello_is_answered_and_not_told_again(front: Page) -> N
 
 @pytest.mark.parametrize(("where", "version"), [("Jupyter", "*"), ("Colab", ANYWIDGET), ("VS Code", ANYWIDGET)])
 def test_which_anywidget_the_page_takes(front: Page, monkeypatch: pytest.MonkeyPatch, where: str, version: str) -> None:
-    monkeypatch.setattr("nbtrain.probes.environment", lambda: where)
+    monkeypatch.setattr("nbtrain.machine.probes.environment", lambda: where)
     view = widget(front, at_once=True)
     front.run(view, 0)
     assert (view._panel._model_module_version, view._panel._view_module_version) == (version, version)

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from nbtrain import registry
-from nbtrain.devices import Devices, Machine, resolve
 from nbtrain.doctor import check_strategies
 from nbtrain.errors import DeviceError, UsageError
-from nbtrain.magics import table
-from nbtrain.probes import cores_allowed, tpus
+from nbtrain.machine.devices import Devices, Machine, resolve
+from nbtrain.machine.probes import cores_allowed, tpus
+from nbtrain.magics import strategy_table as table
 from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.strategies._xla.library import take_place
+from nbtrain.strategies.xla.library import take_place
 from tests.kernels import running_kernel
 from tests.notebook import Notebook as Cells
 from tests.shells import Notebook, notebook

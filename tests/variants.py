@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nbtrain import registry
-from nbtrain.magics.flags import flags_of
+from nbtrain.magics.line.flags import flags_of
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 

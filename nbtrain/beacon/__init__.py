@@ -9,6 +9,6 @@ that work while the kernel is busy. The standard library is enough for all of it
 """
 
 from nbtrain.beacon.light import Beacon
-from nbtrain.beacon.record import Record, here
+from nbtrain.beacon.record import BeaconRecord, here
 
-__all__ = ["Beacon", "Record", "here"]
+__all__ = ["Beacon", "BeaconRecord", "here"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbtrain.beacon.readers import Gone, Reader, encode, of_this_user
-from nbtrain.beacon.record import ELSEWHERE, Record, here, make_folder, records
+from nbtrain.beacon.record import ELSEWHERE, BeaconRecord, here, make_folder, records
 
 Message = dict[str, Any]
 
@@ -42,7 +42,7 @@ FULL = 0.1
 """Seconds until the next try, when the process has as many files open as it may."""
 
 
-class Run(Protocol):
+class FollowedRun(Protocol):
     """What is followed: a feed."""
 
     def everything(self) -> Message | None: ...
@@ -67,11 +67,11 @@ class Beacon:
         self._pid = os.getpid()
         self._folder = make_folder(directory)
         self._readers: list[Reader] = []
-        self._run: Run | None = None
+        self._run: FollowedRun | None = None
         """the one that is followed; `_next` will be"""
-        self._next: Run | None = None
+        self._next: FollowedRun | None = None
         self._unsubscribe: Callable[[], None] | None = None
-        self._heard: deque[tuple[Run, Message]] = deque(maxlen=UNHEARD)
+        self._heard: deque[tuple[FollowedRun, Message]] = deque(maxlen=UNHEARD)
         self._answers: deque[tuple[Reader, Message]] = deque()
         self._changed = self._closing = False
         self._told: Message = {}
@@ -86,7 +86,7 @@ class Beacon:
             self._wake.setblocking(False)
             self._listener, path = _listen(self._folder)
             undo.callback(self._listener.close)
-            self._record = Record.mine(kernel_id, path)
+            self._record = BeaconRecord.mine(kernel_id, path)
             undo.callback(self._record.remove, self._folder)
             self._selector = selectors.DefaultSelector()
             undo.callback(self._selector.close)
@@ -108,7 +108,7 @@ class Beacon:
         except OSError:
             return None
 
-    def follow(self, run: Run | None) -> None:
+    def follow(self, run: FollowedRun | None) -> None:
         """What watchers are shown from now on."""
         self._next = run
         self._ring_for_readers()
@@ -267,7 +267,7 @@ class Beacon:
             self._unsubscribe()
             self._unsubscribe = None
 
-    def _hear(self, run: Run, message: Message) -> None:
+    def _hear(self, run: FollowedRun, message: Message) -> None:
         """Called by the run's own thread."""
         self._heard.append((run, message))
         self._ring()
@@ -353,5 +353,5 @@ def _bind(path: Path) -> tuple[socket.socket, str]:
     return listener, str(path)
 
 
-def _all_of(run: Run | None) -> Message | None:
+def _all_of(run: FollowedRun | None) -> Message | None:
     return run.everything() if run is not None else None

@@ -28,7 +28,7 @@ ELSEWHERE = "nbtrain-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class BeaconRecord:
     kernel_id: str
     pid: int
     socket: str
@@ -39,11 +39,11 @@ class Record:
     protocol: int = PROTOCOL
 
     @classmethod
-    def mine(cls, kernel_id: str, socket: str) -> Record:
+    def mine(cls, kernel_id: str, socket: str) -> BeaconRecord:
         return cls(kernel_id=kernel_id, pid=os.getpid(), socket=socket, host=platform.node(), boot=boot())
 
     @classmethod
-    def read(cls, folder: Path, kernel_id: str) -> Record | None:
+    def read(cls, folder: Path, kernel_id: str) -> BeaconRecord | None:
         """None: there is none, or none to be believed."""
         if not KERNEL_ID.fullmatch(kernel_id) or not _is_ours(folder):
             return None
@@ -63,7 +63,7 @@ class Record:
         return record if record is not None and record.kernel_id == kernel_id else None
 
     @classmethod
-    def _from(cls, said: Any) -> Record | None:
+    def _from(cls, said: Any) -> BeaconRecord | None:
         if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in _FIELDS.items()):
             return None
         record = cls(**{name: said[name] for name in _FIELDS})
@@ -81,7 +81,7 @@ class Record:
 
     def remove(self, folder: Path) -> None:
         """The file, if it is still this one, and the socket."""
-        if Record.read(folder, self.kernel_id) == self:
+        if BeaconRecord.read(folder, self.kernel_id) == self:
             (folder / f"{self.kernel_id}.json").unlink(missing_ok=True)
         path = Path(self.socket)
         with suppress(OSError):
@@ -122,10 +122,10 @@ class Record:
 _FIELDS: dict[str, type] = {"kernel_id": str, "pid": int, "socket": str, "host": str, "boot": str, "protocol": int}
 
 
-def records(folder: Path) -> Iterator[Record]:
+def records(folder: Path) -> Iterator[BeaconRecord]:
     """Of the kernels that live; what the dead have left is removed."""
     for path in sorted(folder.glob("*.json")):
-        record = Record.read(folder, path.stem)
+        record = BeaconRecord.read(folder, path.stem)
         if record is None or record.elsewhere:
             continue
         if record.alive:

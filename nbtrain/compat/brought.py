@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Brought:
+class ProcessAware:
     """A class that looks how many processes there are when an object of it is made."""
 
     word: str
@@ -37,19 +37,21 @@ def processes(settings: Any) -> int:
 _FIT = ("fit", "validate", "test", "predict")
 _SETUP = ("launch", "setup", "setup_module", "setup_dataloaders")
 
-CLASSES: tuple[Brought, ...] = (
-    Brought(
+CLASSES: tuple[ProcessAware, ...] = (
+    ProcessAware(
         word="transformers' Trainer",
         module="transformers.trainer",
         name="Trainer",
         uses=("train",),
         takes="TrainingArguments",
     ),
-    Brought(word="accelerate's Accelerator", module="accelerate.accelerator", name="Accelerator", uses=("prepare",)),
-    Brought(word="Lightning's Trainer", module="lightning.pytorch.trainer.trainer", name="Trainer", uses=_FIT),
-    Brought(word="Lightning's Trainer", module="pytorch_lightning.trainer.trainer", name="Trainer", uses=_FIT),
-    Brought(word="Lightning's Fabric", module="lightning.fabric.fabric", name="Fabric", uses=_SETUP),
-    Brought(word="Lightning's Fabric", module="lightning_fabric.fabric", name="Fabric", uses=_SETUP),
+    ProcessAware(
+        word="accelerate's Accelerator", module="accelerate.accelerator", name="Accelerator", uses=("prepare",)
+    ),
+    ProcessAware(word="Lightning's Trainer", module="lightning.pytorch.trainer.trainer", name="Trainer", uses=_FIT),
+    ProcessAware(word="Lightning's Trainer", module="pytorch_lightning.trainer.trainer", name="Trainer", uses=_FIT),
+    ProcessAware(word="Lightning's Fabric", module="lightning.fabric.fabric", name="Fabric", uses=_SETUP),
+    ProcessAware(word="Lightning's Fabric", module="lightning_fabric.fabric", name="Fabric", uses=_SETUP),
 )
 
 DEEPSPEED = "deepspeed.initialize"

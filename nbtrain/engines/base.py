@@ -11,7 +11,7 @@ from typing import Protocol
 from nbtrain.events import Event
 from nbtrain.messages import Message
 from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.board import Board
+from nbtrain.training.loop.shared_board import Board
 
 
 @dataclass(frozen=True, slots=True)

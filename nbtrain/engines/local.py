@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-import nbtrain.devices as devices
-import nbtrain.probes as probes
+import nbtrain.machine.devices as devices
+import nbtrain.machine.probes as probes
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
 from nbtrain.engines._local.channel import Channel
@@ -26,9 +26,9 @@ from nbtrain.exchange.segment import Segment
 from nbtrain.messages import Close, Message, Regroup
 from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.board import Owned
-from nbtrain.worker.birth import RankConfig
-from nbtrain.worker.stack import ASK
+from nbtrain.training.loop.shared_board import OwnedBoard
+from nbtrain.worker.process.stack_dump import ASK
+from nbtrain.worker.process.start import RankConfig
 
 GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
@@ -74,7 +74,7 @@ class LocalPool:
             undo.callback(directory.remove, self.directory)
             self._channel = Channel(self.directory, spec.world_size)
             undo.callback(self._channel.close)
-            self.board = Owned(spec.world_size, self.directory)
+            self.board = OwnedBoard(spec.world_size, self.directory)
             undo.callback(self.board.close)
             self._processes: Processes = _processes(spec.start, body)
             undo.callback(self._processes.release)

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.reach import Segment
+from nbtrain.exchange.graph.object_path import PathStep
 
 _CELL = re.compile(r"<ipython-input-(\d+)-|[\\/]ipykernel_\d+[\\/]")
 _WIDTH = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CellLine:
     """A line of a cell."""
 
     number: int | None
@@ -56,7 +56,7 @@ class Cells:
         self._cells = [(number, lines) for _, _, lines, number in found]
         self._bindings: dict[int, list[_Binding]] = {}
 
-    def place(self, name: str, segments: Sequence[Segment]) -> Place | None:
+    def place(self, name: str, segments: Sequence[PathStep]) -> CellLine | None:
         """Of the object that `segments` lead to from the variable `name`."""
         for index in range(len(segments) - 1, -1, -1):
             before = segments[index - 1].key if index else name
@@ -65,7 +65,7 @@ class Cells:
                 return place
         return self._find([("name", None, name)], segments)
 
-    def _find(self, wanted: list[tuple[str, Any, Any]], rest: Sequence[Segment]) -> Place | None:
+    def _find(self, wanted: list[tuple[str, Any, Any]], rest: Sequence[PathStep]) -> CellLine | None:
         for index, (number, lines) in enumerate(self._cells):
             if index not in self._bindings:
                 self._bindings[index] = list(_bindings(lines))
@@ -73,11 +73,11 @@ class Cells:
                 if binding.what in wanted:
                     line = _refined(binding, rest)
                     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-                    return Place(number, line, text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…")
+                    return CellLine(number, line, text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…")
         return None
 
 
-def _wanted(segment: Segment, before: Any) -> Iterator[tuple[str, Any, Any]]:
+def _wanted(segment: PathStep, before: Any) -> Iterator[tuple[str, Any, Any]]:
     """The ways in which a cell may have written this step."""
     owner, kind, key = segment.owner, segment.kind, segment.key
     if kind == "attr":
@@ -100,7 +100,7 @@ def _wanted(segment: Segment, before: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "name", None, key
 
 
-def _refined(binding: _Binding, rest: Sequence[Segment]) -> int:
+def _refined(binding: _Binding, rest: Sequence[PathStep]) -> int:
     """Literals and calls over several lines: the line of the very element."""
     line, value = binding.line, binding.value
     for segment in rest:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.cargo import Cargo
+from nbtrain.exchange.graph.cargo import Cargo
 from nbtrain.exchange.kinds.base import Later
+from nbtrain.exchange.records import dump, load
 from nbtrain.exchange.segment import Map, Segment
-from nbtrain.exchange.stream import dump, load
 
 ALIGN = 64
 INLINE = 1 << 16
@@ -36,7 +36,7 @@ SPARE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BufferPlace:
     """Where one buffer lies."""
 
     segment: int
@@ -51,7 +51,7 @@ class Parcel:
 
     stream: bytes
     inline: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BufferPlace, ...]
     segments: dict[int, tuple[str, int]]
 
 
@@ -77,9 +77,9 @@ class Packer:
             inline = bytearray(total)
             for data, offset in zip(cargo.buffers, offsets, strict=True):
                 inline[offset : offset + data.nbytes] = _now(data)
-            pieces = tuple(Piece(0, offset, size) for offset, size in zip(offsets, sizes, strict=True))
+            pieces = tuple(BufferPlace(0, offset, size) for offset, size in zip(offsets, sizes, strict=True))
             return Parcel(stream, bytes(inline), pieces, {})
-        places: list[Piece] = [Piece(0, 0, 0)] * len(sizes)
+        places: list[BufferPlace] = [BufferPlace(0, 0, 0)] * len(sizes)
         used: dict[int, tuple[str, int]] = {}
         for group in _groups(sizes):
             offsets, total = _layout([sizes[index] for index in group])
@@ -91,7 +91,7 @@ class Packer:
             segment.write((offset, _now(cargo.buffers[index])) for index, offset in zip(group, offsets, strict=True))
             segment.filled()
             for index, offset in zip(group, offsets, strict=True):
-                places[index] = Piece(segment.number, offset, sizes[index])
+                places[index] = BufferPlace(segment.number, offset, sizes[index])
             used[segment.number] = segment.path, segment.size
         return Parcel(stream, b"", tuple(places), used)
 
@@ -150,7 +150,7 @@ class Opener:
     def __init__(self) -> None:
         self._maps: dict[int, list[weakref.ref[Map]]] = {}
         """segment → its maps; one that was written again may have two"""
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[BufferPlace, ...] = ()
 
     def open(self, parcel: Parcel) -> tuple[Cargo, Callable[[int], memoryview]]:
         """What was packed, and its buffers by number: writable, and private to this process."""

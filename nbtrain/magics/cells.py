@@ -81,7 +81,7 @@ def _checked(shell: InteractiveShell, source: str, filename: str, above: int, ma
 def _no_magic(source: str) -> str:
     """`save("best")` alone in a cell is the ranks' `save`: IPython takes one line for its magic of that name, which the
     notebook has nothing to hide it with."""
-    from nbtrain.session.names import ON_RANKS
+    from nbtrain.session.sync.captured_names import ON_RANKS
 
     called = re.match(r"\s*(\w+)\s*\(", source)
     return source.rstrip("\n") + "\n#\n" if called and called[1] in ON_RANKS else source

@@ -13,13 +13,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nbtrain import registry
-from nbtrain.magics.flags import Flag
-from nbtrain.magics.options import BY_FLAG, OPTIONS, Option
-from nbtrain.magics.own import of_notebook
-from nbtrain.magics.resolve import AUTO, Chosen
-from nbtrain.magics.state import State
+from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line.options import BY_FLAG, OPTIONS, Option
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.words import Word, split
+from nbtrain.magics.own_strategies import of_notebook
+from nbtrain.magics.state import MagicsState
 from nbtrain.magics.verbs import VERBS
-from nbtrain.magics.words import Word, split
 from nbtrain.strategies import presets
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NOTHING: tuple[str, list[str]] = ("", [])
 
 
-def complete(left: str, state: State, names: Mapping[str, str]) -> tuple[str, list[str]]:
+def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[str, list[str]]:
     """(what is already typed of it, what it may become) for a line up to the cursor."""
     magic = re.match(r"\s*(%%?)(\w+)\s", left)
     if not magic or magic[2] not in names.values():
@@ -59,7 +59,7 @@ def complete(left: str, state: State, names: Mapping[str, str]) -> tuple[str, li
     return fragment, [one for one in found if one.startswith(fragment)]
 
 
-def _values(before: str, own: Mapping[str, Flag], state: State) -> list[str] | None:
+def _values(before: str, own: Mapping[str, Flag], state: MagicsState) -> list[str] | None:
     """What may follow an option. None: nothing need follow, so the next word is an option."""
     option = BY_FLAG.get(before)
     if option is not None:
@@ -84,11 +84,11 @@ def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str 
     return found
 
 
-def _strategies(state: State) -> list[str]:
+def _strategies(state: MagicsState) -> list[str]:
     return ["auto", *registry.strategies(), *presets.names(), *of_notebook(state.notebook)]
 
 
-def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:
+def _own_flags(words: list[Word], state: MagicsState) -> dict[str, Flag]:
     name = state.defaults.value("strategy")
     for word, following in pairwise(words):
         if BY_FLAG.get(word.text) is BY_FLAG["--strategy"]:
@@ -105,7 +105,7 @@ def _own_flags(words: list[Word], state: State) -> dict[str, Flag]:
     return found
 
 
-def _names(fragment: str, given: list[str], state: State) -> tuple[str, list[str]]:
+def _names(fragment: str, given: list[str], state: MagicsState) -> tuple[str, list[str]]:
     """Names of the notebook, but for modules: those are never sent."""
     taken = {*given, *fragment.split(",")[:-1]}
     start = fragment[: fragment.rfind(",") + 1]
@@ -118,13 +118,13 @@ def _names(fragment: str, given: list[str], state: State) -> tuple[str, list[str
     return fragment, [start + name for name in fits if (start + name).startswith(fragment)]
 
 
-def _ranks(fragment: str, state: State) -> list[str]:
+def _ranks(fragment: str, state: MagicsState) -> list[str]:
     head, comma, _ = fragment.rpartition(",")
     taken = head.split(",")
     return [f"{head}{comma}{rank}" for rank in range(state.world_size() or 0) if str(rank) not in taken]
 
 
-def install(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> Callable[[], None]:
+def install(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str]) -> Callable[[], None]:
     """Returns what undoes it."""
     try:
         from IPython.core.completer import context_matcher
@@ -150,7 +150,7 @@ def install(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> 
     return lambda: shell.Completer.custom_matchers.remove(matcher)
 
 
-def _install_before_8_6(shell: InteractiveShell, state: State, names: Mapping[str, str]) -> Callable[[], None]:
+def _install_before_8_6(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str]) -> Callable[[], None]:
     """Among those that complete the arguments of magics: what one of them finds is all that is offered. A hook's
     finds are mixed with jedi's, to which `--st` is the beginning of some function of the notebook."""
     completer = shell.Completer

@@ -11,11 +11,12 @@ from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, growing, manual, trials, verbs, verify
-from nbtrain.magics.options import BY_NAME
-from nbtrain.magics.parse import Request, parse_ranks
-from nbtrain.magics.resolve import check_flags
-from nbtrain.magics.state import OpenSession, Session, State
+from nbtrain.magics import cells, completion, manual, trials, verbs, verify
+from nbtrain.magics import growth as growing
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import Request, parse_ranks
+from nbtrain.magics.line.resolve import check_flags
+from nbtrain.magics.state import MagicsState, OpenSession, Session
 from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def load(shell: InteractiveShell, *, doctor: Callable[[], str], open_session: Op
     """`doctor` writes the report of `%distributed doctor`; `open_session` makes what runs the cells."""
     if shell not in _LOADED:
         kernel.reply_through_stream(getattr(shell, "kernel", None))
-        _LOADED[shell] = Extension(shell, State(shell, open_session or _open_session, doctor))
+        _LOADED[shell] = Extension(shell, MagicsState(shell, open_session or _open_session, doctor))
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -48,7 +49,7 @@ def session_here() -> Session:
     return state.opened()
 
 
-def state_here() -> State | None:
+def state_here() -> MagicsState | None:
     """What the magics of the notebook that calls remember. None: they are not loaded there."""
     from IPython.core.getipython import get_ipython
 
@@ -66,7 +67,7 @@ def _open_session(shell: InteractiveShell, on_idle: Callable[[], None]) -> Sessi
 class Extension:
     """nbtrain in one shell."""
 
-    def __init__(self, shell: InteractiveShell, state: State) -> None:
+    def __init__(self, shell: InteractiveShell, state: MagicsState) -> None:
         self.shell = shell
         self.state = state
         self.names = self._free_names()

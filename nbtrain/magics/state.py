@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbtrain.magics.parse import Request, parse
-from nbtrain.magics.resolve import Resolver
+from nbtrain.magics.line.parse import Request, parse
+from nbtrain.magics.line.resolve import Resolver
 from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.magics.cells import Seen
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.planning.compare.receipt import Receipt
-    from nbtrain.planning.comparison import Comparison
     from nbtrain.session import Cell
-    from nbtrain.session.compare import Question
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import RunWay
+    from nbtrain.session.trials.compare import Question
 
 
 class Session(Protocol):
@@ -27,9 +27,9 @@ class Session(Protocol):
 
     def run(self, run: RunSpec, cell: Cell) -> object: ...
     def compare(
-        self, ways: Sequence[Way], cell: Cell, question: Question, told: Callable[[Comparison], None]
+        self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Callable[[Comparison], None]
     ) -> Comparison: ...
-    def verify(self, way: Way, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt: ...
+    def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt: ...
     def start(self, pool: PoolSpec) -> None: ...
     def stop(self) -> None: ...
     def restart(self) -> None: ...
@@ -44,7 +44,7 @@ OpenSession = Callable[[Any, Callable[[], None]], Session]
 """Makes the session of a shell; the second argument is to be called when idle ranks gave their GPUs back."""
 
 
-class State:
+class MagicsState:
     """One per shell, made when the extension is loaded."""
 
     def __init__(self, shell: InteractiveShell, open_session: OpenSession, doctor: Callable[[], str]) -> None:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.options import BY_NAME
-from nbtrain.magics.parse import Given, Request
-from nbtrain.magics.resolve import AUTO, Chosen
-from nbtrain.magics.state import State
-from nbtrain.magics.values import ALL, DeviceSpec, similar
-from nbtrain.magics.words import Word
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.values import ALL, DeviceSpec, similar
+from nbtrain.magics.line.words import Word
+from nbtrain.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.planning.comparison import Comparison
+    from nbtrain.planning.compare.comparison import Comparison
     from nbtrain.session import Cell
-    from nbtrain.session.compare import Question
-    from nbtrain.session.trying import Way
+    from nbtrain.session.trials.attempt import RunWay
+    from nbtrain.session.trials.compare import Question
 
 OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
 """Options that mean nothing once the cell is run in earnest."""
@@ -46,13 +46,13 @@ def check(line: Request, base: Request) -> None:
         raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
 
 
-def run(state: State, line: Request, base: Request, cell: Cell) -> None:
+def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """Try the cell, and show what came of it."""
     show(state, cell, ways(state, line, base), question(line.over(base)))
 
 
 def question(request: Request) -> Question:
-    from nbtrain.session.compare import Question
+    from nbtrain.session.trials.compare import Question
 
     found = Question(steps=request.value("steps"), memory=request.value("memory"))
     if request.value("find_batch"):
@@ -63,7 +63,7 @@ def question(request: Request) -> Question:
     return found
 
 
-def ways(state: State, line: Request, base: Request) -> list[Way]:
+def ways(state: MagicsState, line: Request, base: Request) -> list[RunWay]:
     """One for each strategy that is named: the same line, but for that."""
     request = line.over(base)
     names = request.value("compare") or (request.value("strategy"),)
@@ -79,7 +79,7 @@ def ways(state: State, line: Request, base: Request) -> list[Way]:
     return found
 
 
-def _fewer(state: State, name: str, request: Request) -> dict[str, Given]:
+def _fewer(state: MagicsState, name: str, request: Request) -> dict[str, Given]:
     """As many devices as the strategy can use, where the line asks for more."""
     needs = Chosen.named(name, state.notebook).needs
     wanted = request.value("devices").value
@@ -88,13 +88,13 @@ def _fewer(state: State, name: str, request: Request) -> dict[str, Given]:
     return {"devices": Given(DeviceSpec(needs.max_ranks), f"--devices {needs.max_ranks}")}
 
 
-def way(state: State, name: str, line: Request, base: Request) -> Way:
-    from nbtrain.session.trying import Way
+def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
+    from nbtrain.session.trials.attempt import RunWay
 
-    return Way(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
+    return RunWay(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
 
 
-def show(state: State, cell: Cell, tried: list[Way], what: Question) -> Comparison:
+def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
     """Below the cell, from its first row on."""
     screen = Changing(state.shell)
     return state.opened().compare(tried, cell, what, screen.show)
@@ -118,7 +118,7 @@ class Changing:
         self._shown = True
 
 
-def _own(state: State, line: Request, names: Iterable[str]) -> Mapping[str, Mapping[str, Word | None]]:
+def _own(state: MagicsState, line: Request, names: Iterable[str]) -> Mapping[str, Mapping[str, Word | None]]:
     """Each strategy's own flags of a line. What only some of them have is theirs; what none has is a mistake."""
     if not line.own:
         return {name: {} for name in names}
@@ -130,7 +130,7 @@ def _own(state: State, line: Request, names: Iterable[str]) -> Mapping[str, Mapp
     return {name: {typed: line.own[typed] for typed in line.own if typed in flags} for name, flags in known.items()}
 
 
-def _flags(state: State, name: str) -> set[str]:
+def _flags(state: MagicsState, name: str) -> set[str]:
     each = AUTO if name == "auto" else (name,)
     return {flag for one in each for flag in Chosen.named(one, state.notebook).flags()}
 

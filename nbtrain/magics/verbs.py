@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import table
-from nbtrain.magics.options import BY_NAME, Option
-from nbtrain.magics.parse import Request
-from nbtrain.magics.resolve import Chosen
-from nbtrain.magics.state import State
-from nbtrain.magics.values import similar
+from nbtrain.magics import strategy_table as table
+from nbtrain.magics.line.options import BY_NAME, Option
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import similar
+from nbtrain.magics.state import MagicsState
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
 PICK_TAKES = ("batch", "precision", "strategy", "accumulate", "memory")
@@ -23,7 +23,7 @@ NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verb:
     help: str
-    do: Callable[[State, Request], str | None]
+    do: Callable[[MagicsState, Request], str | None]
     """returns what to print"""
     usage: str
     options: bool = False
@@ -37,7 +37,7 @@ class Verb:
         return (self.options and option.pool) or option.name in self.takes
 
 
-def run_verb(state: State, request: Request) -> str | None:
+def run_verb(state: MagicsState, request: Request) -> str | None:
     """`%distributed start --devices 2`: the first word is the verb."""
     name, *more = (word.plain for word in request.words)
     verb = VERBS.get(name)
@@ -54,11 +54,11 @@ def run_verb(state: State, request: Request) -> str | None:
     return verb.do(state, request)
 
 
-def _status(state: State, request: Request) -> str:
+def _status(state: MagicsState, request: Request) -> str:
     return NO_RANKS if state.session is None else state.session.status()
 
 
-def _start(state: State, request: Request) -> str | None:
+def _start(state: MagicsState, request: Request) -> str | None:
     wanted = request.over(state.defaults)
     name = wanted.value("strategy")
     needs = []
@@ -71,7 +71,7 @@ def _start(state: State, request: Request) -> str | None:
     return state.set_defaults(request) if request.given else None
 
 
-def _stop(state: State, request: Request) -> str | None:
+def _stop(state: MagicsState, request: Request) -> str | None:
     if state.session is None:
         return NO_RANKS
     try:
@@ -81,22 +81,22 @@ def _stop(state: State, request: Request) -> str | None:
     return None
 
 
-def _restart(state: State, request: Request) -> str | None:
+def _restart(state: MagicsState, request: Request) -> str | None:
     if state.session is None:
         return NO_RANKS
     state.session.restart()
     return None
 
 
-def _recover(state: State, request: Request) -> str:
+def _recover(state: MagicsState, request: Request) -> str:
     return NO_RANKS if state.session is None else state.session.recover()
 
 
-def _where(state: State, request: Request) -> str:
+def _where(state: MagicsState, request: Request) -> str:
     return NO_RANKS if state.session is None else state.session.where()
 
 
-def _check(state: State, request: Request) -> str:
+def _check(state: MagicsState, request: Request) -> str:
     words = " ".join(word.plain for word in request.words[1:]).replace(",", " ").split()
     for word in words:
         if not word.isidentifier():
@@ -106,29 +106,29 @@ def _check(state: State, request: Request) -> str:
     return repr(state.opened().check(words))
 
 
-def _strategies(state: State, request: Request) -> None:
+def _strategies(state: MagicsState, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": table.text(state.notebook), "text/html": table.html(state.notebook)})
 
 
-def _plan(state: State, request: Request) -> None:
-    from nbtrain.magics import planned  # on use, as what it needs is
+def _plan(state: MagicsState, request: Request) -> None:
+    from nbtrain.magics import plan as planned
 
     planned.show(state, request)
 
 
-def _pick(state: State, request: Request) -> None:
-    from nbtrain.magics import picked
+def _pick(state: MagicsState, request: Request) -> None:
+    from nbtrain.magics.picker import picker as picked
 
     picked.pick(state, request)
 
 
-def _verify(state: State, request: Request) -> None:
+def _verify(state: MagicsState, request: Request) -> None:
     from nbtrain.magics import verify
 
     verify.verify(state, request)
 
 
-def _history(state: State, request: Request) -> None:
+def _history(state: MagicsState, request: Request) -> None:
     # Loaded on use: reading the past needs more than running a cell does.
     from nbtrain.runs.history import history
 
@@ -145,7 +145,7 @@ def _history(state: State, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": repr(found), "text/html": found._repr_html_()})
 
 
-def _doctor(state: State, request: Request) -> str:
+def _doctor(state: MagicsState, request: Request) -> str:
     return state.doctor()
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from nbtrain.errors import UsageError
 from nbtrain.magics import cells, trials
-from nbtrain.magics.parse import Request
-from nbtrain.magics.state import State
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.state import MagicsState
 from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nbtrain.session import Cell
 
 
-def run(state: State, line: Request, base: Request, cell: Cell) -> None:
+def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """`%%distributed --verify` above a cell."""
     request = line.over(base)
     given = {kept: value for kept, value in line.given.items() if kept not in trials.OF_TRIALS}
@@ -25,7 +25,7 @@ def run(state: State, line: Request, base: Request, cell: Cell) -> None:
     state.opened().verify(way, cell, request.value("steps"), screen.show)
 
 
-def verify(state: State, request: Request) -> Receipt | None:
+def verify(state: MagicsState, request: Request) -> Receipt | None:
     """`%distributed verify`: the cell that was run last; `%distributed verify 12`: In[12]."""
     words = [word.plain for word in request.words[1:]]
     if len(words) > 1 or (words and not words[0].isdecimal()):
@@ -43,7 +43,7 @@ def verify(state: State, request: Request) -> Receipt | None:
     return None
 
 
-def _numbered(state: State, number: int) -> tuple[Request, Cell]:
+def _numbered(state: MagicsState, number: int) -> tuple[Request, Cell]:
     """A cell of the notebook's history, with the options that stand in it."""
     shell = state.shell
     typed = shell.history_manager.input_hist_raw if shell.history_manager is not None else []

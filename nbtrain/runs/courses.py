@@ -10,7 +10,7 @@ from typing import Any
 from nbtrain.events import PHASES
 from nbtrain.views.base import metric
 from nbtrain.watch.figures import Rate
-from nbtrain.watch.record import Record
+from nbtrain.watch.record import RunRecord
 from nbtrain.watch.rows import COLUMNS, METRICS
 from nbtrain.words import quantity, size
 
@@ -31,12 +31,12 @@ class Course:
     """how y is said"""
 
 
-def logged(record: Record) -> list[str]:
+def logged(record: RunRecord) -> list[str]:
     """The names of metrics, in the order in which they came."""
     return list(dict.fromkeys(name for _, name, _ in record.rows(METRICS)))
 
 
-def course(record: Record, name: str) -> Course | None:
+def course(record: RunRecord, name: str) -> Course | None:
     """A metric, or one of MEASURED; None if there is nothing of it."""
     found = _metric(record, name)
     if not found.curves and name in MEASURED:
@@ -50,7 +50,7 @@ def columns(kind: str) -> tuple[str, ...]:
     return "rank", *(("step",) if kind == METRICS else COLUMNS[kind]), *rates
 
 
-def throughput(record: Record) -> list[dict[str, Any]]:
+def throughput(record: RunRecord) -> list[dict[str, Any]]:
     """Its rows, with rates of the last seconds."""
     rates: dict[int, tuple[Rate, Rate]] = {}
     found = []
@@ -62,7 +62,7 @@ def throughput(record: Record) -> list[dict[str, Any]]:
     return found
 
 
-def _metric(record: Record, name: str) -> Course:
+def _metric(record: RunRecord, name: str) -> Course:
     points: dict[int, Points] = {}
     for rank, its, rows in record.rows(METRICS):
         if its == name:
@@ -72,19 +72,19 @@ def _metric(record: Record, name: str) -> Course:
     return Course(name, "step", _named(points), metric)
 
 
-def _speed(record: Record) -> Course:
+def _speed(record: RunRecord) -> Course:
     rows = throughput(record)
     unit = "samples" if any(row["samples"] for row in rows) else "steps"
     return Course(f"{unit}/s", "seconds", _by_rank((row, row[f"{unit}_per_second"]) for row in rows), quantity)
 
 
-def _memory(record: Record) -> Course:
+def _memory(record: RunRecord) -> Course:
     # where torch holds nothing on a device, the process is what counts
     rows = record.table("memory")
     return Course("memory", "seconds", _by_rank((row, row["reserved"] or row["process"]) for row in rows), size)
 
 
-def _phases(record: Record) -> Course:
+def _phases(record: RunRecord) -> Course:
     """Of a step, in milliseconds."""
     found: dict[str, Points] = {}
     rows = record.table("phases")

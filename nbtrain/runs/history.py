@@ -15,7 +15,7 @@ from nbtrain.runs.courses import Course
 from nbtrain.runs.plots import draw
 from nbtrain.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
 from nbtrain.watch import shelf
-from nbtrain.watch.record import Record, Unreadable
+from nbtrain.watch.record import RunRecord, UnreadableRecord
 
 
 def history(all: bool = False) -> History:
@@ -23,8 +23,8 @@ def history(all: bool = False) -> History:
     where = shelf.folder()
     found = []
     for number, path in shelf.files(where) if where is not None else []:
-        with suppress(OSError, Unreadable):  # another notebook may just have removed it
-            found.append(Run(Record(number, path)))
+        with suppress(OSError, UnreadableRecord):  # another notebook may just have removed it
+            found.append(Run(RunRecord(number, path)))
     return History([run for run in found if all or _is_here(run.settings)], everywhere=all)
 
 

@@ -14,7 +14,7 @@ from nbtrain.events import PHASES
 from nbtrain.runs import courses
 from nbtrain.runs.plots import draw, picture
 from nbtrain.views.base import duration, metric
-from nbtrain.watch.record import Record
+from nbtrain.watch.record import RunRecord
 from nbtrain.words import quantity
 
 HEAD: tables.Row = (
@@ -67,7 +67,7 @@ class Measured:
 class Run(Measured):
     """One run."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RunRecord) -> None:
         self._record = record
         self.number = record.number
         """stays the same as long as the run is kept"""

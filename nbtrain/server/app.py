@@ -8,7 +8,7 @@ from typing import Any
 from jupyter_server.utils import url_path_join
 
 from nbtrain.beacon.record import FOLDER, KERNEL_ID
-from nbtrain.server.handlers import SETTING, Command, Page, Run, Static, Stream, Which
+from nbtrain.server.handlers import SETTING, Command, EventStream, Page, RunHandler, Static, Which
 from nbtrain.server.pools import Pools
 
 STATIC = Path(__file__).parents[1] / "static"
@@ -26,9 +26,9 @@ def load(server: Any) -> None:
             (url_path_join(base, "nbtrain/?"), Page),
             (url_path_join(base, "nbtrain/static", r"([\w.-]+)"), Static, {"path": str(STATIC)}),
             (url_path_join(base, "nbtrain/api/pools"), Which),
-            (url_path_join(base, "nbtrain/api/pools", kernel, "run"), Run),
+            (url_path_join(base, "nbtrain/api/pools", kernel, "run"), RunHandler),
             (url_path_join(base, "nbtrain/api/pools", kernel, "command"), Command),
-            (url_path_join(base, "nbtrain/api/stream"), Stream),
+            (url_path_join(base, "nbtrain/api/stream"), EventStream),
         ],
     )
     server.log.info("nbtrain: the ranks of all notebooks are at %s", url_path_join(base, "nbtrain"))

@@ -71,7 +71,7 @@ class Which(Api):
         self.finish(json.dumps(await self.pools.abouts()))
 
 
-class Run(Api):
+class RunHandler(Api):
     @web.authenticated
     @authorized
     async def get(self, kernel: str) -> None:
@@ -94,7 +94,7 @@ class Command(Api):
         self.finish(json.dumps(await self.ask(kernel, {"command": command})))
 
 
-class Stream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
+class EventStream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
     """What all kernels say, to one browser."""
 
     auth_resource = RESOURCE

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbtrain.beacon.readers import of_this_user
-from nbtrain.beacon.record import Record, records
+from nbtrain.beacon.record import BeaconRecord, records
 
 Message = dict[str, Any]
 
@@ -59,12 +59,12 @@ class Pools:
         return [answer for answer in answers if answer is not None]
 
     async def ask(self, kernel: str, request: Message) -> Message:
-        record = await asyncio.to_thread(Record.read, self._folder, kernel)
+        record = await asyncio.to_thread(BeaconRecord.read, self._folder, kernel)
         if record is None or not record.alive:
             raise NoPool
         return await self._ask(record, request, PATIENCE)
 
-    async def _about(self, record: Record) -> Message | None:
+    async def _about(self, record: BeaconRecord) -> Message | None:
         try:
             answer = await self._ask(record, {"command": "about"}, QUICK)
         except NoPool:
@@ -74,7 +74,7 @@ class Pools:
         about: Message | None = answer.get("about")
         return about or {"kernel": record.kernel_id, "pid": record.pid, **NOTHING}
 
-    async def _ask(self, record: Record, request: Message, seconds: float) -> Message:
+    async def _ask(self, record: BeaconRecord, request: Message, seconds: float) -> Message:
         async def asked() -> bytes:
             async with self.connection(record) as (reader, writer):
                 writer.write(json.dumps(request).encode() + b"\n")
@@ -90,7 +90,9 @@ class Pools:
         return answer
 
     @asynccontextmanager
-    async def connection(self, record: Record) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def connection(
+        self, record: BeaconRecord
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         try:
             reader, writer = await asyncio.open_unix_connection(record.socket, limit=LONGEST)
         except OSError as error:
@@ -105,7 +107,7 @@ class Pools:
         finally:
             writer.close()
 
-    async def _records(self) -> list[Record]:
+    async def _records(self) -> list[BeaconRecord]:
         return await asyncio.to_thread(lambda: list(records(self._folder)))  # the disk may be slow
 
     # -- watching ----------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Pools:
 class Watch:
     """One kernel's stream, for everybody who looks."""
 
-    def __init__(self, pools: Pools, record: Record) -> None:
+    def __init__(self, pools: Pools, record: BeaconRecord) -> None:
         self.record = record
         self.about: str | None = None
         """the last, as it was sent on"""

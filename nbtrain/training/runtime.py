@@ -19,44 +19,47 @@ from torch.utils.data import DataLoader
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.events import Phases as Spent
-from nbtrain.exchange.fingerprint import checksum
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.drawing import draw_from
-from nbtrain.training import advice, collectives, learning_rate, lines
-from nbtrain.training.accumulate import Accumulation
-from nbtrain.training.agreement import Agreement
-from nbtrain.training.become import become
-from nbtrain.training.board import Board
-from nbtrain.training.checkpoints import here
-from nbtrain.training.checkpoints.aside import put
-from nbtrain.training.checkpoints.core import Checkpoints
-from nbtrain.training.checkpoints.every import Plan
-from nbtrain.training.contract import share_of
-from nbtrain.training.data import Deal
-from nbtrain.training.drawn import Drawn
-from nbtrain.training.gradient_hooks import GradientHooks
-from nbtrain.training.loaders import Loaders
+from nbtrain.strategies.kit.shared_random import draw_from
+from nbtrain.training.backward_and_step import Wrapped
+from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints.api import resumable
+from nbtrain.training.checkpoints.live_weights import put
+from nbtrain.training.checkpoints.save_and_load import Checkpoints
+from nbtrain.training.checkpoints.schedule import SaveSchedule
+from nbtrain.training.data.batch_dealing import Deal
+from nbtrain.training.data.loaders import Loaders
+from nbtrain.training.gradients.hooks import GradientHooks
+from nbtrain.training.loop import learning_rate
+from nbtrain.training.loop.accumulation import Accumulation
+from nbtrain.training.loop.collective_guard import Meeting
+from nbtrain.training.loop.flop_count import Operations
+from nbtrain.training.loop.phases import PhaseTimer, card_of
+from nbtrain.training.loop.shared_board import Board
 from nbtrain.training.loop.step_record import StepRecord
-from nbtrain.training.lowered import Lowered, LoweredStrategy
-from nbtrain.training.made import Made
-from nbtrain.training.meeting import Meeting
-from nbtrain.training.norms import Recounted
-from nbtrain.training.operations import Operations
-from nbtrain.training.phases import Phases, card_of
-from nbtrain.training.precision import Forwards, chosen
-from nbtrain.training.prepare import Replaced, Workshop
-from nbtrain.training.randomness import Randomness
-from nbtrain.training.recompute import Recompute
-from nbtrain.training.resumable import resumable
-from nbtrain.training.saving import Saving
-from nbtrain.training.scaling import Scaling
-from nbtrain.training.speakers import Speakers
-from nbtrain.training.steps import Steps
-from nbtrain.training.stopping import Stopping
-from nbtrain.training.trial import Trying
-from nbtrain.training.wrapped import Wrapped
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.loop.stopping import Stopping
+from nbtrain.training.loop.trial_steps import Trying
+from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.precision.autocast import Forwards, chosen
+from nbtrain.training.precision.loss_scaling import Scaling
+from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
+from nbtrain.training.ranks import collectives
+from nbtrain.training.ranks import loop_fixes as lines
+from nbtrain.training.ranks.agreement import Agreement
+from nbtrain.training.ranks.collectives import Speakers
+from nbtrain.training.ranks.loop_fixes import Recounted
+from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.ranks.torch_save import Saving
+from nbtrain.training.setup import option_advice as advice
+from nbtrain.training.setup.components import Replaced, Workshop
+from nbtrain.training.setup.in_cell_models import InCellModels
+from nbtrain.training.setup.replace_references import become
+from nbtrain.training.setup.validate_strategy import share_of
+from nbtrain.training.setup.weight_draws import Drawn
 
 _installed: Runtime | None = None
 
@@ -82,7 +85,7 @@ class Runtime:
         self.emit = emit
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
-        self.phases = Phases(card_of(self.device))
+        self.phases = PhaseTimer(card_of(self.device))
         self.operations = Operations(self.phases, self.device, not strategy.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         share = share_of(strategy, info.rank, info.world_size)
@@ -111,7 +114,7 @@ class Runtime:
         self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
         self.saving = Saving(self.meeting, info.world_size > 1)
         self.recompute = Recompute()
-        self.made = Made(lambda: self._looks_after, self._set_up_made)
+        self.made = InCellModels(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
         self.loaders.gives_apart = self.wrapped.same_work.shared
@@ -208,7 +211,7 @@ class Runtime:
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
             )
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
-        self.checkpoints.begin(objects, Plan.of(run), run.resume, run.ranks)
+        self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
         here.enter(self.checkpoints)
         self.running = True
         self.wrapped.begin(self.accumulation)
@@ -328,7 +331,7 @@ class Runtime:
 
     def compared(self) -> dict[str, int]:
         """Of the cell that has just ended, by name: the notebook says something where ranks have the same number, or
-        another one (session/compared.py)."""
+        another one (session/report/rank_differences.py)."""
         work, data = self.wrapped.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
         return found | self.wrapped.summed.divisors() | self.wrapped.own.number()

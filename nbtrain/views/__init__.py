@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.errors import UsageError
 from nbtrain.views.base import BUNDLE, Controls, Screen, View
 from nbtrain.watch.feed import Feed

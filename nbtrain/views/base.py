@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.watch.figures import Figures, RankFigures
 from nbtrain.words import quantity, size
 
@@ -53,7 +53,7 @@ class Controls(Protocol):
         """`stop`, `stacks` or `kill`, from any thread: whether it is being done, and a sentence."""
 
 
-class Output:
+class CellOutput:
     """One output of the cell: shown once, and replaced from then on."""
 
     def __init__(self, screen: Screen) -> None:
@@ -81,7 +81,7 @@ def own_version(widget: Any) -> dict[str, str]:
     return {MODEL_VERSION: own, VIEW_VERSION: own}
 
 
-class Waiting:
+class ViewDelay:
     """Says when a view has to show itself: not in the first seconds of the cell, and then every so often."""
 
     def __init__(self, first: float, pause: float) -> None:

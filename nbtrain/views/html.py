@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain.views.base import PAUSE, QUIET, Output, Screen, Waiting
+from nbtrain.views.base import PAUSE, QUIET, CellOutput, Screen, ViewDelay
 from nbtrain.views.page import bundle
 from nbtrain.watch.feed import Feed
 
@@ -12,8 +12,8 @@ class HtmlView:
 
     def __init__(self, feed: Feed, screen: Screen, at_once: bool = False) -> None:
         self._figures = feed.figures
-        self._output = Output(screen)
-        self._waiting = Waiting(0.0 if at_once else QUIET, PAUSE)
+        self._output = CellOutput(screen)
+        self._waiting = ViewDelay(0.0 if at_once else QUIET, PAUSE)
 
     def tick(self, now: float) -> None:
         if self._waiting.over(now) and self._figures.ranks:

@@ -23,7 +23,7 @@ PLACES = ("found", "cards", "line", "note", "said", "receipt", "compared")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 
 
-class Form:
+class PickerForm:
     """The same as the other picker, without bars and without writing into cells."""
 
     def __init__(self, data: Mapping[str, Any], do: Do) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain.views.base import QUIET, Screen, Waiting, words
+from nbtrain.views.base import QUIET, Screen, ViewDelay, words
 from nbtrain.watch.feed import Feed
 
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 5.0, 30.0, 1.25
@@ -16,7 +16,7 @@ class TextView:
         self._figures = feed.figures
         self._screen = screen
         self._shown = False
-        self._waiting = Waiting(QUIET, FIRST_PAUSE)
+        self._waiting = ViewDelay(QUIET, FIRST_PAUSE)
 
     def tick(self, now: float) -> None:
         if not self._waiting.over(now) or not self._figures.ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbtrain.views.base import PAUSE, QUIET, Controls, Output, Screen, Waiting, words
+from nbtrain.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay, words
 from nbtrain.views.page import bundle
 from nbtrain.watch.feed import Feed
 
@@ -21,8 +21,8 @@ class WidgetView:
         self._feed = feed
         self._controls = controls
         self._screen = screen
-        self._output = Output(screen)
-        self._waiting = Waiting(0.0 if at_once else QUIET, AGAIN[0])
+        self._output = CellOutput(screen)
+        self._waiting = ViewDelay(0.0 if at_once else QUIET, AGAIN[0])
         self._panel: Any = None
         self._told = 0
         self._plain = False

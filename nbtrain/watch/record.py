@@ -19,11 +19,11 @@ TAKEN = ("run", "rank", "step")
 """a metric that is called so is `step_` where there are columns"""
 
 
-class Unreadable(Exception):
+class UnreadableRecord(Exception):
     """It is no file of ours, or one of a later version."""
 
 
-class Record:
+class RunRecord:
     """What one file says. All of it is read only when rows are asked for, or when its last line is missing."""
 
     def __init__(self, number: int, path: Path) -> None:
@@ -32,7 +32,7 @@ class Record:
         written = shelf.is_written(path)  # before reading: what ends meanwhile has its last line
         first, final = _ends(path)
         if not isinstance(first.get("run"), dict):
-            raise Unreadable(str(path))
+            raise UnreadableRecord(str(path))
         self.settings: dict[str, Any] = first["run"]
         end = final if "end" in final else None
         if end is None:

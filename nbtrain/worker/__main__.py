@@ -67,8 +67,8 @@ def main() -> None:
     os.dup2(null, 0)
     import torch  # noqa: F401  while what is wrong with it still goes where the kernel reads it
 
-    from nbtrain.worker.main import Rank
-    from nbtrain.worker.shell import make_shell
+    from nbtrain.worker.rank import Rank
+    from nbtrain.worker.shell.shell import make_shell
 
     Rank(config, make_shell()).serve()
     os._exit(0)  # a thread that a cell has left running must not keep the process

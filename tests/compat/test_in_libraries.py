@@ -50,7 +50,7 @@ class Wrapped(nn.Module):
 
 
 def engine_of(stage: int) -> Any:
-    from nbtrain.strategies._deepspeed.library import as_local_rank, library, quiet
+    from nbtrain.strategies.deepspeed.library import as_local_rank, library, quiet
 
     deepspeed = library(CPU)
     assert ds.check() == []
@@ -68,7 +68,7 @@ def engine_of(stage: int) -> Any:
 
 
 def _a_backward(rank: int, stage: int) -> None:
-    from nbtrain.strategies._deepspeed.library import as_local_rank
+    from nbtrain.strategies.deepspeed.library import as_local_rank
 
     engine = engine_of(stage)
     zero = engine.optimizer
@@ -148,7 +148,7 @@ def test_a_backward_of_deepspeeds_engine(stage: int) -> None:
 
 
 def _group(rank: int) -> None:
-    from nbtrain.strategies._deepspeed.library import library
+    from nbtrain.strategies.deepspeed.library import library
 
     library(CPU)
     calls: list[str] = []
@@ -175,7 +175,7 @@ def test_deepspeed_communicates_by_what_it_is_given() -> None:
 
 
 def _to_their_owners(rank: int) -> None:
-    from nbtrain.strategies._sharded.library import make_oss, make_parallel
+    from nbtrain.strategies.sharded.library import make_oss, make_parallel
 
     assert fairscale.check() == []
     with fairscale.quiet():
@@ -228,9 +228,9 @@ def test_fairscale_sends_gradients_to_owners_and_weights_from_them() -> None:
 
 def _sent_and_forgotten(rank: int) -> None:
     from nbtrain.specs import RankInfo
-    from nbtrain.strategies._horovod.session import Session
+    from nbtrain.strategies.horovod.session import HorovodSession
 
-    session = Session(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))
+    session = HorovodSession(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))
     hvd = session.start()
     calls: list[str] = []
 

@@ -26,7 +26,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbtrain.compat import arrays, kernel, namespaces, pandas, pickling, python
-from nbtrain.training.become import become
+from nbtrain.training.setup.replace_references import become
 from tests.kernels import Kernel, Result
 from tests.shells import bare_shell
 

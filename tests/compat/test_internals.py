@@ -202,7 +202,7 @@ def test_an_error_of_a_newer_package_says_so(code: str, monkeypatch: pytest.Monk
         raise AssertionError
 
     here = compile(code, "<a file of nbtrain's>", "exec")
-    ours, theirs = {"__name__": "nbtrain.training.steps"}, {"__name__": "__main__"}
+    ours, theirs = {"__name__": "nbtrain.training.loop.steps"}, {"__name__": "__main__"}
     sign = f"nbtrain was run with torch up to {versions.newest('torch')}, and here is 2.99.0: pip install"
     fit.explain(None)
     assert sign not in explained(exec, here, ours)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbtrain.exchange.names import private
+from nbtrain.exchange.names.cell_names import private
 
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented), re.Pattern,

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.names import private
+from nbtrain.exchange.names.cell_names import private
 from nbtrain.magics import extension
 from tests.shells import bare_shell
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from nbtrain.exchange.names import private
+from nbtrain.exchange.names.cell_names import private
 
 T = TypeVar("T")
 DEEP = 3

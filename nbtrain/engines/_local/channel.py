@@ -22,7 +22,7 @@ from nbtrain.events import Event, RankState
 from nbtrain.messages import Message
 from nbtrain.patience import Patience
 from nbtrain.shield import shielded
-from nbtrain.worker.link import CHUNK, DOWN, NAME, NUMBER, UP, Forged, Frames, Sealer, address
+from nbtrain.worker.process.channel import CHUNK, DOWN, NAME, NUMBER, UP, Forged, Frames, Sealer, address
 
 PATIENCE = 5.0
 """Seconds in which a rank that is there must take some of what it is sent: Stop waits as long."""

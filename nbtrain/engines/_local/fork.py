@@ -11,7 +11,7 @@ from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.warm import death
 from nbtrain.engines.base import Death
-from nbtrain.worker.birth import RankConfig
+from nbtrain.worker.process.start import RankConfig
 
 Body = Callable[[RankConfig], None]
 
@@ -65,7 +65,7 @@ class Fork:
     def _live(self, config: RankConfig) -> None:
         code = 1
         try:
-            from nbtrain.worker.birth import dies_with_its_parent
+            from nbtrain.worker.process.start import dies_with_its_parent
 
             dies_with_its_parent()
             os.setpgid(0, 0)

@@ -37,7 +37,7 @@ PRELOADED = (
     "torch.distributed",
     "nbtrain.strategies.ddp",
     "nbtrain.training.runtime",
-    "nbtrain.worker.main",
+    "nbtrain.worker.rank",
 )
 LOOK_UP = 0.5
 """Seconds between looks at whether the kernel is still its parent: somebody else may hold the socket open."""
@@ -138,8 +138,8 @@ class Nursery:
 
         for name in (compiler.MODULE, *PRELOADED):  # every optimizer would take a second for the first of them
             import_module(name)
-        from nbtrain.worker.modules import at_birth
-        from nbtrain.worker.shell import make_shell
+        from nbtrain.worker.modules.local_modules import at_birth
+        from nbtrain.worker.shell.shell import make_shell
 
         self.shell = make_shell()
         at_birth()
@@ -168,8 +168,8 @@ class Nursery:
             return pid
         code = 1
         try:
-            from nbtrain.worker.birth import dies_with_its_parent
-            from nbtrain.worker.main import Rank
+            from nbtrain.worker.process.start import dies_with_its_parent
+            from nbtrain.worker.rank import Rank
 
             dies_with_its_parent()
             os.setpgid(0, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from nbtrain.engines.base import Death
 
 if TYPE_CHECKING:
-    from nbtrain.worker.birth import RankConfig
+    from nbtrain.worker.process.start import RankConfig
 
 
 class Processes(Protocol):

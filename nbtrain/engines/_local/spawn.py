@@ -14,7 +14,7 @@ from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.warm import death, environment
 from nbtrain.engines.base import Death
-from nbtrain.worker.birth import RankConfig
+from nbtrain.worker.process.start import RankConfig
 
 LONGEST = 2000
 """Bytes of the ranks' own words that are quoted."""

@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.probes as probes
+import nbtrain.machine.probes as probes
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
-    from nbtrain.worker.birth import RankConfig
+    from nbtrain.worker.process.start import RankConfig
 
 SPARE = 4 << 30
 """Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""

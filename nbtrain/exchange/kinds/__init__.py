@@ -2,19 +2,19 @@
 
     base.py        what a kind is; atoms, references
     containers.py  lists, dicts, sets, tuples
-    frozen.py      long strings, bytes and tuples of values
-    derived.py     those with attributes of their own: ordered dicts, classes below them
-    code.py        functions of the notebook, and what wraps them
+    long_constants.py      long strings, bytes and tuples of values
+    container_subclasses.py     those with attributes of their own: ordered dicts, classes below them
+    functions.py        functions of the notebook, and what wraps them
     classes.py     its classes
     hooks.py       hooks on the gradients of tensors
     objects.py     instances; whatever only its own pickle can move
-    refused.py     what belongs to one process; its streams and its shell
+    not_sendable.py     what belongs to one process; its streams and its shell
     arrays.py      NumPy arrays
     tensors.py     tensors and the memory they show
-    apart.py       those whose content is in pieces here
+    split_tensors.py       those whose content is in pieces here
     numeric.py     which of them are dense memory
-    random.py      random generators
-    learning.py    modules, optimizers, schedulers, loaders
+    random_generators.py      random generators
+    modules_and_optimizers.py    modules, optimizers, schedulers, loaders
     module_state.py  what was changed in modules of Python
 
 `kind_of` decides; None means that an object travels as it is, by value or by name.
@@ -30,20 +30,14 @@ import weakref
 from collections.abc import Container
 from typing import Any
 
-from nbtrain.exchange.kinds import (
-    apart,
-    classes,
-    code,
-    containers,
-    derived,
-    frozen,
-    learning,
-    module_state,
-    numeric,
-    objects,
-    random,
-    refused,
-)
+from nbtrain.exchange.kinds import classes, containers, module_state, numeric, objects
+from nbtrain.exchange.kinds import container_subclasses as derived
+from nbtrain.exchange.kinds import functions as code
+from nbtrain.exchange.kinds import long_constants as frozen
+from nbtrain.exchange.kinds import modules_and_optimizers as learning
+from nbtrain.exchange.kinds import not_sendable as refused
+from nbtrain.exchange.kinds import random_generators as random
+from nbtrain.exchange.kinds import split_tensors as apart
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Make, Packed, Put, Ref
 from nbtrain.intercept import path_of
 
@@ -53,7 +47,7 @@ _BY_TYPE: dict[type, Kind] = {
     **code.KINDS,
     types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK,
-    apart.Place: apart.PLACE,
+    apart.MemoryPlace: apart.PLACE,
     Handle: objects.KEPT,
     module_state.ModuleState: module_state.STATE,
 }

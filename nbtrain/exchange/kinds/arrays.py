@@ -7,15 +7,15 @@ from bisect import bisect_right, insort
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.fingerprint import array_checksum
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+from nbtrain.exchange.kinds.checksum import array_checksum
 from nbtrain.exchange.kinds.containers import same_items
 from nbtrain.exchange.segment import untouched
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class Array(Kind):
@@ -92,7 +92,7 @@ class Array(Kind):
         node.seen = seen
 
 
-class Objects(Kind):
+class ObjectArray(Kind):
     """An array of Python objects, or a view of one, which tells of what is in it."""
 
     name = "object array"
@@ -260,4 +260,4 @@ def _bytes(array: Any, order: str) -> memoryview:
 
 ARRAY = Array()
 MEMMAP = Memmap()
-OBJECTS = Objects()
+OBJECTS = ObjectArray()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.errors import CannotTravel
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 ATOMS: set[type] = {
     type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),

@@ -15,9 +15,9 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 NOTE = "__slotnames__"
 """Python notes this on a class whenever an instance is pickled: no change of the user's."""

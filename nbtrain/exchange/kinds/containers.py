@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.exchange.kinds.base import ATOMS, Kind
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 LARGE = 4096
 """From this length on, a container of plain data (numbers, text, lists and dicts of them) is one block:

@@ -8,7 +8,7 @@ from nbtrain.compat import modules, tensors
 from nbtrain.exchange.kinds.base import keys_in
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.visit import Visit
 
 TABLES = (tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS)
 NONE: tuple[tuple[int, ...], ...] = ((), ())

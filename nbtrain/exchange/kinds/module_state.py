@@ -21,9 +21,9 @@ from nbtrain.exchange.kinds.base import ATOMS, Kind
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 MODULE = "module "
 """No name of Python's begins so: under such names the states of modules travel."""
@@ -190,7 +190,7 @@ def made_at(place: Place) -> Any:
     return MISSING if state is None or state.text != text else state.places.get(way, MISSING)
 
 
-class State(Kind):
+class ModuleChanges(Kind):
     """What was changed in a module by hand, by its functions, or by a cell."""
 
     name = "module state"
@@ -232,4 +232,4 @@ def same(now: Any, then: Any) -> bool:
     return False
 
 
-STATE = State()
+STATE = ModuleChanges()

@@ -19,15 +19,15 @@ import cloudpickle as cp
 import nbtrain.words as words
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import kinds
-from nbtrain.exchange.fingerprint import memory_checksum
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make
+from nbtrain.exchange.kinds.checksum import memory_checksum
 from nbtrain.exchange.kinds.containers import same_items
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 MISSING = object()
 
@@ -327,7 +327,7 @@ _SHORT = reprlib.Repr()  # of a list of ten million numbers only the first few a
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
 
 
-class Kept(Kind):
+class KeptOnRanks(Kind):
     """What stays on the ranks: the notebook holds a handle for it.
 
     Both sides know which of their common objects it holds: a kept optimizer leads to the notebook's model.
@@ -374,7 +374,7 @@ class Kept(Kind):
 INSTANCE = Instance()
 STATEFUL = Stateful()
 OPAQUE = Opaque()
-KEPT = Kept()
+KEPT = KeptOnRanks()
 WEAK = Weak()
 SENTINEL = Sentinel()
 MEMBER = Member()

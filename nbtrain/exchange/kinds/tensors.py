@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.bulk import Form, form_of
-from nbtrain.exchange.fingerprint import SMALL, checksum
 from nbtrain.exchange.kinds import hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind
+from nbtrain.exchange.kinds.bulk_compare import MemoryForm, form_of
+from nbtrain.exchange.kinds.checksum import SMALL, checksum
 from nbtrain.exchange.segment import untouched
 
 EMPTY = "empty"
 """Stands where a buffer would, for a tensor on the device "meta"."""
 
 if TYPE_CHECKING:
-    from nbtrain.exchange.arrival import Arrival
-    from nbtrain.exchange.table import Node
-    from nbtrain.exchange.visit import Visit
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
 
 
 class Storage(Kind):
@@ -85,7 +85,7 @@ class Tensor(Kind):
         seen = _state_of(tensor, hung)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
-        node.memo = Form(tensor)
+        node.memo = MemoryForm(tensor)
         grown = tensor.requires_grad and tensor.is_leaf
         return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), grown, notes, hung, seen
 
@@ -106,7 +106,7 @@ class Tensor(Kind):
 
     def made(self, node: Node, args: Any, arrival: Arrival) -> None:
         node.seen = _complete(node.obj, args[-1])
-        node.memo = Form(node.obj)
+        node.memo = MemoryForm(node.obj)
         if args[-2] is None and args[-3] is None:
             node.fixed = [arrival.node(args[1].key)]
 
@@ -154,7 +154,7 @@ class Tensor(Kind):
     def _seen(self, node: Node, hung: hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
         if node.memo is None or node.memo.form != form_of(tensor):
-            node.memo = Form(tensor)
+            node.memo = MemoryForm(tensor)
         small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
         if small and node.memo.flat is None and not tensor.is_conj() and not tensor.is_neg():
             node.memo.flatten(tensor)
@@ -188,7 +188,7 @@ class Tensor(Kind):
         if hooked != hooks.NONE or hooks.hooked(tensor):
             hooks.hang(tensor, decoded_hooks(hung, arrival))
         node.seen = _complete(tensor, seen)
-        node.memo = Form(tensor)
+        node.memo = MemoryForm(tensor)
 
 
 def _window(tensor: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ COLOURS = {EQUAL: "#2e7d32", DIFFERS: "#c62828", FAILED: "#c62828", UNKNOWN: "#9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weight:
+class WeightDifference:
     """One tensor of a model."""
 
     name: str
@@ -62,7 +62,7 @@ class Receipt:
     samples_agree: bool = True
     losses: tuple[tuple[float, float], ...] = ()
     """for each backward: the mean of the ranks' losses, and one process's"""
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[WeightDifference, ...] = ()
     numbers: tuple[Number, ...] = ()
     """names that hold a number of each rank's own"""
     causes: tuple[str, ...] = ()
@@ -154,19 +154,19 @@ def _own(number: Number) -> str:
     return said
 
 
-def _share(weight: Weight) -> float:
+def _share(weight: WeightDifference) -> float:
     """How far it is beyond what rounding explains; NaN is beyond everything."""
     if weight.difference != weight.difference:
         return float("inf")
     return weight.difference / weight.allowed if weight.allowed else weight.difference
 
 
-def _worst(receipt: Receipt) -> list[Weight]:
+def _worst(receipt: Receipt) -> list[WeightDifference]:
     """Those that differ, the farthest first."""
     return sorted((one for one in receipt.weights if not one.equal), key=_share, reverse=True)[:SHOWN]
 
 
-def _weights(worst: Sequence[Weight]) -> tuple[tables.Row, list[tables.Row]]:
+def _weights(worst: Sequence[WeightDifference]) -> tuple[tables.Row, list[tables.Row]]:
     rows: list[tables.Row] = [
         (one.name, f"{one.difference:.3g}", f"{one.moved:.3g}", f"{one.allowed:.1g}") for one in worst
     ]

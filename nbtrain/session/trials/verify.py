@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
-from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, FAILED, UNKNOWN, Number, Receipt, Weight
-from nbtrain.session.trying import Tries, Way
+from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, FAILED, UNKNOWN, Number, Receipt, WeightDifference
+from nbtrain.session.trials.attempt import RunWay, Tries
 from nbtrain.specs import Record, RunSpec, Trial
 
 CLOSE = 1e-4
@@ -55,14 +55,14 @@ class Played:
         return [sum(values) / len(values) for values in zip(*each, strict=False)]
 
 
-class Failure(Exception):
+class TrialFailed(Exception):
     """One of the runs has failed."""
 
 
 class Verifying:
     """One receipt."""
 
-    def __init__(self, tries: Tries, way: Way, steps: int, told: Callable[[Receipt], None]) -> None:
+    def __init__(self, tries: Tries, way: RunWay, steps: int, told: Callable[[Receipt], None]) -> None:
         self._tries = tries
         self._way = way
         self._steps = steps
@@ -84,7 +84,7 @@ class Verifying:
                     "says what one process would see. Write the cell for one process, and verify it with -s ddp"
                 )
             found = self._compare(spec)
-        except Failure as failed:
+        except TrialFailed as failed:
             found = {"state": FAILED, "causes": (str(failed),)}
         except (CannotTravel, MissingName, CellSyntaxError, UsageError):
             raise
@@ -111,7 +111,7 @@ class Verifying:
         home, _ = self._tries.play(spec, Trial(steps=self._steps, warm=0, record=record))
         found = home.tried
         if not found:
-            raise Failure(f"{doing}: {home.why or 'it was cut short'}")
+            raise TrialFailed(f"{doing}: {home.why or 'it was cut short'}")
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.pool.world_size)]
         shares = {rank["share"]: rank for rank in reversed(ranks)}
         steps = min(one.steps for one in found)
@@ -216,7 +216,7 @@ def in_any_order(one: Played, turned: Played) -> bool:
     return bool(one.losses) and bool(turned.losses) and isclose(one.losses[0], turned.losses[0], rel_tol=CLOSE)
 
 
-def compared(many: Played, one: Played, noise: Played | None = None) -> tuple[Weight, ...]:
+def compared(many: Played, one: Played, noise: Played | None = None) -> tuple[WeightDifference, ...]:
     """Each weight of the models, by name. `noise`: the same as `one`, with another rounding."""
     import torch
 
@@ -234,7 +234,7 @@ def compared(many: Played, one: Played, noise: Played | None = None) -> tuple[We
     found = []
     for name, alone in one.weights.items():
         if name not in many.weights:
-            found.append(Weight(name=name, difference=float("inf"), moved=0.0, allowed=0.0))
+            found.append(WeightDifference(name=name, difference=float("inf"), moved=0.0, allowed=0.0))
             continue
         moved = distance(alone, one.before[name]) if name in one.before else 0.0
         scale = float(alone.abs().max()) if alone.numel() and alone.dtype != torch.bool else 0.0
@@ -242,7 +242,9 @@ def compared(many: Played, one: Played, noise: Played | None = None) -> tuple[We
         allowed = CLOSE * moved + ROUNDING * smallest * scale
         if noise is not None and name in noise.weights:
             allowed = max(allowed, NOISE * distance(alone, noise.weights[name]))
-        found.append(Weight(name=name, difference=distance(alone, many.weights[name]), moved=moved, allowed=allowed))
+        found.append(
+            WeightDifference(name=name, difference=distance(alone, many.weights[name]), moved=moved, allowed=allowed)
+        )
     return tuple(found)
 
 

@@ -26,7 +26,7 @@ Name = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Objects:
+class CheckpointObjects:
     """What is saved or loaded, by the notebook's names."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Objects:
     schedulers: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, named: Mapping[str, Any]) -> Objects:
+    def of(cls, named: Mapping[str, Any]) -> CheckpointObjects:
         found = cls()
         seen: set[int] = set()
         for name, item in named.items():
@@ -69,7 +69,7 @@ def entries(module: nn.Module) -> dict[str, Any]:
     return {uncompiled_path(path): value for path, value in module.state_dict(keep_vars=True).items()}
 
 
-class Names:
+class ParameterNames:
     """What parameters are called: by the modules that are saved with them, else by any other that is known."""
 
     def __init__(self, *tables: Mapping[str, nn.Module]) -> None:
@@ -95,7 +95,7 @@ class Content:
     _keys: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, objects: Objects, names: Names) -> Content:
+    def of(cls, objects: CheckpointObjects, names: ParameterNames) -> Content:
         made = cls()
         made.tree = {
             "modules": {name: made._module(name, module) for name, module in objects.modules.items()},
@@ -121,7 +121,7 @@ class Content:
                 tensors[path] = self._add(f"model/{name}/{path}", value)
         return {"class": type(module).__name__, "tensors": tensors, "extra": extra}
 
-    def _optimizer(self, name: str, optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    def _optimizer(self, name: str, optimizer: Optimizer, names: ParameterNames) -> dict[str, Any]:
         called = names.of(optimizer)
         groups: list[dict[str, Any]] = []
         state: dict[Name, dict[str, Any]] = {}

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 import nbtrain.intercept as intercept
 from nbtrain.specs import Record
-from nbtrain.strategies.placed import gathered
+from nbtrain.strategies.kit.stage_tensors import gathered
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BEFORE, AFTER = "before.pt", "after.pt"
@@ -65,7 +65,7 @@ class StepRecord:
 
     def drawing(self, loader: Any, batches: Any) -> Any:
         """A loader's batch sampler, whose batches are noted."""
-        return _Noted(batches, self._latest, self._number(loader), self.asked.turned)
+        return _NotingSampler(batches, self._latest, self._number(loader), self.asked.turned)
 
     def opened(self, iterator: Any, loader: Any, dealt: bool, whole: bool) -> None:
         """A pass through a loader begins. `dealt`: nbtrain says which batches this rank gets; `whole`: all of them, as
@@ -174,7 +174,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return held.full_tensor() if isinstance(held, DTensor) else held
 
 
-class _Noted:
+class _NotingSampler:
     """A batch sampler that notes what it gives."""
 
     def __init__(self, batches: Any, latest: dict[int, list[list[Any]]], number: int, turned: bool) -> None:

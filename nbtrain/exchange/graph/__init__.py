@@ -1,0 +1,1 @@
+"""The graph of objects that notebook and ranks share."""

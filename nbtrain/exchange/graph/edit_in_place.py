@@ -1,0 +1,98 @@
+"""The receiver edits its own object instead of having another: what the file of a local module has made on both sides,
+and what only its own pickle can move, which would else lose who else holds it (`ds.df`, `config["df"]` and `df`)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbtrain.exchange import kinds
+from nbtrain.exchange.graph.table import Node, Table
+from nbtrain.exchange.kinds import module_state
+from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.module_state import MISSING, Place
+from nbtrain.exchange.kinds.objects import own as held_by
+from nbtrain.exchange.kinds.objects import slots_of
+
+_CONTENT = ("storage", "array")
+"""Kinds whose records bring the content along."""
+
+
+def own(place: Place, made: Any, kind: Kind, table: Table) -> Any:
+    """This side's object in that place of the file, where it can become what was `made` of the record."""
+    obj = module_state.made_at(place)
+    if obj is MISSING or type(obj) is not type(made) or kind.identity(obj) in table.by_id:
+        return MISSING
+    if kind.name == "storage":
+        fits = obj.nbytes() == made.nbytes() and obj.device == made.device
+    elif kind.name == "array":
+        fits = obj.shape == made.shape and obj.dtype == made.dtype and obj.flags.writeable
+    elif kind.name == "tensor":
+        # its memory is the receiver's own, too, if it could be
+        fits = _form(obj) == _form(made) and obj.requires_grad == made.requires_grad
+    else:
+        fits = not kind.whole and kinds.kind_of(obj, {}) is kind
+    return obj if fits else MISSING
+
+
+def renewed(node: Node | None, made: Any, kind: Kind) -> Any:
+    """This side's object under the key, where it can become what was `made` in its place."""
+    if node is None or node.kind is not kind or kind is not kinds.kind_named("opaque"):
+        return MISSING
+    obj = node.obj
+    if obj is made or type(obj) is not type(made):
+        return MISSING
+    if _is_array(obj):
+        fits = obj.shape == made.shape and obj.dtype == made.dtype and obj.flags.writeable and not obj.dtype.hasobject
+        return obj if fits else MISSING
+    return obj if is_all_python(type(obj)) else MISSING
+
+
+def is_all_python(cls: type) -> bool:
+    """Whether everything that its objects hold is in their `__dict__` and slots, and nothing in C."""
+    slots = len(slots_of(cls))
+    word = object.__basicsize__ // 2
+    wanted = object.__basicsize__ + word * (slots + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0))
+    return cls.__basicsize__ == wanted and cls.__itemsize__ == 0 and all(b.__flags__ & 1 << 9 for b in cls.__mro__[:-1])
+
+
+def _is_array(obj: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(obj, numpy.ndarray)
+
+
+def _form(tensor: Any) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def fill(node: Node, made: Any) -> None:
+    """Once nothing can fail any more: the content that came with the record."""
+    if node.kind.name == "storage":
+        node.obj.copy_(made)
+    elif node.kind.name == "array":
+        node.obj[...] = made
+    elif node.kind is kinds.kind_named("opaque"):
+        if _is_array(made):
+            _bare(node.obj)[...] = _bare(made)
+        _take_over(node.obj, made)
+
+
+def _bare(array: Any) -> Any:
+    import numpy as np
+
+    return array.view(np.ndarray)
+
+
+def _take_over(obj: Any, made: Any) -> None:
+    """The attributes of another of its class. Methods of the class itself are not asked."""
+    for slot in slots_of(type(obj)):
+        value = held_by(made, slot, MISSING)
+        if value is not MISSING:
+            object.__setattr__(obj, slot, value)
+        elif held_by(obj, slot, MISSING) is not MISSING:
+            object.__delattr__(obj, slot)
+    held = held_by(obj, "__dict__", None)
+    if isinstance(held, dict):
+        new = dict(held_by(made, "__dict__", {}))
+        held.clear()
+        held.update(new)

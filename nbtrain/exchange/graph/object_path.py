@@ -1,0 +1,194 @@
+"""The way from one object to another that it holds, as a person would write it.
+
+The one place that knows how: addresses of what a strategy prepares, and every error that names an object, come from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import ATOMS, Handle
+from nbtrain.exchange.kinds.module_state import ModuleState
+from nbtrain.exchange.kinds.objects import MISSING, own, slots_of
+
+FAR = 20_000
+"""so many objects are looked at on the way into one that only its own pickle can move"""
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """One step: `.tricks`, `['guard']`, ` (its closure variable 's')`."""
+
+    owner: Any
+    kind: str
+    key: Any
+
+    def __str__(self) -> str:
+        key = self.key
+        if self.kind == "attr":
+            return f".{key}"
+        if self.kind == "item":
+            # A parameter, the key of an optimizer's state, would be printed with its numbers.
+            return f"[{key!r}]" if type(key) in ATOMS else f"[<{type(key).__name__}>]"
+        return _WORDS[self.kind].format(key)
+
+
+_WORDS = {
+    "closure": " (its closure variable {!r})",
+    "default": " (default of its argument {!r})",
+    "class": " (its class {})",
+    "base": " (its base class {})",
+    "element": " (an element)",
+    "key": " (a key)",
+    "keyword": ".keywords[{!r}]",
+    "flat": ".flat[{}]",
+    "through": "",
+}
+
+_THROUGH = (
+    tuple, frozenset, types.MethodType, staticmethod, classmethod, property, types.CellType, types.MappingProxyType,
+    types.BuiltinFunctionType, slice,
+)  # fmt: skip
+"""They have no way of their own: they travel inside their holder."""
+
+_NOT_INTO = (str, bytes, int, float, types.ModuleType, Handle)
+
+
+def step(holder: Any, child: Any) -> str:
+    """What is appended to the holder's address; nothing where the way cannot be told."""
+    return "".join(map(str, way(holder, child) or ()))
+
+
+def way(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | None:
+    """None: not found. `deep`: through other objects too."""
+    ahead: deque[tuple[Any, tuple[PathStep, ...]]] = deque([(holder, ())])
+    seen: set[int] = set()
+    while ahead and len(seen) < FAR:
+        obj, before = ahead.popleft()
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        for kind, key, member in _members(obj):
+            if member is child:
+                return [*before, PathStep(obj, kind, key)]
+            cls = type(member)  # `isinstance` would ask the object itself
+            if issubclass(cls, _THROUGH) or (deep and not issubclass(cls, _NOT_INTO)):
+                ahead.append((member, (*before, PathStep(obj, kind, key))))
+    return None
+
+
+def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[PathStep], Any]:
+    """A path as it was written on the other side, followed here as far as it goes; with the object at its end."""
+    name = next((one for one in sorted(namespace, key=len, reverse=True) if path.startswith(one)), "")
+    obj, rest, segments = namespace.get(name), path[len(name) :], list[PathStep]()
+    while name and rest:
+        steps = [(PathStep(obj, kind, key), member) for kind, key, member in _members(obj)]
+        found = [(str(segment), segment, member) for segment, member in steps]
+        fitting = [one for one in found if one[0] and rest.startswith(one[0])]
+        if not fitting:
+            through = [one for one in found if not one[0]]
+            if len(through) != 1:
+                break
+            fitting = through
+        text, segment, obj = max(fitting, key=lambda one: len(one[0]))
+        rest = rest[len(text) :]
+        segments.append(segment)
+    return name, segments, obj
+
+
+def _members(obj: Any) -> Iterator[tuple[str, Any, Any]]:
+    with suppress(Exception):  # a property may raise anything
+        yield from _parts(obj)
+
+
+def _parts(obj: Any) -> Iterable[tuple[str, Any, Any]]:
+    if isinstance(obj, types.FunctionType):
+        return _of_function(obj)
+    if isinstance(obj, types.CellType):
+        return _of_cell(obj)
+    if isinstance(obj, (types.MethodType, staticmethod, classmethod, types.BuiltinFunctionType)):
+        held = [getattr(obj, name, None) for name in ("__self__", "__func__")]
+        return [("through", None, one) for one in held]
+    if isinstance(obj, property):
+        return [("through", None, one) for one in (obj.fget, obj.fset, obj.fdel)]
+    if isinstance(obj, type):
+        own = [("attr", name, value) for name, value in type.__getattribute__(obj, "__dict__").items()]
+        return [*own, *(("base", base.__name__, base) for base in obj.__bases__)]
+    return _of_object(obj)
+
+
+def _of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
+        yield "closure", name, cell
+    defaults = fn.__defaults__ or ()
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=False):
+        yield "default", name, value
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        yield "default", name, value
+    for name, value in vars(fn).items():
+        yield "attr", name, value
+
+
+def _of_cell(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
+    try:
+        yield "through", None, cell.cell_contents
+    except ValueError:  # not filled yet
+        return
+
+
+def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The class's own `__iter__`s and `__getattr__`s are not asked."""
+    cls = type(obj)
+    if isinstance(obj, dict):
+        for key, value in list(dict.items(obj)):
+            yield "item", key, value
+            yield "key", None, key
+    elif isinstance(obj, types.MappingProxyType):
+        for key, value in list(obj.items()):
+            yield "item", key, value
+    elif isinstance(obj, (list, tuple, deque)):
+        base: Any = next(kind for kind in (list, tuple, deque) if isinstance(obj, kind))
+        for index, value in enumerate(base.__iter__(obj)):
+            yield "item", index, value
+    elif isinstance(obj, (set, frozenset)):
+        plain: Any = set if isinstance(obj, set) else frozenset
+        for value in plain.__iter__(obj):
+            yield "element", None, value
+    elif isinstance(obj, functools.partial):
+        yield "attr", "func", obj.func
+        yield "attr", "args", obj.args
+        yield "attr", "keywords", obj.keywords
+        for key, value in obj.keywords.items():
+            yield "keyword", key, value
+    elif numeric.kind_of(obj) is numeric.OBJECTS:
+        for index, value in enumerate(obj.flat):
+            yield "flat", index, value
+    elif isinstance(obj, ModuleState):
+        for path, value in obj.entries.items():
+            yield "attr", path, value
+    held = own(obj, "__dict__", None)
+    if isinstance(held, dict):
+        yield from _of_tables(held)
+    for slot in slots_of(cls):
+        value = own(obj, slot, MISSING)
+        if value is not MISSING:
+            yield "attr", slot, value
+    if cls.__module__ == "__main__":
+        yield "class", cls.__name__, cls
+
+
+def _of_tables(held: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for box in (CHILDREN, PARAMETERS, BUFFERS) if CHILDREN in held else ():
+        for key, value in held[box].items():
+            yield ("item", int(key), value) if key.isdigit() else ("attr", key, value)
+    for key, value in list(held.items()):
+        yield "attr", key, value

@@ -1,0 +1,124 @@
+"""Many small tensors compared at once.
+
+A model with its optimizer state is often a thousand tensors of a few kilobytes. Asking each for its
+checksum costs more in calls than in bytes, so those that stand where they stood are copied one after
+another into a buffer that fits the processor's cache, and the buffer has one checksum. Only where
+that differs is every tensor of the chunk looked at by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.compat import tensors
+from nbtrain.exchange.kinds.checksum import lanes
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbtrain.exchange.graph.table import Node
+
+CHUNK = 1 << 20
+"""Bytes compared at once."""
+
+
+class MemoryForm:
+    """How a tensor lies in memory; of a small one also its bytes, for as long as it lies there."""
+
+    __slots__ = ("flat", "form")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.form = form_of(tensor)
+        self.flat: torch.Tensor | None = None
+
+    def flatten(self, tensor: torch.Tensor) -> None:
+        import torch
+
+        self.flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    hooks, after = tensors.hook_tables(tensor)
+    counts = (hooks and len(hooks), after and len(after)) if hooks or after else None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, counts
+
+
+class _Chunk:
+    __slots__ = ("flats", "number", "seens")
+
+    def __init__(self, flats: list[torch.Tensor], number: int) -> None:
+        self.flats = flats
+        self.seens: list[Any] = []
+        self.number = number
+
+
+class Bulk:
+    """Remembers chunks of neighbours: a walk meets tensors in the same order each time."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, _Chunk] = {}
+        self._buffer: torch.Tensor | None = None
+        self._doubted: list[tuple[_Chunk, list[Node]]] = []
+
+    def forget(self, forms: Iterable[Any]) -> None:
+        """No longer hold these tensors. Other chunks stay: to compare all anew takes longer than all else."""
+        flats = {id(form.flat) for form in forms if isinstance(form, MemoryForm) and form.flat is not None}
+        self._doubted.clear()
+        for key, chunk in list(self._chunks.items()) if flats else ():
+            if not flats.isdisjoint(map(id, chunk.flats)):
+                del self._chunks[key]
+
+    def changed(self, nodes: list[Node]) -> list[Node]:
+        """Those that may differ from what was seen of them; of the others it is certain that they do not."""
+        doubtful: list[Node] = []
+        group: list[Node] = []
+        flats: list[torch.Tensor] = []
+        size = 0
+        for node in nodes:
+            memo, tensor = node.memo, node.obj
+            # One with attributes is looked at for what they lead to.
+            flat = None if memo is None else memo.flat
+            if flat is None or node.seen is None or tensor.__dict__ or memo.form != form_of(tensor):
+                doubtful.append(node)
+                continue
+            group.append(node)
+            flats.append(flat)
+            size += tensor.nbytes
+            if size >= CHUNK:
+                doubtful += self._differing(group, flats, size)
+                group, flats, size = [], [], 0
+        if group:
+            doubtful += self._differing(group, flats, size)
+        return doubtful
+
+    def _differing(self, group: list[Node], flats: list[torch.Tensor], size: int) -> list[Node]:
+        import torch
+
+        if self._buffer is None:
+            self._buffer = torch.empty(2 * CHUNK, dtype=torch.uint8)
+        torch.cat(flats, out=self._buffer[:size])
+        number = lanes(self._buffer.numpy()[:size])
+        first = group[0].key
+        chunk = self._chunks.get(first)
+        seens = [node.seen for node in group]
+        # What was seen of a tensor is another object after each change, whoever made it known.
+        same = (
+            chunk is not None
+            and chunk.number == number
+            and len(chunk.flats) == len(flats) == len(chunk.seens)
+            and all(map(is_, chunk.flats, flats))
+            and all(map(is_, chunk.seens, seens))
+        )
+        if same:
+            return []
+        self._chunks[first] = new = _Chunk(flats, number)
+        self._doubted.append((new, group))
+        return group
+
+    def looked(self) -> None:
+        """Every doubtful one was looked at, so what was seen of them is what is there."""
+        for chunk, group in self._doubted:
+            chunk.seens = [node.seen for node in group]
+        self._doubted.clear()

@@ -1,0 +1,143 @@
+"""Ordered dicts, and classes below list, dict, set and deque: a container with attributes of its own.
+
+Methods of the class itself are not asked: what it holds is moved, not what it would like to be given.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.containers import Mapping, Sequence, same_items
+from nbtrain.exchange.kinds.objects import INSTANCE
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
+
+
+class _Items:
+    """A container's items, looked at as those of a plain one."""
+
+    __slots__ = ("obj", "seen")
+
+    def __init__(self, obj: Any, seen: Any) -> None:
+        self.obj = obj
+        self.seen = seen
+
+
+class Derived(Kind):
+    """What a plain container of its base holds, and what an instance holds."""
+
+    items: Kind
+    """how the base's own are looked at"""
+
+    def __init__(self, base: type, plain: Callable[[Any], Any], fill: Callable[[Any, Any], None]) -> None:
+        self.name = f"{base.__name__} with attributes"
+        self.base = base
+        self.plain = plain
+        self.fill = fill
+        self.items = Mapping() if issubclass(base, dict) else Sequence()
+
+    def turn(self, obj: Any) -> int:
+        return 1 if self.base in (set, dict, OrderedDict, defaultdict) else 0
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        return walk.encode(type(node.obj)), getattr(node.obj, "maxlen", None) if self.base is deque else None
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        cls, length = args
+        new: Any = self.base.__new__
+        obj = new(arrival.decode(cls))
+        if self.base is deque:
+            deque.__init__(obj, (), length)
+        return obj
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        obj = node.obj
+        keys, values = INSTANCE.fields(obj)
+        if self.base is defaultdict:
+            keys, values = ["default_factory", *keys], [obj.default_factory, *values]
+        items, seen_keys, seen_values = node.seen or (None, None, ())
+        now = _Items(self.plain(obj), items)
+        state = self.items.look(now, walk)  # type: ignore[arg-type]
+        if state is None:
+            if keys == seen_keys and same_items(values, seen_values):
+                return None
+            now.seen = None  # whoever is sent anything is sent all of it
+            state = self.items.look(now, walk)  # type: ignore[arg-type]
+        node.seen = now.seen, keys, values
+        return state, keys, list(map(walk.encode, values))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        items, keys, values = state
+        if type(items) is bytes:
+            held = pickle.loads(items)
+        elif issubclass(self.base, dict):
+            held = list(zip(map(arrival.decode, items[0]), map(arrival.decode, items[1]), strict=True))
+        else:
+            held = list(map(arrival.decode, items))
+        self.fill(node.obj, held.items() if type(held) is dict else held)
+        if self.base is defaultdict:
+            node.obj.default_factory = arrival.decode(values[0])
+            keys, values = keys[1:], values[1:]
+        INSTANCE.put(node, (keys, values), arrival)
+
+
+def _fill_list(obj: Any, items: Any) -> None:
+    list.__setitem__(obj, slice(None), items)
+
+
+def _fill_set(obj: Any, items: Any) -> None:
+    set.clear(obj)
+    set.update(obj, items)
+
+
+def _fill_deque(obj: Any, items: Any) -> None:
+    deque.clear(obj)
+    deque.extend(obj, items)
+
+
+def _fill_dict(obj: Any, items: Any) -> None:
+    dict.clear(obj)
+    for key, value in items:
+        dict.__setitem__(obj, key, value)
+
+
+def _fill_ordered(obj: Any, items: Any) -> None:
+    OrderedDict.clear(obj)
+    for key, value in items:
+        OrderedDict.__setitem__(obj, key, value)
+
+
+ORDERED: Derived = Derived(OrderedDict, lambda obj: dict(OrderedDict.items(obj)), _fill_ordered)
+"""`model.state_dict()` keeps its versions in an attribute."""
+
+KINDS: dict[type, Derived] = {  # derived ones before their bases
+    OrderedDict: ORDERED,
+    defaultdict: Derived(defaultdict, dict.copy, _fill_dict),
+    dict: Derived(dict, dict.copy, _fill_dict),
+    list: Derived(list, list.copy, _fill_list),
+    set: Derived(set, lambda obj: list(set.__iter__(obj)), _fill_set),
+    deque: Derived(deque, lambda obj: list(deque.__iter__(obj)), _fill_deque),
+}
+
+
+def kind_of(obj: Any) -> Kind | None:
+    """None for a class that pickles in a way of its own."""
+    cls: Any = type(obj)
+    base = next((base for base in KINDS if isinstance(obj, base)), None)
+    if base is None or cls.__reduce_ex__ is not object.__reduce_ex__ or cls in copyreg.dispatch_table:
+        return None
+    if cls.__reduce__ not in (object.__reduce__, base.__reduce__, Counter.__reduce__):
+        return None
+    if getattr(cls, "__getstate__", None) is not getattr(object, "__getstate__", None):
+        return None
+    if any(hasattr(cls, name) for name in ("__setstate__", "__getnewargs__", "__getnewargs_ex__")):
+        return None
+    return KINDS[base]

@@ -1,0 +1,331 @@
+"""Functions that the notebook defined, and what wraps them. Over there their globals are that side's namespace."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import sys
+import types
+import typing
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.compat import pickling, python
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.kinds.base import Kind
+from nbtrain.intercept import at, path_of
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
+
+NAMESPACE = "namespace"
+
+
+def importable(obj: Any) -> bool:
+    """A function or class that the other side can import by its name."""
+    try:
+        return getattr(obj, "__module__", None) != "__main__" and pickling.goes_by_name(obj)
+    except TypeError:
+        return False
+
+
+class Replaced(Kind):
+    """The wrapper of a function of torch's, which a cell has imported by name: on the other side it is what stands
+    there, with that side's listeners or without."""
+
+    name = "replaced"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return (path_of(obj),)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return at(parts[0])
+
+
+class Function(Kind):
+    """A function made in a cell, or a nested one of a library.
+
+    Its closure's cells are nodes, so recursion works and functions that share a `nonlocal` go on sharing it.
+    """
+
+    name = "function"
+    lasting = True
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        fn: types.FunctionType = node.obj
+        cells = tuple(map(walk.encode, fn.__closure__ or ()))
+        return fn.__code__, self._globals(fn, walk), fn.__name__, cells
+
+    def _globals(self, fn: types.FunctionType, walk: Visit) -> Any:
+        if fn.__globals__ is walk.namespace:
+            return NAMESPACE
+        module = sys.modules.get(fn.__globals__.get("__name__", ""))
+        if module is not None and module.__name__ != "__main__" and vars(module) is fn.__globals__:
+            return module
+        names = pickling.globals_in(fn.__code__)
+        known = {name: fn.__globals__[name] for name in ("__name__", *names) if name in fn.__globals__}
+        return [(name, walk.encode(value)) for name, value in known.items()]
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        code, where, name, cells = args
+        if where == NAMESPACE:
+            globals_ = arrival.namespace
+        elif isinstance(where, types.ModuleType):
+            globals_ = vars(where)
+        else:
+            globals_ = {key: arrival.decode(value) for key, value in where}
+            globals_["__builtins__"] = __builtins__
+        return types.FunctionType(code, globals_, name, None, tuple(map(arrival.decode, cells)) or None)
+
+    def _fields(self, fn: types.FunctionType) -> tuple[Any, ...]:
+        extra = (getattr(fn, "__type_params__", ()),) if sys.version_info >= (3, 12) else ()
+        annotations = {} if sys.version_info >= (3, 14) else fn.__annotations__
+        return (fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ or None,
+                annotations or None, fn.__code__, fn.__name__, *fn.__dict__, *fn.__dict__.values(), *extra)  # fmt: skip
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        fn: types.FunctionType = node.obj
+        fields = self._fields(fn)
+        if node.seen is not None and len(fields) == len(node.seen) and all(map(is_, fields, node.seen)):
+            return None
+        node.seen = fields
+        head, plain, rest = fields[:6], fields[6:8], fields[8:]
+        count = len(fn.__dict__)
+        encoded = (*map(walk.encode, head), *plain)
+        attributes = list(zip(rest[:count], map(walk.encode, rest[count : 2 * count]), strict=True))
+        return encoded, attributes, tuple(map(walk.encode, rest[2 * count :]))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        fn: types.FunctionType = node.obj
+        (*fields, code, fn.__name__), attributes, type_params = state
+        if fn.__code__ is not code:
+            fn.__code__ = code
+        decoded = tuple(map(arrival.decode, fields))
+        fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ = decoded[:5]
+        if decoded[5] is not None:
+            fn.__annotations__ = decoded[5]
+        fn.__dict__.clear()
+        fn.__dict__.update((name, arrival.decode(value)) for name, value in attributes)
+        if type_params and type_params[0]:
+            fn.__type_params__ = arrival.decode(type_params[0])  # type: ignore[attr-defined]
+        node.seen = None
+
+
+class ClosureVariable(Kind):
+    """One closure variable."""
+
+    name = "cell"
+    lasting = True
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return types.CellType()
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        try:
+            now: tuple[Any, ...] = (node.obj.cell_contents,)
+        except ValueError:
+            now = ()
+        if node.seen is not None and len(now) == len(node.seen) and all(map(is_, now, node.seen)):
+            return None
+        node.seen = now
+        return tuple(map(walk.encode, now))
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        if state:
+            node.obj.cell_contents = arrival.decode(state[0])
+        else:
+            del node.obj.cell_contents
+        node.seen = None
+
+
+class Method(Kind):
+    name = "method"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return obj.__func__, obj.__self__
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return types.MethodType(*parts)
+
+
+class BuiltinMethod(Kind):
+    """`list.append` of one particular list, `rng.random` of one generator."""
+
+    name = "builtin method"
+    compound = asks = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return obj.__self__, obj.__name__
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return getattr(*parts)
+
+
+class Wrapper(Kind):
+    """staticmethod and classmethod objects, as they stand in a class body."""
+
+    compound = True
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.name = cls.__name__
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return (obj.__func__,)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return self.cls(*parts)
+
+
+class Property(Kind):
+    name = "property"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return obj.fget, obj.fset, obj.fdel, obj.__doc__
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        return property(*parts)
+
+
+class CachedProperty(Kind):
+    """Has a lock on Python 3.10 and 3.11, which is why it cannot be taken as an instance."""
+
+    name = "cached_property"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return obj.func, obj.attrname
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        made = functools.cached_property(parts[0])
+        made.attrname = parts[1]
+        return made
+
+
+class Cached(Kind):
+    """`functools.lru_cache`: pickles by name without complaint, and fails on the other side. The cache stays."""
+
+    name = "lru_cache"
+    whole = True
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return functools.lru_cache(**dict(args[1]))(arrival.decode(args[0]))
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        return None
+
+
+class Partial(Kind):
+    """`functools.partial`: its arguments may be objects that both sides know."""
+
+    name = "partial"
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        return walk.encode(node.obj.func)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        return functools.partial(arrival.decode(args))
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        made = node.obj
+        seen = (*made.args, None, *made.keywords, *made.keywords.values(), None, *vars(made), *vars(made).values())
+        if node.seen is not None and len(seen) == len(node.seen) and all(map(is_, seen, node.seen)):
+            return None
+        node.seen = seen
+        fields = [[(key, walk.encode(value)) for key, value in held.items()] for held in (made.keywords, vars(made))]
+        return tuple(map(walk.encode, made.args)), *fields
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        args, *fields = state
+        keywords, held = ({key: arrival.decode(value) for key, value in field} for field in fields)
+        node.obj.__setstate__((node.obj.func, tuple(map(arrival.decode, args)), keywords, held))
+        node.seen = None
+
+
+class NewType(Kind):
+    """`typing.NewType`: it too pickles by name."""
+
+    name = "NewType"
+    whole = True
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        return node.obj.__name__, node.obj.__module__, walk.encode(node.obj.__supertype__)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        new: Any = typing.NewType
+        made = new(args[0], arrival.decode(args[2]))
+        made.__module__ = args[1]
+        return made
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        return None
+
+
+class Alias(Kind):
+    """`Generic[T]`, `list[Net]`, `Net | None`: nobody can change one, and what it is made of may be the notebook's."""
+
+    name = "generic alias"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        if isinstance(obj, types.UnionType):
+            return typing.Union, obj.__args__, "|"
+        make, args = obj.__reduce__()
+        return make, tuple(args)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        make, args, *union = parts
+        return functools.reduce(operator.or_, args) if union else make(*args)
+
+
+class Proxy(Kind):
+    """A read-only view of a dict, or of what a class holds: the dict, or the class, is what both sides know."""
+
+    name = "mappingproxy"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        held = gc.get_referents(obj)[0]
+        if "__module__" in held and "__doc__" in held:
+            for holder in gc.get_referrers(held):
+                if isinstance(holder, type):
+                    return (holder,)
+        return (held,)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        (held,) = parts
+        return vars(held) if isinstance(held, type) else types.MappingProxyType(held)
+
+
+class Running(Kind):
+    """Generators, coroutines, frames: they hold a running frame."""
+
+    name = "running frame"
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        raise CannotTravel(f"a {type(node.obj).__name__} holds a running frame")
+
+
+KINDS: dict[type, Kind] = {
+    types.FunctionType: Function(), types.CellType: ClosureVariable(), types.MethodType: Method(),
+    staticmethod: Wrapper(staticmethod), classmethod: Wrapper(classmethod), property: Property(),
+    functools.cached_property: CachedProperty(), python.LruCache: Cached(), functools.partial: Partial(),
+    types.MappingProxyType: Proxy(), typing.NewType: NewType(),
+    **dict.fromkeys(
+        (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.TracebackType),
+        Running(),
+    ),
+}  # fmt: skip
+BUILTIN_METHOD = BuiltinMethod()
+REPLACED = Replaced()
+ALIAS = Alias()
+ALIASES: tuple[type, ...] = (types.GenericAlias, types.UnionType, type(typing.Generic[typing.TypeVar("_T")]))  # type: ignore[index]

@@ -1,0 +1,269 @@
+"""Modules, optimizers, schedulers and data loaders."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.compat import loaders, modules, optimizers
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Make
+from nbtrain.exchange.kinds.objects import Instance, Opaque
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
+
+SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
+
+
+class Module(Kind):
+    """`nn.Module`: one node a module; its tables of parameters, buffers and children belong to it."""
+
+    name = "module"
+    lasting = True
+
+    def turn(self, obj: Any) -> int:
+        return 2 if _own_setstate(obj) else 0
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        cls = type(node.obj)
+        return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        import torch
+
+        cls = arrival.decode(args)
+        obj = cls.__new__(cls)
+        torch.nn.Module.__init__(obj)
+        return obj
+
+    def _state(self, obj: Any) -> dict[str, Any]:
+        import torch
+
+        held = vars(obj)
+        own = getattr(type(obj), "__getstate__", None)
+        if modules.is_parametrized_class(type(obj)):  # it refuses, because a plain pickle would not find its class
+            return held
+        return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        held = self._state(node.obj)
+        if node.seen is not None and node.seen.same(held):
+            return None
+        node.seen = _ModuleSeen(held)
+        boxes = [held[name] for name in modules.TABLES]
+        skip = {key for key, value in held.items() if key in SKIPPED or _empty_hook(key, value)}
+        own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
+        return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        own, boxes = state
+        obj = node.obj
+        held = vars(obj)
+        fields = {key: arrival.decode(value) for key, value in own}
+        if _own_setstate(obj):
+            inner = [{key: arrival.decode(value) for key, value in box} for box in boxes]
+            fresh = dict(zip(modules.TABLES, inner, strict=True))
+            obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
+            node.seen = None
+            return
+        for key in [key for key in held if key not in fields and key not in SKIPPED and not modules.is_hook_table(key)]:
+            del held[key]
+        for key, value in held.items():
+            if modules.is_hook_table(key) and key not in fields and value:
+                value.clear()
+        held.update(fields)
+        for name, box in zip(modules.TABLES, boxes, strict=True):
+            held[name].clear()
+            held[name].update((key, arrival.decode(value)) for key, value in box)
+        node.seen = None
+
+    def settle(self, node: Node) -> None:
+        obj = node.obj
+        _reserve(obj)
+        if "parametrizations" in modules.children(obj) and not modules.is_parametrized_class(type(obj)):
+            modules.parametrize_again(obj)
+
+
+def _own_setstate(obj: Any) -> bool:
+    import torch
+
+    return type(obj).__setstate__ is not torch.nn.Module.__setstate__
+
+
+def _empty_hook(key: str, value: Any) -> bool:
+    """Empty tables do not travel: both sides have them."""
+    return modules.is_hook_table(key) and not value  # in this order: not every value is true or false
+
+
+def _reserve(obj: Any) -> None:
+    """A hook of this side's gets no number by which one of the other side's is known."""
+    for key, table in vars(obj).items():
+        if modules.is_hook_table(key) and isinstance(table, dict) and table:
+            modules.reserve_hook_keys(table)
+
+
+class _ModuleSeen:
+    """What a module held: compared by identity, in a few microseconds, because models have hundreds of modules."""
+
+    __slots__ = ("boxes", "hooked", "hooks", "keys", "values")
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.keys, self.values = list(held), list(held.values())
+        self.boxes = [(name, list(held[name]), list(held[name].values())) for name in modules.TABLES]
+        self.hooks = [value for value in self.values if type(value) in (OrderedDict, set)]
+        self.hooked = sum(map(len, self.hooks))
+
+    def same(self, held: dict[str, Any]) -> bool:
+        if len(held) != len(self.values) or not all(map(is_, held.values(), self.values)) or list(held) != self.keys:
+            return False
+        for name, keys, values in self.boxes:
+            box = held[name]
+            if len(box) != len(values):
+                return False
+            if values and not (all(map(is_, box.values(), values)) and list(box) == keys):
+                return False
+        return (not self.hooked and not any(self.hooks)) or self.hooked == sum(map(len, self.hooks))
+
+
+class Optimizer(Instance):
+    """Travels with its whole `__dict__`: torch's own pickle drops what an optimizer added (LBFGS its parameters)."""
+
+    name = "optimizer"
+    lasting = True
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        held = {k: v for k, v in vars(obj).items() if k != "step" and not _empty_hook(k, v)}
+        return list(held), list(held.values())
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        held = vars(node.obj)
+        tables = {key: value for key, value in held.items() if modules.is_hook_table(key)}
+        super().put(node, state, arrival)
+        for key, table in tables.items():
+            if key not in state[0]:  # the handles of those who come to hang there know this table
+                table.clear()
+                held[key] = table
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        cls = arrival.decode(args)
+        obj = cls.__new__(cls)
+        optimizers.make_hook_tables(obj)
+        return obj
+
+    def settle(self, node: Node) -> None:
+        if "param_groups" in vars(node.obj):  # not of a wrapper around one, whose constructor does without torch's
+            optimizers.prepare_step(node.obj)
+        _reserve(node.obj)
+
+
+class HookHandle(Instance):
+    """What `register_…_hook` returns. It refers weakly to the table in which its hook hangs, which has to be the twin
+    of that table: a copy would be nobody's."""
+
+    name = "hook handle"
+    lasting = True
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        extra = [ref() for ref in obj.extra_dict_ref]
+        return ["id", "table", *map(str, range(len(extra)))], [obj.id, obj.hooks_dict_ref(), *extra]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        node.obj.id, table, *extra = map(arrival.decode, state[1])
+        node.obj.hooks_dict_ref = _weakly(table)
+        node.obj.extra_dict_ref = tuple(map(_weakly, extra))
+        node.seen = None
+
+
+def _weakly(table: Any) -> Any:
+    return weakref.ref(OrderedDict() if table is None else table)
+
+
+class Scheduler(Instance):
+    """A learning-rate scheduler. The mark it left on its optimizer's `step` is put back, or it would warn falsely."""
+
+    name = "scheduler"
+    lasting = True
+
+    def settle(self, node: Node) -> None:
+        optimizer = getattr(node.obj, "optimizer", None)
+        if optimizer is not None:
+            optimizers.watch_for_schedule(optimizer, node.obj)
+
+
+class Loader(Instance):
+    """A DataLoader. Its running iterator, with its worker processes, stays."""
+
+    name = "loader"
+    lasting = True
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        held = {k: v for k, v in vars(obj).items() if k != loaders.RUNNING}
+        held.setdefault(loaders.RUNNING, None)
+        return list(held), [None if k == loaders.RUNNING else v for k, v in held.items()]
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        running = vars(node.obj).get(loaders.RUNNING)
+        super().put(node, state, arrival)
+        vars(node.obj)[loaders.RUNNING] = running
+
+
+class Compiled(Opaque):
+    """`torch.compile(model)`: a shell around the model. What was compiled stays where it was."""
+
+    name = "compiled"
+    lasting = True
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        made = super().shell(node, walk)
+        node.seen = self._seen(node)
+        return made
+
+    def made(self, node: Node, args: Any, arrival: Arrival) -> None:
+        node.seen = self._seen(node)
+
+    def _seen(self, node: Node) -> tuple[int, int]:
+        return id(modules.compiled(node.obj)), id(modules.compiled_by(node.obj))
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        if self._seen(node) == node.seen:
+            return None
+        made = self.shell(node, walk)
+        return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
+
+
+MODULE: Kind = Module()
+OPTIMIZER: Kind = Optimizer()
+SCHEDULER: Kind = Scheduler()
+HOOK_HANDLE: Kind = HookHandle()
+LOADER: Kind = Loader()
+COMPILED: Kind = Compiled()
+
+
+def kind_of(obj: Any) -> Kind | None:
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn"):
+        return None
+    if isinstance(obj, torch.nn.Module):
+        if modules.is_compiled_class(type(obj)):
+            return COMPILED
+        return None if "__reduce__" in _overridden(type(obj), torch.nn.Module) else MODULE
+    if isinstance(obj, torch.optim.Optimizer):
+        return OPTIMIZER
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return SCHEDULER
+    if isinstance(obj, torch.utils.data.DataLoader):
+        return LOADER
+    if type(obj) is torch.utils.hooks.RemovableHandle:
+        return HOOK_HANDLE
+    return None
+
+
+def _overridden(cls: type, base: type) -> set[str]:
+    """Which pickle methods classes below `base` define themselves."""
+    mro = cls.__mro__[: cls.__mro__.index(base)]
+    return {"__reduce__" for c in mro if {"__reduce__", "__reduce_ex__"} & set(vars(c))}

@@ -1,0 +1,104 @@
+"""What belongs to one process: refused at once, with the reason, or found again over there by its name."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.kinds.base import Kind
+from nbtrain.exchange.kinds.objects import INSTANCE, Instance, plain_instance
+from nbtrain.exchange.kinds.remedies import known_reason
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node
+    from nbtrain.exchange.graph.visit import Visit
+
+
+class Refused(Kind):
+    """Locks, files, sockets, widgets, ...: the object that the user made is named, not the lock deep inside it."""
+
+    name = "refused"
+    lasting = True  # inside an object's own pickle too: cloudpickle would take a file's whole text along
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        raise CannotTravel(known_reason(type(node.obj)) or "it belongs to the process that made it")
+
+
+STREAMS = ("stdout", "stderr", "stdin", "__stdout__", "__stderr__", "__stdin__")
+
+
+class ByName(Kind):
+    """What every process has one of: its own standard streams, its own shell."""
+
+    name = "by name"
+    compound = True
+
+    def parts(self, obj: Any) -> tuple[Any, ...]:
+        return (_name_of(obj),)
+
+    def join(self, parts: tuple[Any, ...]) -> Any:
+        if parts[0] != "shell":
+            return getattr(sys, parts[0])
+        shell: Any = getattr(builtins, "get_ipython", None)
+        if shell is None:  # a rank that opens its first parcel; not imported here, so asked where it was loaded
+            loaded: Any = sys.modules.get("IPython.core.getipython")
+            shell = getattr(loaded, "get_ipython", None)
+        found = shell() if shell is not None else None
+        if found is None:
+            raise CannotTravel("get_ipython() exists in a notebook's shell only; leave it out of what the cell reads")
+        return found
+
+
+def _name_of(obj: Any) -> str | None:
+    for name in STREAMS:
+        if obj is getattr(sys, name, None):
+            return name
+    for base in type(obj).__mro__:
+        if base.__module__ == "ipykernel.iostream" and base.__name__ == "OutStream":
+            # Somebody has put another one in its place for a while (%%capture).
+            return obj.name if obj.name in STREAMS else None
+        if base.__module__ == "IPython.core.interactiveshell" and base.__name__ == "InteractiveShell":
+            return "shell"
+    return None
+
+
+class LogHandler(Instance):
+    """A handler of `logging`: what it writes to decides whether it can travel; its lock is made anew."""
+
+    name = "log handler"
+
+    def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
+        held = {key: value for key, value in vars(obj).items() if key != "lock"}
+        return list(held), list(held.values())
+
+    def make(self, args: Any, arrival: Arrival) -> Any:
+        made = super().make(args, arrival)
+        made.createLock()
+        return made
+
+
+REFUSED: Kind = Refused()
+BY_NAME: Kind = ByName()
+LOG_HANDLER: Kind = LogHandler()
+_PLAIN: WeakSet[type] = WeakSet()
+"""classes about which there is nothing to say here; one that a cell defined anew is let go"""
+
+
+def kind_of(obj: Any) -> Kind | None:
+    cls = type(obj)
+    if cls in _PLAIN:
+        return None
+    if _name_of(obj) is not None:
+        return BY_NAME
+    if known_reason(cls) is not None:
+        return REFUSED
+    if issubclass(cls, logging.Handler):
+        return LOG_HANDLER if plain_instance(obj) is INSTANCE else None
+    if not hasattr(cls, "write") and not hasattr(cls, "run_cell"):
+        _PLAIN.add(cls)
+    return None

@@ -1,0 +1,168 @@
+"""Tensors whose content this side keeps in pieces, or otherwise than the other side has it.
+
+The other side has an ordinary tensor and never hears of it. Here the tensor only says the shape; `Table.apart` knows
+whether its content has changed, and how all of it is had.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.kinds import hooks
+from nbtrain.exchange.kinds.base import Kind, Later
+from nbtrain.exchange.kinds.tensors import STORAGE, decoded_hooks, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from nbtrain.exchange.graph.arrival import Arrival
+    from nbtrain.exchange.graph.table import Node, Table
+    from nbtrain.exchange.graph.visit import Visit
+
+
+class Apart:
+    """One of them."""
+
+    def __init__(
+        self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, fetch: Callable[[Apart], memoryview]
+    ) -> None:
+        self.tensor = tensor
+        """held, so that no other one can take over its id"""
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.changed = False
+        """the other side has something else"""
+        self.arrived: torch.Tensor | None = None
+        """what the other side has now, and this one has not taken over yet"""
+        self.place = MemoryPlace(self)
+        self._fetch = fetch
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
+    def later(self) -> Later:
+        return Later(self.nbytes, lambda: self._fetch(self), self)
+
+
+class MemoryPlace:
+    """Stands for the memory that the other side's tensor shows."""
+
+    def __init__(self, of: Apart) -> None:
+        self.of = of
+
+
+class PlaceKind(Kind):
+    """Made as a storage there."""
+
+    name = "place"
+    sent_as = "storage"
+    whole = constant = True
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        apart = node.obj.of
+        if walk.quiet:
+            return None
+        device = apart.tensor.device.type
+        if device == "xla":  # which the other side must not touch
+            device = "cpu"
+        return device, apart.nbytes, walk.buffer(apart.later()) if apart.nbytes else None
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        return None
+
+
+class ApartKind(Kind):
+    """Made as a tensor there."""
+
+    name = "apart"
+    sent_as = "tensor"
+    whole = leaf = True
+
+    def shell(self, node: Node, walk: Visit) -> Any:
+        import torch
+
+        apart = walk.table.apart[id(node.obj)]
+        ref = walk.encode(apart.place)
+        hung = hooks.encoded(node.obj, walk)
+        if walk.quiet:
+            return None
+        node.seen = _state(node, apart, hung)
+        window = 0, apart.shape, torch.empty(apart.shape, device="meta").stride(), False, False
+        grown = node.seen[2]
+        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, grown, None, hung, node.seen
+
+    def look(self, node: Node, walk: Visit) -> Any:
+        apart = walk.table.apart[id(node.obj)]
+        hung = hooks.encoded(node.obj, walk)
+        state = _state(node, apart, hung)
+        known = node.seen
+        same = known is not None and (known[:3], known[4]) == (state[:3], state[4])
+        if walk.quiet or (same and not apart.changed):
+            return None
+        node.seen = state
+        return state, walk.buffer(apart.later()), None, hung, None
+
+    def put(self, node: Node, state: Any, arrival: Arrival) -> None:
+        import torch
+
+        seen, where, _, hung, memory = state
+        apart = arrival.table.apart[id(node.obj)]
+        if (seen[0], seen[1]) != (apart.shape, apart.dtype):
+            raise CannotTravel(
+                f"a tensor of shape {apart.shape} and type {apart.dtype} became {seen[0]}, {seen[1]} in the notebook, "
+                "and the ranks keep it in pieces. Start afresh with %distributed stop"
+            )
+        if where is not None:
+            data = arrival.buffer(where)
+            apart.arrived = torch.frombuffer(data, dtype=apart.dtype).view(apart.shape) if len(data) else None
+        elif memory is not None:
+            apart.arrived = shown(arrival.decode(memory[0]), apart.dtype, memory[1])
+        if memory is not None:
+            node.fixed = [arrival.node(memory[0].key)]
+        if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
+            node.obj.requires_grad_(seen[2])
+        if seen[4] != hooks.NONE or hooks.hooked(node.obj):
+            hooks.hang(node.obj, decoded_hooks(hung, arrival))
+        node.seen = seen
+
+
+def _state(node: Node, apart: Apart, hung: hooks.Hooks | None) -> tuple[Any, ...]:
+    """As `tensors` has it; who receives it finds the checksum."""
+    grown = node.obj.requires_grad and node.obj.is_leaf
+    return apart.shape, apart.dtype, grown, None, hooks.keys_of(hung)
+
+
+PLACE: Kind = PlaceKind()
+APART: Kind = ApartKind()
+
+
+def part(table: Table, apart: Apart) -> None:
+    """From here on its content is in pieces. What memory it had is let go."""
+    table.apart[id(apart.tensor)] = apart
+    node = table.find(apart.tensor)
+    if node is None:
+        return
+    node.kind, node.memo = APART, None
+    # One that the other side made without content gets all that is here.
+    apart.changed = any(one.kind is STORAGE and one.obj.device.type == "meta" for one in node.fixed or ())
+    empty(table, node, apart)
+
+
+def empty(table: Table, node: Node, apart: Apart) -> None:
+    """No longer hold the memory that the other side's tensor shows."""
+    held = [one for one in node.fixed or () if one.kind is STORAGE]
+    for one in held:
+        table.replace(one, apart.place, PLACE)
+        one.fixed = []
+
+
+def join(table: Table, tensor: torch.Tensor, kind: Kind) -> None:
+    """It is an ordinary tensor again, and nobody knows what the other side has."""
+    table.apart.pop(id(tensor), None)
+    node = table.find(tensor)
+    if node is not None:
+        node.kind, node.memo, node.seen = kind, None, None

@@ -1,0 +1,259 @@
+"""What a local module's file made, as it was when it had been executed; and what has become of it since.
+
+`take` is called when Python has executed a file. Lists, dicts, instances, tensors and models below the module's names
+are noted as the exchange notes what both sides have, so what was changed in them is found by the same walk.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from nbtrain.exchange import kinds
+from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.graph.residence import Node, Table, Walk
+from nbtrain.exchange.kinds import ATOMS, module_state, numeric
+from nbtrain.exchange.kinds.base import Packed, Put, Ref, keys_in
+from nbtrain.exchange.kinds.module_state import ModuleState
+from nbtrain.exchange.travel_check import path_of
+
+_INSIDE = frozenset((
+    "list", "deque", "dict", "set", "bytearray", "instance", "module", "optimizer", "scheduler", "array", "tensor",
+    "storage", "object array", "partial", "Counter", "defaultdict",
+))  # fmt: skip
+"""Kinds that are looked into; of everything else it counts which object it is."""
+
+
+_LEARNING = frozenset(("module", "optimizer", "scheduler"))
+
+
+class _Itself:
+    """Stands for an object that is not looked into: equal where it is the same one."""
+
+    __slots__ = ("obj",)
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and other.obj is self.obj
+
+    def __hash__(self) -> int:
+        return id(self.obj)
+
+
+class _Inside(Walk):
+    """Passes by what only its own pickle method can move: that may take long, and do anything."""
+
+    def encode(self, value: Any) -> Any:
+        if type(value) not in ATOMS and self.table.find(value) is None:
+            kind = kinds.kind_of(value, self.namespace)
+            if kind is None or not (kind.compound or kind.name in _INSIDE or kind.name.endswith(" with attributes")):
+                return _Itself(value)
+        return super().encode(value)
+
+
+class ModuleObjects:
+    """What one execution of a file made."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.table = Table(0)
+        walk = _Inside(self.table, {})
+        for path, value in values.items():
+            if type(value) not in ATOMS:
+                walk.name(path, value)
+        cargo = walk.finish()
+        self.roots = {path: keys for path, value in cargo.names.items() if (keys := tuple(keys_in(value)))}
+        """path → the objects in it that can be changed"""
+        self.states = {record.key: record.state for record in cargo.records if type(record) is Put}
+        """of containers and instances; the content of arrays and tensors is not kept"""
+
+    def nodes_by_place(self) -> Iterable[tuple[tuple[Any, ...], Node]]:
+        """The elements of a set have no order."""
+        seen: set[int] = set()
+        for path, keys in self.roots.items():
+            ahead: list[tuple[tuple[Any, ...], Node]]
+            ahead = [((path, index), self.table.nodes[key]) for index, key in enumerate(keys)]
+            for place, node in ahead:
+                if node.key in seen:
+                    continue
+                seen.add(node.key)
+                yield place, node
+                if not node.kind.name.startswith("set"):
+                    below = [*(node.fixed or ()), *node.children]
+                    ahead += [((*place, index), child) for index, child in enumerate(below)]
+
+    def changed(self) -> set[int]:
+        """The keys of what is not as it was. A look leaves no trace."""
+        walk = _Inside(self.table, {})
+        for path, keys in self.roots.items():
+            for key in keys:
+                walk.name(path, self.table.nodes[key].obj)
+        try:
+            records = walk.finish().records
+            return {record.key for record in records} - {node.key for node in walk.added}
+        finally:
+            walk.undo()
+
+    def learning(self) -> set[str]:
+        nodes = self.table.nodes
+        return {path for path, keys in self.roots.items() if any(nodes[key].kind.name in _LEARNING for key in keys)}
+
+    def leading_to(self, changed: set[int]) -> set[str]:
+        return {path for path, keys in self.roots.items() if not changed.isdisjoint(self._below(keys))}
+
+    def _below(self, keys: tuple[int, ...]) -> set[int]:
+        return self.table.nodes.keys() - set(self.table.unreachable(keys))
+
+    def put_back(self, changed: set[int]) -> bool:
+        """False: it cannot be done for all of them."""
+        whole = True
+        for key in changed:
+            node = self.table.nodes[key]
+            if key in self.states:
+                with suppress(Exception):
+                    node.kind.put(node, self.states[key], self)  # type: ignore[arg-type]
+                    node.kind.look(node, _Inside(self.table, {}, quiet=True))
+                    continue
+            whole = False
+        return whole
+
+    def decode(self, value: Any) -> Any:
+        """As an arrival does, of what is here."""
+        if type(value) is Ref:
+            return self.table.nodes[value.key].obj
+        if type(value) is _Itself:
+            return value.obj
+        if type(value) is Packed:
+            return kinds.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
+        return value
+
+
+@calm()
+def take(module: ModuleType, text: Any) -> None:
+    """The file has just been executed. Nothing of the user's fails because of us."""
+    state = module_state.state_of(module.__name__)
+    module_state.forget_places(state.name)
+    state.text, state.base, state.made, state.places, state.stale = text, None, None, {}, False
+    if state.module is not module:
+        return
+    with suppress(Exception):
+        numeric.learn_atoms()
+        values = state.values()
+        state.made = ModuleObjects(values)
+        for place, node in state.made.nodes_by_place():
+            state.places[place] = node.obj
+            module_state.note_place(node.kind.identity(node.obj), node.obj, (state.name, text, place))
+        state.base = values
+
+
+def taken_late(module: ModuleType, path: str, text: Any) -> None:
+    """The file was executed before anybody listened: what its text says in plain numbers and words is known all the
+    same."""
+    take(module, text)
+    state = module_state.state_of(module.__name__)
+    if state.base is None:
+        return
+    with suppress(OSError, SyntaxError, ValueError), open(path, "rb") as file:
+        for name, value in _written(ast.parse(file.read()).body, ""):
+            if name in state.base and type(state.base[name]) in ATOMS:
+                state.base[name] = value
+
+
+def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
+    """Names that one statement alone assigns, and what."""
+    found: dict[str, list[Any]] = {}
+    for statement in body:
+        if isinstance(statement, ast.ClassDef):
+            yield from _written(statement.body, f"{prefix}{statement.name}.")
+        for node in ast.walk(statement) if not isinstance(statement, (ast.ClassDef, ast.FunctionDef)) else ():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                plain = isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(statement.value, ast.Constant)
+                found.setdefault(prefix + node.id, []).append(statement.value.value if plain else module_state.MISSING)  # type: ignore[union-attr, attr-defined]
+    yield from ((name, values[0]) for name, values in found.items() if len(values) == 1 and type(values[0]) in ATOMS)
+
+
+def by_hand(state: ModuleState) -> tuple[dict[str, Any], set[str], set[int]]:
+    """What is not as the file gave it: values by their paths, paths that are gone, and what changed inside of what the
+    file made."""
+    base = state.base
+    assert base is not None
+    now = state.values()
+    found = {path: value for path, value in now.items() if path not in base or not module_state.same(value, base[path])}
+    inside: set[int] = set()
+    if state.made.roots:
+        inside = state.made.changed()
+        found |= {path: now[path] for path in state.made.leading_to(inside) if path in now} if inside else {}
+    return found, base.keys() - now.keys(), inside
+
+
+def used_by(values: Iterable[Any]) -> set[str]:
+    """The modules that these values are, or come from."""
+    names = (one.__name__ if type(one) is ModuleType else getattr(one, "__module__", None) for one in values)
+    return {name for name in names if type(name) is str}
+
+
+def look(table: Table, namespace: dict[str, Any], used: Iterable[str] = ()) -> tuple[list[ModuleState], list[str]]:
+    """The modules of which something travels; and a sentence for each thing that cannot, once. `used`: those of which
+    models and optimizers travel in any case, because a strategy has to set them up."""
+    found: list[ModuleState] = []
+    said: list[str] = []
+    for state in module_state.states():
+        began = time.perf_counter()
+        changed, gone, _ = by_hand(state)
+        state.seconds = time.perf_counter() - began
+        if state.name in used:
+            state.shared |= state.made.learning()
+        if not changed and not gone and not state.shared:
+            continue
+        state.shared |= gone
+        for path, value in changed.items():
+            if path not in state.shared and state.refused.get(path, said) is not value:
+                reason = _refusal(path, value, table, namespace)
+                if reason:
+                    state.refused[path] = value
+                    said.append(f"{state.name}.{path}, which its file did not set, stays where it is: {reason}")
+                else:
+                    state.refused.pop(path, None)
+                    state.shared.add(path)
+        now = state.values()
+        state.entries = {path: now[path] for path in sorted(state.shared) if path in now}
+        if state.shared:
+            found.append(state)
+    return found, said
+
+
+def _refusal(path: str, value: Any, table: Table, namespace: dict[str, Any]) -> str:
+    """Why it cannot travel. Nobody asked for it, so no cell fails because of it."""
+    if type(value) in ATOMS or table.find(value) is not None:
+        return ""
+    walk = Walk(table, namespace)
+    try:
+        walk.name(path, value)
+        walk.finish()
+        return "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits[:1])
+    except Exception as error:
+        return f"looking at it raised {type(error).__name__}: {error}"
+    finally:
+        walk.undo()
+
+
+def restore() -> None:
+    """On a rank that forgets: everything is as the files gave it, or the file is to be executed again."""
+    for state in module_state.states():
+        changed, gone, inside = by_hand(state)
+        base = state.base or {}
+        wanted = {path: base[path] for path in (*changed, *gone) if path in base}
+        state.set(wanted, [path for path in changed if path not in base])
+        if inside and not state.made.put_back(inside):
+            state.stale = True
+        state.forget()
+
+
+def kept_over(state: ModuleState) -> dict[str, Any]:
+    """What is to be set again when the file was executed again because its text is another one."""
+    return {path: value for path, value in by_hand(state)[0].items() if path in state.shared}

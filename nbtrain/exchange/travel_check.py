@@ -1,0 +1,154 @@
+"""What cannot travel, named: the way to it as a person would write it, the line of the notebook, the reason, and what
+to write instead. Nothing here runs before something was refused."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import cloudpickle as cp
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange import kinds
+from nbtrain.exchange.graph.arrival import UNOPENED
+from nbtrain.exchange.graph.cargo import Culprit
+from nbtrain.exchange.graph.object_path import PathStep, read, way
+from nbtrain.exchange.kinds.remedies import instead
+from nbtrain.exchange.origin import CellLine, Cells
+
+SEVERAL = 20
+"""so many culprits are looked for inside one object that only its own pickle can move"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One object that cannot travel."""
+
+    path: str
+    type_name: str
+    reason: str
+    instead: str
+    place: CellLine | None = None
+
+    def __str__(self) -> str:
+        kind = f" ({self.type_name})" if self.type_name else ""
+        made = f"\n    made in  {self.place}" if self.place is not None else ""
+        return f"{self.path}{kind} cannot travel to the ranks: {self.reason}{made}\n    instead  {self.instead}"
+
+
+def refusal(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> CannotTravel:
+    """One error that names them all."""
+    return CannotTravel(told(findings(culprits, namespace, cells)))
+
+
+def told(found: list[Finding], headline: str = "{} objects cannot travel, and nothing was sent:") -> str:
+    """One after another; under a headline where there are several, so that they stand below each other."""
+    if len(found) == 1:
+        return str(found[0])
+    return "\n\n".join([headline.format(len(found)), *map(str, found)])
+
+
+def unopened(text: str, namespace: dict[str, Any], cells: Cells) -> Finding | None:
+    """What the receiver said of an object that was packed and could not be made again; with the line here."""
+    path, said, reason = text.partition(UNOPENED)
+    if not said:
+        return None
+    name, segments, obj = read(path, namespace)
+    reason, _, other = reason.rpartition("; ")
+    where = cells.place(name, segments) if name else None
+    return Finding(path, type_name(obj) if name else "", f"packed, but not made again: {reason}", other, where)
+
+
+def findings(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> list[Finding]:
+    """Each once, by the first way that leads to it."""
+    every = list(culprits)
+    # What is inside an object that only its own pickle can move is found by trying that pickle again.
+    retried = {id(one.trail[-1]) for one in every if one.reason.endswith("inside it cannot")}
+    found: dict[str, Finding] = {}
+    for culprit in every:
+        if len(culprit.trail) > 2 and id(culprit.trail[-2]) in retried:
+            continue
+        for segments, obj, reason in _inside(culprit, namespace):
+            name = str(culprit.trail[0])
+            path = name + "".join(map(str, segments))
+            if path not in found:
+                found[path] = Finding(path, type_name(obj), reason, instead(obj), cells.place(name, segments))
+    return list(found.values())
+
+
+def path_of(culprit: Culprit) -> str:
+    """`odd.tricks['guard']`: from the name through everything that leads to the object."""
+    return str(culprit.trail[0]) + "".join(map(str, _segments(culprit, None)))
+
+
+def type_name(obj: Any) -> str:
+    cls = type(obj)
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+
+
+def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[PathStep]:
+    name, *chain = culprit.trail
+    segments: list[PathStep] = []
+    if namespace and name in namespace and chain and namespace[name] is not chain[0]:
+        segments += way(namespace[name], chain[0]) or []  # in a tuple
+    for holder, child in pairwise(chain):
+        kind = kinds.kind_of(holder, {})
+        segments += way(holder, child, deep=kind is kinds.kind_named("opaque")) or []
+    return segments
+
+
+def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[PathStep], Any, str]]:
+    """The culprit, or what makes it one where only its own pickle knows."""
+    outer = _segments(culprit, namespace)
+    top = culprit.trail[-1]
+    if kinds.kind_of(top, namespace) is not kinds.kind_named("opaque"):
+        return [(outer, top, culprit.reason)]
+    found: list[tuple[list[PathStep], Any, str]] = []
+    skip: dict[int, Any] = {}
+    while len(skip) < SEVERAL:
+        probe = _Probe(top, namespace, skip)
+        try:
+            probe.dump(top)
+        except Exception as error:  # any class may raise anything from its own pickle method
+            at, reason = probe.at, str(error)
+        else:
+            break
+        inner = way(top, at, deep=True) if at is not top else []
+        if at is top or id(at) in skip:
+            break
+        skip[id(at)] = at
+        found.append(([*outer, *(inner or [])], at, reason))
+    return found or [(outer, top, culprit.reason)]
+
+
+class _Probe(cp.Pickler):
+    """An object's own pickle once more, remembering which object it was at when it failed."""
+
+    def __init__(self, top: Any, namespace: dict[str, Any], skip: dict[int, Any]) -> None:
+        super().__init__(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: False)
+        self.top = self.at = top
+        self.namespace = namespace
+        self.skip = skip
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self.skip:
+            return int, ()
+        if obj is not self.top:
+            kind = kinds.kind_of(obj, self.namespace)
+            if kind is not None and (kind.name in ("refused", "running frame")):
+                self.at = obj
+                kind.shell(_Bare(obj), None)  # type: ignore[arg-type]
+            if kind is not None and (kind.lasting or kind.leaf):
+                return int, ()  # a node of its own: the walk has looked at it
+        self.at = obj
+        return super().reducer_override(obj)
+
+
+class _Bare:
+    """As much of a node as a refusal needs."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj

@@ -1,0 +1,257 @@
+"""The table of options: everything a `%%distributed` line may say, apart from a strategy's own flags.
+
+Parsing, completion, the manual and the list of names in an error are all read from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbtrain import registry
+from nbtrain.magics.line import values
+from nbtrain.magics.line.values import DeviceSpec, Reader
+from nbtrain.specs import PRECISIONS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    name: str
+    """how the code calls it; the flag is made of it"""
+    help: str
+    short: str | None = None
+    metavar: str | None = None
+    """how the manual calls its value. None: it is a switch, or its choices say it"""
+    read: Reader | None = None
+    """None: a switch"""
+    choices: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
+    """what completion offers where any value may be written"""
+    default: Any = False
+    pool: bool = False
+    """it decides which processes there are: `%distributed start` takes it"""
+    lasts: bool = True
+    """`%distributed --option` alone makes it a default"""
+    trial: bool = False
+    """with it a cell is only tried: nothing of it comes home"""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def spellings(self) -> str:
+        """`-d, --devices`"""
+        return f"{self.short}, {self.flag}" if self.short else self.flag
+
+    @property
+    def usage(self) -> str:
+        """`-d, --devices SPEC`"""
+        return " ".join(filter(None, [self.spellings, self.metavar or "|".join(self.choices)]))
+
+
+def _choice(name: str, *choices: str, help: str, pool: bool = False) -> Option:
+    """The first one is the default."""
+    return Option(name=name, help=help, read=values.one_of(*choices), choices=choices, default=choices[0], pool=pool)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        name="strategy",
+        short="-s",
+        metavar="NAME",
+        read=values.strategy,
+        default="auto",
+        help="how the ranks train one model: a strategy or preset of `%distributed strategies`, or a name of the "
+        "notebook that holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a process "
+        "group, nothing touched, for code that brings its own",
+    ),
+    Option(
+        name="devices",
+        short="-d",
+        metavar="SPEC",
+        read=values.devices,
+        suggestions=("auto",),
+        default=DeviceSpec("auto"),
+        pool=True,
+        help='4: the first four GPUs (on a machine without any, four CPU ranks). "0,2" or [0, 2]: those. -1: all. '
+        "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using",
+    ),
+    _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
+    _choice("engine", *registry.ENGINES, pool=True, help="local: processes on this machine. inprocess: one rank inside "
+            "the kernel, where breakpoints work"),
+    Option(
+        name="nodes",
+        metavar="N",
+        read=values.nodes,
+        default=1,
+        pool=True,
+        help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
+        "for several nodes",
+    ),
+    _choice("start", "warm", "spawn", "fork", pool=True, help="how ranks come to be. warm: forks of a process that has "
+            "imported torch. spawn: a fresh interpreter each. fork: forks of the kernel, for one cell"),
+    Option(
+        name="precision",
+        read=values.one_of(*PRECISIONS, short={"16": "16-mixed", "bf16": "bf16-mixed"}),
+        choices=PRECISIONS,
+        default=PRECISIONS[0],
+        help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, weights stay as "
+        "they are; 16-mixed scales the loss by itself. bf16-true, 16-true: the ranks' weights and optimizer states are "
+        "in 16 bits, the notebook's stay as they are; 16-true overflows easily, for nothing is scaled",
+    ),
+    Option(
+        name="accumulate",
+        metavar="K",
+        read=values.count,
+        default=1,
+        help="an optimizer step at every K-th call; in between, step and zero_grad do nothing and nothing is sent",
+    ),
+    Option(name="split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
+    Option(name="no_sampler", help="every rank sees all batches"),
+    Option(
+        name="share_eval",
+        help="loaders that are iterated to evaluate are shared out as well, which is faster; else every rank sees all "
+        "of their batches, so that correct / len(dataset) is what one process says",
+    ),
+    Option(
+        name="scale_lr",
+        read=values.one_of("linear", "sqrt"),
+        choices=("linear", "sqrt"),
+        default="",
+        help="optimizers step with their learning rate times the batches of one process that a step takes (ranks × K "
+        "of --accumulate), or times its square root; groups and schedules keep your own number",
+    ),
+    Option(
+        name="checkpoint_activations",
+        metavar="NAMES",
+        read=values.classes,
+        default=(),
+        help="Block,Head: what modules of these classes compute is not kept for the backward but computed again there, "
+        "which takes less memory and more time",
+    ),
+    Option(
+        name="save_every",
+        metavar="K|10m",
+        read=values.interval,
+        default=None,
+        help="a checkpoint every K steps, or every so many minutes (45s, 10m, 1h30m), while the training goes on",
+    ),
+    Option(
+        name="save_to",
+        metavar="DIR",
+        read=values.folder,
+        default="checkpoints",
+        help="the folder for them, step-000120 and so on; load(DIR) takes the newest",
+    ),
+    Option(name="keep_last", metavar="N", read=values.count, default=3, help="how many of them are kept"),
+    Option(
+        name="keep",
+        metavar="NAMES",
+        read=values.names,
+        default=(),
+        help="a,b: what these names hold stays on the ranks. The notebook's own object is left as it is; for a new one "
+        "it gets a handle, whose .pull() brings a copy home",
+    ),
+    Option(
+        name="background",
+        help="the cell returns at once with a run (_, or nbtrain.background()) that has wait(), stop() and metrics; "
+        "the notebook stays usable, and a cell that reads the model gets the last finished step's weights",
+    ),
+    Option(
+        name="hang_after",
+        metavar="S",
+        read=values.seconds,
+        default=60.0,
+        help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is ended",
+    ),
+    Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
+    _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
+    _choice("monitor", "auto", "widget", "html", "text", "off", help="the dashboard below the cell"),
+    Option(
+        name="log_to",
+        metavar="NAME",
+        read=values.writer,
+        default="",
+        help="what log() says is also handed to this: a SummaryWriter of TensorBoard, or anything else of the notebook "
+        "with add_scalar(tag, value, step)",
+    ),
+    Option(
+        name="compare",
+        metavar="A,B,…",
+        read=values.strategies,
+        default=(),
+        lasts=False,
+        trial=True,
+        help="the cell's loop for a few steps under each of these strategies and presets (all: every one that is "
+        "available); the notebook stays as it is, and a table says memory, speed and which is best",
+    ),
+    Option(
+        name="verify",
+        lasts=False,
+        trial=True,
+        help="the cell's first steps under its strategy and as one process on the same samples: what differs, and the "
+        "likely cause; the notebook stays as it is. %distributed verify does it with the cell that was run last",
+    ),
+    Option(
+        name="steps",
+        metavar="K",
+        read=values.count,
+        default=10,
+        help="so many steps of the loop are timed, after two that are not; for --compare, --find-batch, --find-model "
+        "and --grow; --verify plays so many",
+    ),
+    Option(
+        name="find_batch",
+        lasts=False,
+        trial=True,
+        help="the largest batch that fits, found by trying: with --compare under each strategy",
+    ),
+    Option(
+        name="find_model",
+        metavar="NAME=1,2,4,8",
+        read=values.sizes,
+        default=None,
+        lasts=False,
+        trial=True,
+        help="the largest of these values for a name of the notebook with which the cell's model fits; the cell makes "
+        "the model, and reads the name",
+    ),
+    Option(
+        name="grow",
+        metavar="1,2,4,8",
+        read=values.counts,
+        default=(),
+        lasts=False,
+        trial=True,
+        help="the cell's loop on so many ranks, one after another, and what that says of 8, 64 and 512",
+    ),
+    Option(
+        name="memory",
+        metavar="SIZE",
+        read=values.memory,
+        default=0,
+        help="2GB: what a rank may come to have while something is tried; otherwise what the device has",
+    ),
+    Option(
+        name="bandwidth",
+        metavar="SPEED",
+        read=values.bandwidth,
+        default=0.0,
+        help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s",
+    ),
+    Option(
+        name="batch",
+        metavar="NAME",
+        read=values.name,
+        default="",
+        lasts=False,
+        help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them",
+    ),
+)  # fmt: skip
+
+BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+BY_FLAG: Mapping[str, Option] = {
+    flag: option for option in OPTIONS for flag in (option.flag, option.short) if flag is not None
+}

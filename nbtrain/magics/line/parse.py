@@ -1,0 +1,113 @@
+"""A magic's line → what the user gave, checked word by word. Names of a strategy's own flags are left for later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.errors import UsageError
+from nbtrain.magics.line import values
+from nbtrain.magics.line.options import BY_FLAG, BY_NAME
+from nbtrain.magics.line.values import Namespace
+from nbtrain.magics.line.words import Word, split
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One option of the table as the user gave it."""
+
+    value: Any
+    typed: str
+    """`--devices 4`"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One line, read."""
+
+    words: tuple[Word, ...] = ()
+    """what is not an option: a verb, ranks"""
+    given: Mapping[str, Given] = field(default_factory=dict)
+    own: Mapping[str, Word | None] = field(default_factory=dict)
+    """flags that the table does not have, so they are the strategy's. None: nothing follows the flag"""
+
+    def value(self, name: str) -> Any:
+        return self.given[name].value if name in self.given else BY_NAME[name].default
+
+    def over(self, base: Request) -> Request:
+        """This line, and what it does not say from `base`."""
+        return Request(words=self.words, given={**base.given, **self.given}, own={**base.own, **self.own})
+
+    def __str__(self) -> str:
+        own = [flag if word is None else f"{flag} {word.text}" for flag, word in self.own.items()]
+        return " ".join([*(given.typed for given in self.given.values()), *own])
+
+
+def parse(line: str, notebook: Namespace) -> Request:
+    """Raises UsageError, one line that quotes what was typed."""
+    words: list[Word] = []
+    given: dict[str, Given] = {}
+    own: dict[str, Word | None] = {}
+    rest = _apart(split(line))
+    while rest:
+        word = rest.pop(0)
+        if not word.is_flag:
+            words.append(word)
+            continue
+        flag = word.text if word.text in BY_FLAG else word.text.replace("_", "-")
+        option = BY_FLAG.get(flag)
+        if option is None:
+            _once(flag, own)
+            own[flag] = rest.pop(0) if rest and not rest[0].is_flag else None
+        elif option.read is None:
+            _once(option.flag, (BY_NAME[name].flag for name in given))
+            if rest and rest[0].plain.lower() in values.SWITCH:
+                word = rest.pop(0)
+                given[option.name] = Given(values.SWITCH[word.plain.lower()], f"{option.flag} {word.text}")
+            elif rest and not rest[0].is_flag:
+                raise UsageError(f"{option.flag} is a switch and takes no value: what is {rest[0].text} there for?")
+            else:
+                given[option.name] = Given(True, option.flag)
+        else:
+            _once(option.flag, (BY_NAME[name].flag for name in given))
+            if not rest or rest[0].is_flag:
+                raise UsageError(f"{flag} needs a value: {option.usage}")
+            value = rest.pop(0)
+            given[option.name] = Given(option.read(flag, value, notebook), f"{option.flag} {value.text}")
+    return Request(words=tuple(words), given=given, own=own)
+
+
+def _apart(words: list[Word]) -> list[Word]:
+    """`--devices=4` is two words."""
+    found: list[Word] = []
+    for word in words:
+        flag, equals, value = word.text.partition("=")
+        if word.is_flag and equals:
+            if not value:
+                raise UsageError(f"{word.text} has no value behind the =")
+            found += [Word(flag, word.start), Word(value, word.start + len(flag) + 1)]
+        else:
+            found.append(word)
+    return found
+
+
+def _once(flag: str, seen: Any) -> None:
+    # The last one winning would hide a typing mistake in a long line.
+    if flag in seen:
+        raise UsageError(f"{flag} is given twice")
+
+
+def parse_ranks(words: tuple[Word, ...]) -> tuple[int, ...]:
+    """`0,2`, `0-2`, `0, 2-3`; in order, each once."""
+    text = "".join(word.plain for word in words)
+    if not text:
+        raise UsageError("which ranks? Write %%rank 0 or %%rank 0,2 or %%rank 0-2")
+    ranks: set[int] = set()
+    for part in text.strip("[]").split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise UsageError(f"{text!r} is no list of ranks; write 0 or 0,2 or 0-2")
+        ranks.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return tuple(sorted(ranks))

@@ -1,0 +1,327 @@
+"""What the user gave → what is run: strategy, devices and options made definite, or one line that says why not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.magics import own_strategies as own
+from nbtrain.magics.line import flags, values
+from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line.options import OPTIONS
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.values import DeviceSpec, Namespace, similar
+from nbtrain.magics.line.words import Word
+from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
+from nbtrain.strategies import presets
+from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.presets import Preset
+
+if TYPE_CHECKING:
+    from nbtrain.machine.devices import Devices
+
+AUTO = ("single", "ddp")
+"""What `auto` may become: on one device, on several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """A strategy before it is loaded: the registry's, or one of the notebook's own."""
+
+    name: str
+    needs: Needs
+    source: registry.Entry | Strategy | type[Strategy]
+    preset: Preset | None = None
+    """of the name that was given"""
+
+    @classmethod
+    def named(cls, name: str, notebook: Namespace) -> Chosen:
+        preset = presets.find(name)
+        if preset is not None:
+            real = registry.strategy(preset.strategy)
+            return cls(name=real.name, needs=real.needs, source=real, preset=preset)
+        entry = registry.find_strategy(name)
+        if entry is not None:
+            return cls(name=name, needs=entry.needs, source=entry)
+        return cls(name=name, needs=Needs(), source=notebook[name])
+
+    @property
+    def ours(self) -> bool:
+        return isinstance(self.source, registry.Entry) and not self.source.package
+
+    def flags(self) -> dict[str, Flag]:
+        return flags.flags_of(self.load())
+
+    def load(self) -> type[Strategy]:
+        """The class; of one that is not nbtrain's, only if it can be used."""
+        found: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
+        cls: type[Strategy] = found if self.ours else own.checked(found, f"-s {self.name}: {self._where}")
+        return cls
+
+    @property
+    def _where(self) -> str:
+        return self.source.where if isinstance(self.source, registry.Entry) else self.name
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """What nbtrain's own find out on the ranks, so that the kernel need not load them."""
+        if not self.ours:
+            cls = self.load()
+            flags.flags_of(cls)
+            own.check_options(cls, options)
+
+    def over(self, line: Request, base: Request) -> Request:
+        """`line` over `base`, with how a preset starts ranks: that beats what was said before the preset's name."""
+        request = line.over(base)
+        start = self.preset.start if self.preset is not None else None
+        said = line if "strategy" in line.given else request
+        if start is None or "start" in said.given:
+            return request
+        return replace(request, given={**request.given, "start": Given(start, request.given["strategy"].typed)})
+
+    def carried(self) -> dict[str, Any]:
+        """Options that come with the name: a preset's, or those of an object of the notebook's."""
+        if self.preset is not None:
+            return dict(self.preset.options)
+        if not isinstance(self.source, Strategy):
+            return {}
+        return {one.name: getattr(self.source.options, one.name) for one in fields(self.source.options)}
+
+
+class Resolver:
+    """Keeps what `auto` and `free:2` meant, and the lease on those cards, from cell to cell until the ranks stop."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, Devices] | None = None
+        self._ranks: int | None = None
+
+    def forget(self) -> None:
+        """The ranks are gone, so their devices are free again."""
+        if self._known is not None and self._known[1].lease is not None:
+            self._known[1].lease.close()
+        self._known = self._ranks = None
+
+    def world_size(self) -> int | None:
+        """Of the ranks that were asked for last."""
+        return self._ranks
+
+    def pool(self, request: Request, needs: Iterable[tuple[str, Needs]] = ()) -> PoolSpec:
+        """Which processes `request` asks for. `needs`: who limits their number, and how."""
+        engine = registry.engine(request.value("engine"))
+        limits = [(f"--engine {engine.name}", engine.needs), *needs]
+        together = any(need.together for _, need in limits)
+        auto = request.value("devices").chosen_by_us
+        # auto leases every card that is free; whoever can use only one should take only one
+        alone = auto and not together and any(need.max_ranks == 1 for _, need in limits)
+        accelerator = request.value("accelerator")
+        if accelerator == "auto" and any(need.kinds == ("tpu",) for _, need in limits):
+            accelerator = "tpu"
+        found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
+        names = found.names
+        for who, need in limits:
+            if need.max_ranks is not None and len(names) > need.max_ranks and not together:
+                if not auto:
+                    instead = "--engine local" if who.startswith("--engine") else "--strategy ddp"
+                    raise UsageError(
+                        f"{who} takes {_count(need.max_ranks)} and {request.given['devices'].typed} is "
+                        f"{len(names)}: write --devices {need.max_ranks}, or {instead}"
+                    )
+                names = names[: need.max_ranks]
+            if (1 if together else len(names)) < need.min_ranks:
+                raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {len(names)}")
+            if found.kind not in need.kinds:
+                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {found.kind}")
+            if reason := registry.missing(need):
+                raise UsageError(f"{who}: {reason}")
+        together = together and len(names) > 1  # with one device it is the pool that any strategy has
+        self._ranks = 1 if together else len(names)
+        nodes = _nodes(request, self._ranks, next((who for who, need in limits if need.together), ""))
+        return PoolSpec(
+            engine=engine.name,
+            start=_start(request, found.kind),
+            kind=found.kind,
+            devices=tuple(names),
+            uuids=tuple(found.uuids[: len(names)]),
+            oversubscribe=request.value("oversubscribe"),
+            together=together,
+            nodes=nodes,
+        )
+
+    def run(self, line: Request, base: Request, notebook: Namespace, ranks: tuple[int, ...] | None = None) -> RunSpec:
+        """How a cell is run whose line is `line`, over the defaults `base`."""
+        request = line.over(base)
+        check_flags(line, base, notebook)
+        name = request.value("strategy")
+        if name == "auto" and request.value("accelerator") == "tpu":
+            name = "xla"
+        if name == "auto":
+            pool = self.pool(request)
+            chosen = Chosen.named(AUTO[pool.world_size > 1], notebook)
+        else:
+            chosen = Chosen.named(name, notebook)
+            request = chosen.over(line, base)
+            pool = self.pool(request, [(f"--strategy {name}", chosen.needs)])
+        if ranks is not None and (wrong := [rank for rank in ranks if rank >= pool.world_size]):
+            raise UsageError(
+                f"there is no rank {', '.join(map(str, wrong))}: {_valid(pool.world_size)}; --devices asks for more"
+            )
+        if request.value("keep") and (pool.start == "fork" or pool.engine == "inprocess"):
+            where = "--start fork" if pool.start == "fork" else "--engine inprocess"
+            raise UsageError(f"--keep needs ranks that live on after the cell; with {where} there are none")
+        if request.value("checkpoint_activations") and chosen.name == "none":
+            raise UsageError(
+                "--checkpoint-activations does nothing under --strategy none, which leaves models as they are: call "
+                "torch.utils.checkpoint in the model, or take -s single or -s ddp"
+            )
+        save_steps, save_seconds = request.value("save_every") or (None, None)
+        if request.value("scale_lr") and chosen.name == "none":
+            raise UsageError(
+                f"{request.given['scale_lr'].typed}: under --strategy none nothing is touched; multiply the learning "
+                "rate in the cell, or take another strategy"
+            )
+        if request.value("save_every") and ranks is not None:
+            raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
+        if request.value("background") and pool.engine == "inprocess":
+            raise UsageError("--background needs ranks: --engine inprocess runs the cell in the kernel. Leave one out")
+        options = self._options(chosen, name, line, base, notebook)
+        if pool.nodes > 1:
+            options = chosen.load().for_nodes(options, pool.nodes)
+        chosen.check(options)
+        return RunSpec(
+            pool=pool,
+            strategy=chosen.name,
+            chosen=name == "auto",
+            options=options,
+            precision=self._precision(request, chosen),
+            accumulate=request.value("accumulate"),
+            split_batches=request.value("split_batches"),
+            sampler=not request.value("no_sampler"),
+            share_eval=request.value("share_eval"),
+            scale_lr=request.value("scale_lr"),
+            checkpoint_activations=request.value("checkpoint_activations"),
+            ranks=ranks,
+            background=request.value("background"),
+            keep=request.value("keep"),
+            save_steps=save_steps,
+            save_seconds=save_seconds,
+            save_to=request.value("save_to"),
+            keep_last=request.value("keep_last"),
+            resume=_resume(),
+            hang_after=request.value("hang_after"),
+            output=request.value("output"),
+            monitor=request.value("monitor"),
+            log_to=self._writer(request, notebook),
+        )
+
+    @staticmethod
+    def _precision(request: Request, chosen: Chosen) -> str:
+        precision: str = request.value("precision")
+        if precision != PRECISIONS[0] and getattr(chosen.load(), "hands_off", False):
+            raise UsageError(
+                f"{request.given['precision'].typed}: under --strategy {chosen.name} nothing is touched, so the code "
+                "says itself what it computes in; take another strategy, or leave the option out"
+            )
+        return precision
+
+    @staticmethod
+    def _writer(request: Request, notebook: Namespace) -> str:
+        """As a default it was read some cells ago: the notebook may have another object there, or none."""
+        name: str = request.value("log_to")
+        return values.writer("--log-to", Word(name), notebook) if name else ""
+
+    def _devices(self, request: Request, spec: DeviceSpec, accelerator: str) -> Devices:
+        from nbtrain.machine import devices
+
+        oversubscribe = request.value("oversubscribe")
+        key = (spec, accelerator, oversubscribe, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if self._known is None or self._known[0] != key:
+            found = devices.resolve(
+                spec.value, accelerator=accelerator, oversubscribe=oversubscribe, quoted=spec.quoted
+            )
+            self.forget()
+            self._known = key, found
+        return self._known[1]
+
+    @staticmethod
+    def _options(chosen: Chosen, asked: str, line: Request, base: Request, notebook: Namespace) -> dict[str, Any]:
+        options = chosen.carried()
+        carried = set(options) if chosen.preset is not None and "strategy" in line.given else set()
+        own = line.over(base).own
+        if not own:  # nothing to check, so nothing to load
+            return options
+        known = chosen.flags()
+        for typed, word in own.items():
+            if typed in known and known[typed].field in carried and typed not in line.own:
+                continue  # a preset's name in this line says more than a default of an earlier one
+            if typed in known:
+                options[known[typed].field] = flags.read(typed, word, known[typed], notebook)
+            elif typed in line.own:
+                # check_flags let it pass, so it belongs to what else `auto` may become
+                assert asked == "auto"
+                raise UsageError(
+                    f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {AUTO[1]}"
+                )
+        return options
+
+
+def _start(request: Request, kind: str) -> str:
+    start: str = request.value("start")
+    if kind == "tpu" and start == "fork":
+        raise UsageError(
+            "--start fork: a process that was forked from the notebook's cannot have a TPU; leave the option out, and "
+            "each rank is a fresh interpreter"
+        )
+    return "spawn" if kind == "tpu" else start
+
+
+def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
+    """Flags that neither the table nor the strategy has, and values that do not fit."""
+    if not line.own:
+        return
+    name = line.over(base).value("strategy")
+    known: dict[str, Flag] = {}
+    for one in AUTO if name == "auto" else (name,):
+        known.update(Chosen.named(one, notebook).flags())
+    for typed, word in line.own.items():
+        if typed not in known:
+            table = [option.spellings for option in OPTIONS]
+            every = [*(option.flag for option in OPTIONS), *known]
+            raise UsageError(
+                f"there is no option {typed}{similar(typed, every)}; there are {', '.join([*table, *known])}"
+                f" (%%distributed? is the manual)"
+            )
+        flags.read(typed, word, known[typed], notebook)
+
+
+def _resume() -> tuple[str, bytes] | None:
+    """Where loops go on, if a checkpoint was loaded in the notebook. Nothing is imported to find that out."""
+    here = sys.modules.get("nbtrain.training.checkpoints.api")
+    return here.resume() if here is not None else None
+
+
+def _nodes(request: Request, ranks: int, together: str) -> int:
+    """Into how many groups of equal size the ranks fall."""
+    nodes: int = request.value("nodes")
+    if nodes > 1 and together:
+        raise UsageError(
+            f"{together} is one process with all the devices, so it cannot be on {nodes} nodes; "
+            "--strategy ddp2 does the same in each node and averages over the nodes"
+        )
+    if ranks % nodes:
+        raise UsageError(
+            f"{request.given['nodes'].typed}: {ranks} rank{'s' * (ranks > 1)} cannot be {nodes} groups of equal size; "
+            f"write --devices {nodes * max(1, round(ranks / nodes))}, or another number of nodes"
+        )
+    return nodes
+
+
+def _count(number: int) -> str:
+    return "one device" if number == 1 else f"{number} devices"
+
+
+def _valid(world_size: int) -> str:
+    return "the only rank is 0" if world_size == 1 else f"ranks are 0 to {world_size - 1}"

@@ -1,0 +1,324 @@
+"""What a word on the magic line stands for: a literal, or a name of the notebook."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.magics.line.words import Word
+from nbtrain.magics.own_strategies import is_strategy, kind_of
+from nbtrain.strategies import presets
+
+Namespace = Mapping[str, Any]
+Reader = Callable[[str, Word, Namespace], Any]
+"""(flag, word, notebook) → value; raises UsageError that quotes what was typed"""
+
+SWITCH: Mapping[str, bool] = {"true": True, "on": True, "false": False, "off": False}
+"""What may follow a switch; a default is taken back with `off`."""
+
+
+ALL = "all"
+
+
+class Unreadable(UsageError):
+    """Neither a literal nor a name of the notebook."""
+
+
+def evaluate(text: str, notebook: Namespace) -> Any:
+    """Literals, names, attributes of names, and tuples, lists, sets and dicts of them. Nothing is called."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        raise Unreadable(f"{text!r} is neither a literal nor a name of the notebook") from None
+    return _build(tree.body, text, notebook)
+
+
+def _build(node: ast.expr, text: str, notebook: Namespace) -> Any:
+    def build(inner: ast.expr | None) -> Any:
+        if inner is None:
+            raise Unreadable(f"{text!r}: ** cannot be used here")
+        return _build(inner, text, notebook)
+
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Tuple():
+            return tuple(map(build, node.elts))
+        case ast.List():
+            return list(map(build, node.elts))
+        case ast.Set():
+            return set(map(build, node.elts))
+        case ast.Dict():
+            return {build(key): build(value) for key, value in zip(node.keys, node.values, strict=True)}
+        case ast.Name(id=name):
+            if name not in notebook:
+                raise Unreadable(f"the notebook has no {name!r}")
+            return notebook[name]
+        case ast.Attribute(value=owner, attr=name):
+            try:
+                return getattr(build(owner), name)
+            except AttributeError as error:
+                raise Unreadable(str(error)) from None
+    raise Unreadable(f"{text!r} is neither a literal nor a name of the notebook; assign it to a variable first")
+
+
+def similar(typed: str, names: Iterable[str]) -> str:
+    """`; did you mean --devices?`, or nothing."""
+    close = get_close_matches(typed, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def one_of(*choices: str, short: Mapping[str, str] | None = None) -> Reader:
+    """One of these words, or a notebook name that holds one of them. `short`: other words for some of them."""
+
+    def read(flag: str, word: Word, notebook: Namespace) -> str:
+        for value in (word.plain, notebook.get(word.text)):
+            if isinstance(value, int) and not isinstance(value, bool):
+                value = str(value)
+            if isinstance(value, str) and (meant := (short or {}).get(value, value)) in choices:
+                return meant
+        raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{similar(word.plain, choices)}")
+
+    return read
+
+
+def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`a,b`; they may be names that the cell is yet to make."""
+    found = tuple(part.strip() for part in word.plain.strip("[]()").split(",") if part.strip())
+    if wrong := [name for name in found if not name.isidentifier()]:
+        raise UsageError(f"{flag} {word.text}: {flag} takes names, as in {flag} cache,best, and {wrong[0]!r} is none")
+    return found
+
+
+def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`Block,nn.Linear`: names of classes, or names under which the notebook has classes or lists of them."""
+    found: list[str] = []
+    for part in filter(None, map(str.strip, word.plain.strip("[](){}").split(","))):
+        try:
+            value = evaluate(part, notebook)
+        except Unreadable:
+            value = part if part.isidentifier() else None
+        several = value if isinstance(value, tuple | list | set | frozenset) else (value,)
+        named = [one.__name__ if isinstance(one, type) else one for one in several]
+        if not all(isinstance(one, str) and one.isidentifier() for one in named):
+            raise UsageError(f"{flag} {word.text}: {flag} takes classes, as in {flag} Block, and {part!r} is none")
+        found += named
+    return tuple(dict.fromkeys(found))
+
+
+def count(flag: str, word: Word, notebook: Namespace) -> int:
+    """1, 2, 3, ...; 1e3."""
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        value = None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{flag} {word.text}: {flag} takes a whole number, 1 or more")
+    return value
+
+
+def nodes(flag: str, word: Word, notebook: Namespace) -> int:
+    """1, 2, 3, ...; a range is for engines whose nodes come and go."""
+    if ":" in word.text:
+        raise UsageError(
+            f"{flag} {word.text}: MIN:MAX is for an engine whose nodes come and go, and there is none in this version; "
+            f"write one number, such as {flag} 2"
+        )
+    return count(flag, word, notebook)
+
+
+def seconds(flag: str, word: Word, notebook: Namespace) -> float:
+    """60, 2.5."""
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        value = None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise UsageError(f"{flag} {word.text}: {flag} takes a number of seconds, more than 0")
+    return float(value)
+
+
+def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
+    """`1,2,4,8`, or a name that holds them; in order, each once."""
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        value = None
+    found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in found) or len(found) < 2:
+        raise UsageError(f"{flag} {word.text}: {flag} takes two numbers of ranks or more, as in {flag} 1,2,4,8")
+    return tuple(sorted(set(found)))
+
+
+def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, ...]]:
+    """`layers=1,2,4,8` → the name, and what it is to hold, the smallest first."""
+    name, equals, text = word.plain.partition("=")
+    try:
+        value = evaluate(text, notebook) if equals else None
+    except Unreadable:
+        value = None
+    found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
+    if not name.isidentifier() or not found or not numbers:
+        raise UsageError(
+            f"{flag} {word.text}: {flag} takes a name of the notebook and the numbers to try, as in {flag} layers=2,4,8"
+        )
+    if name not in notebook:
+        raise UsageError(
+            f"{flag} {word.text}: the notebook has no {name!r}{similar(name, notebook)}; give it its present value in "
+            f"a cell above ({name} = {found[0]}), and let the %%distributed cell make the model with it"
+        )
+    return name, tuple(sorted(set(found)))
+
+
+_BYTES: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def memory(flag: str, word: Word, notebook: Namespace) -> int:
+    """`2GB`, `500MB`, `1.5GiB`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", word.plain.strip().lower())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{flag} {word.text}: {flag} takes a size, as in {flag} 2GB or {flag} 500MB")
+    unit = _BYTES[found[2]]
+    return int(float(found[1]) * (unit if not found[3] else 1024 ** list(_BYTES).index(found[2])))
+
+
+def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
+    """Bytes a second."""
+    from nbtrain.planning.growth.bandwidth import read
+
+    try:
+        return read(word.plain)
+    except ValueError as error:
+        raise UsageError(f"{flag} {word.text}: {error}") from None
+
+
+def name(flag: str, word: Word, notebook: Namespace) -> str:
+    """A name that the notebook has, or several: `x,y`; `trainer.batch` is what belongs to one."""
+    for part in word.plain.split(","):
+        first = part.strip().partition(".")[0]
+        if first not in notebook:
+            hint = similar(first, (one for one in notebook if not one.startswith("_")))
+            raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {first!r}{hint}")
+    return word.plain
+
+
+_UNITS: Mapping[str, int] = {"h": 3600, "m": 60, "s": 1}
+
+
+def interval(flag: str, word: Word, notebook: Namespace) -> tuple[int | None, float | None]:
+    """`50` steps, or `45s`, `10m`, `1h30m` → (steps, None) or (None, seconds)."""
+    parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", word.plain)
+    if parts and any(parts.groups()):
+        total = sum(int(number or 0) * unit for number, unit in zip(parts.groups(), _UNITS.values(), strict=True))
+        if total > 0:
+            return None, float(total)
+    try:
+        return count(flag, word, notebook), None
+    except UsageError:
+        raise UsageError(
+            f"{flag} {word.text}: {flag} takes a number of steps, as in {flag} 500, or a time, as in {flag} 10m "
+            "(45s, 1h30m)"
+        ) from None
+
+
+def folder(flag: str, word: Word, notebook: Namespace) -> str:
+    """A path, or a notebook name that holds one."""
+    value = word.plain if word.quoted else notebook.get(word.text, word.plain)
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise UsageError(f"{flag} {word.text}: {flag} takes the path of a folder, not {type(value).__name__}")
+    return str(os.fspath(value))
+
+
+def writer(flag: str, word: Word, notebook: Namespace) -> str:
+    """The notebook's name of an object with `add_scalar`; `None` takes a default back."""
+    name = word.plain
+    if name == "None":
+        return ""
+    if name not in notebook:
+        raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {name!r}")
+    value = notebook[name]
+    if isinstance(value, type) or not callable(getattr(value, "add_scalar", None)):
+        raise UsageError(
+            f"{flag} {word.text}: {name} is {kind_of(value)}; {flag} takes the name of a SummaryWriter, or of "
+            "anything else with add_scalar(tag, value, step)"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What the user wrote behind `--devices`."""
+
+    value: Any
+    """None, int, list, or the text"""
+    quoted: bool = False
+
+    @property
+    def chosen_by_us(self) -> bool:
+        return self.value == "auto"
+
+
+def devices(flag: str, word: Word, notebook: Namespace) -> DeviceSpec:
+    """An unquoted integer is an int; quotes, and strings that a variable holds, are lists of indices."""
+    if word.quoted:
+        return DeviceSpec(word.plain, quoted=True)
+    if word.text == "auto":
+        return DeviceSpec("auto")
+    try:
+        value = evaluate(word.text, notebook)
+    except Unreadable:
+        if word.text.isidentifier():
+            raise UsageError(
+                f"{flag} {word.text}: the notebook has no {word.text!r}; "
+                f'write a number, "0,2" for devices 0 and 2, auto, free:2, or the name of a variable'
+            ) from None
+        return DeviceSpec(word.text)
+    if isinstance(value, tuple) and not word.text.isidentifier() and "(" not in word.text:
+        return DeviceSpec(word.text)
+    if isinstance(value, str):
+        return DeviceSpec(value, quoted=True)
+    return DeviceSpec(list(value) if isinstance(value, tuple | range) else value)
+
+
+def strategy(flag: str, word: Word, notebook: Namespace) -> str:
+    """A strategy or a preset that nbtrain knows, or the notebook's name for one of its own."""
+    own = ["auto", *registry.strategies()]
+    known = [*own, *presets.names()]
+    if word.plain in known:
+        return word.plain
+    if word.text in notebook:
+        value = notebook[word.text]
+        if is_strategy(value):
+            return word.text
+        if isinstance(value, str) and value in known:
+            return value
+        raise UsageError(
+            f"{flag} {word.text}: {word.text} is {kind_of(value)}, not a strategy; "
+            f"it has to be one of {', '.join(own)}, a preset, or a subclass of nbtrain.Strategy"
+        )
+    raise UsageError(
+        f"{flag} {word.text}: there is no such strategy{similar(word.plain, known)}; there are {', '.join(own)}, "
+        f"the presets {', '.join(presets.names())}, and any name of the notebook that holds an nbtrain.Strategy"
+    )
+
+
+def strategies(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`ddp,fsdp`; `all`: those that nbtrain has."""
+    if word.plain == ALL:
+        return (ALL,)
+    parts = [part.strip() for part in word.plain.strip("[]()").split(",") if part.strip()]
+    if not parts:
+        raise UsageError(f"{flag} {word.text}: {flag} takes strategies and presets, as in {flag} ddp,fsdp, or {ALL}")
+    return tuple(dict.fromkeys(strategy(flag, Word(part), notebook) for part in parts))

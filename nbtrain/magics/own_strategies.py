@@ -1,0 +1,85 @@
+"""Strategies that are not nbtrain's: written in a cell, or brought by a package. What is wrong is said in the kernel.
+
+What can only be known while they run, `nbtrain.training.setup.validate_strategy` looks at.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from nbtrain.errors import UsageError
+from nbtrain.strategies.base import Strategy
+
+SIGNATURES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "__init__": ((None, None), "(self, options), and to call super().__init__(options)"),
+    "share": ((None, 0, 1), "(self, rank, world_size)"),
+    "set_up": ((None, None, "32"), "(self, component, precision)"),
+}
+"""What each is called with, and how that is written."""
+
+
+def is_strategy(value: object) -> bool:
+    """A class or an object that `-s` takes."""
+    return isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy))
+
+
+def of_notebook(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Name → class or object. A class of nbtrain's own that was imported to be built upon has a better name."""
+
+    def is_own(value: object) -> bool:
+        return is_strategy(value) and not (isinstance(value, type) and value.__module__.startswith("nbtrain."))
+
+    return {name: value for name, value in namespace.items() if not name.startswith("_") and is_own(value)}
+
+
+def checked(found: Any, where: str) -> type[Strategy]:
+    """The class, if it can be used. `where` begins the sentence if not."""
+    if not is_strategy(found):
+        raise UsageError(f"{where} is {kind_of(found)}, which is not a subclass of nbtrain.Strategy")
+    cls: type[Strategy] = found if isinstance(found, type) else type(found)
+    if cls is Strategy:
+        raise UsageError(
+            f"{where} is nbtrain.Strategy itself, which lets every rank train a model of its own: write a class of "
+            "yours on it, or take -s ddp; -s none leaves everything alone"
+        )
+    if not (isinstance(cls.Options, type) and is_dataclass(cls.Options)):
+        raise UsageError(
+            f"{cls.__name__}.Options has to be a dataclass: write @dataclass(frozen=True, kw_only=True) above it"
+        )
+    for name, (given, written) in SIGNATURES.items():
+        if not _takes(getattr(cls, name), given):
+            raise UsageError(f"{cls.__name__}.{name} has to take {written}")
+    return cls
+
+
+def check_options(cls: type[Strategy], options: Mapping[str, Any]) -> None:
+    """Everything that has no default was given, and the values are such as the class takes."""
+    lacking = [
+        one.name
+        for one in fields(cls.Options)  # type: ignore[arg-type]
+        if one.init and one.default is MISSING and one.default_factory is MISSING and one.name not in options
+    ]
+    if lacking:
+        flags = " and ".join("--" + name.replace("_", "-") for name in lacking)
+        raise UsageError(f"{cls.__name__} needs {flags}, for its Options give no default; write it behind -s")
+    try:
+        cls.Options(**options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{cls.__name__}.Options: {error}") from None
+
+
+def kind_of(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _takes(function: Callable[..., Any], given: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError:
+        return False
+    except ValueError:  # nobody can know
+        return True
+    return True

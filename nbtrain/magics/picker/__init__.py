@@ -1,0 +1,1 @@
+"""The widget that a strategy is chosen in."""

@@ -1,0 +1,193 @@
+"""`%distributed pick` and `nbtrain.picker()`: the widget, and the notebook that it chooses for."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.errors import UsageError
+from nbtrain.magics import cells
+from nbtrain.magics import plan as planned
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.wishes import Wish
+from nbtrain.magics.state import MagicsState
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.shield import shielded
+from nbtrain.views import no_widget
+from nbtrain.watch import shelf
+
+if TYPE_CHECKING:
+    from nbtrain.planning.compare.comparison import Comparison
+    from nbtrain.planning.compare.receipt import Receipt
+    from nbtrain.session import Cell
+
+Do = Callable[[Mapping[str, Any]], None]
+
+STEPS = 10
+"""that are measured of each"""
+NO_MODEL = (
+    "There is no model yet, so nothing is known of memory: make one, an nn.Module, and a batch or a DataLoader for it, "
+    "and run %distributed pick again."
+)
+
+
+def pick(state: MagicsState, request: Request) -> None:
+    """`%distributed pick net --batch loader --devices 4`"""
+    names = [word.plain for word in request.words[1:]]
+    if len(names) > 1:
+        raise UsageError(f"pick takes the name of one model: what is {' '.join(names[1:])!r}?")
+    Picker(state, names[0] if names else "", request)._ipython_display_()
+
+
+def picker(
+    state: MagicsState | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any
+) -> Picker:
+    """`nbtrain.picker()`: the picker of the notebook that calls. `state`: None where the extension is not loaded;
+    `plain`: of ipywidgets alone; `options`: those of the magic, by name."""
+    if state is None:
+        raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
+    notebook = state.notebook
+    names = [planned.named(model, "model", notebook), planned.named(batch, "batch", notebook)]
+    given = {name: value for name, value in options.items() if value is not None}
+    line = " ".join(f"--{name} {planned.typed(value)}" for name, value in given.items())
+    return Picker(state, names[0], state.read(f"{line} --batch {names[1]}" if names[1] else line), plain)
+
+
+class Picker:
+    """What is shown below the cell. `line` is what it has come to."""
+
+    def __init__(self, state: MagicsState, model: str, request: Request, plain: bool = False) -> None:
+        if getattr(state.shell, "kernel", None) is None:
+            raise UsageError("pick needs a notebook, and this is a terminal; %distributed plan says the same as text")
+        self._shell = state.shell
+        self._choice = Choice(state, Notebook(state, model, request), request, _magic(state.shell), shelf.kernel())
+        self._view, self._bundle, self._metadata = _shown(
+            self._choice, _in_main_thread(state.shell, self._choice), plain
+        )
+        self._choice.tell = self._view.show
+
+    @property
+    def line(self) -> str:
+        """The options that are chosen, as they are typed."""
+        return self._choice.line()
+
+    def _ipython_display_(self) -> None:
+        """It is there at once; what the model needs is filled in."""
+        said = {"text/plain": "the strategy picker, which needs a kernel: %distributed pick shows it again"}
+        self._shell.display_pub.publish({**said, **self._bundle}, self._metadata)
+        self._choice.begin()
+
+
+class Notebook:
+    """What the picker is about: a model of the notebook, and the cell that trains it."""
+
+    def __init__(self, state: MagicsState, model: str, request: Request) -> None:
+        self._state = state
+        self._model = model
+        self._request = request
+        self._loop = ""
+        """of the model, for where no cell was run"""
+
+    def plan(self, wish: Wish) -> Plan:
+        if "torch" not in sys.modules:
+            raise UsageError(NO_MODEL)
+        from nbtrain.magics.picker.training_loop import loop, resized  # on use: torch
+
+        state = self._state
+        base = self._request.over(state.defaults)
+        found = planned.subject_of(state.notebook, self._model, base.value("batch"))
+        self._loop = loop(found, state.notebook)
+        if wish.batch is not None:
+            found = replace(found, batch=resized(found.batch, wish.batch))
+        wanted = state.read(f"--devices {wish.devices} --precision {wish.precision}").over(base)
+        return planned.plan_of(found, state.notebook, wanted, planned.ranks_of(state), wish.goal, wish.loss)
+
+    def cell(self) -> str:
+        last = self._state.last_cell
+        if last is not None:
+            number = f" [{last.number}]" if last.number is not None else ""
+            return f"Measure and Verify run the cell{number} that was run last: {STEPS} steps each time"
+        if self._loop:
+            return (
+                f"Measure runs forward, backward and step, {STEPS} times under each; the loop of a %%distributed cell, "
+                "once one was run"
+            )
+        return "Measure needs a loop: run a %%distributed cell first"
+
+    def measure(
+        self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
+    ) -> Comparison:
+        from nbtrain.magics import trials
+        from nbtrain.session.trials.compare import Question
+
+        cell, state = self._cell(), self._state
+        ways = [trials.way(state, name, state.read(line), state.defaults) for name, line in candidates]
+        question = Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
+        with shielded():
+            session = state.opened()
+        return session.compare(ways, cell, question, told)
+
+    def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
+        from nbtrain.magics import trials
+
+        cell, state = self._cell(), self._state
+        with shielded():
+            session = state.opened()
+        return session.verify(trials.way(state, name, state.read(line), state.defaults), cell, STEPS, told)
+
+    def _cell(self) -> Cell:
+        if self._state.last_cell is not None:
+            return self._state.last_cell
+        if not self._loop:
+            raise UsageError("there is no loop to measure: run a %%distributed cell first")
+        return cells.locate(self._state.shell, "distributed", "", self._loop, None)
+
+
+def _shown(choice: Choice, do: Do, plain: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The view, and the bundle and metadata that show it."""
+    if not plain and not no_widget():
+        from nbtrain.views.picker import Picker as Widget
+
+        view = Widget(choice.data(), do)
+        return view, *view.bundle
+    try:
+        from nbtrain.views.picker_form import PickerForm
+    except ImportError as error:
+        raise UsageError(f"pick needs ipywidgets ({error}): pip install ipywidgets") from None
+    form = PickerForm(choice.data(), do)
+    return form, *form.bundle
+
+
+def _in_main_thread(shell: Any, choice: Choice) -> Do:
+    """A newer kernel hears the page in threads of its own. What is asked for starts ranks and changes defaults, so it
+    waits for the cell that runs."""
+
+    def do(message: Mapping[str, Any]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            choice.do(message)
+        else:
+            shell.kernel.io_loop.add_callback(_interruptible, choice, message)
+
+    return do
+
+
+def _interruptible(choice: Choice, message: Mapping[str, Any]) -> None:
+    """■ reaches what the kernel itself has not begun, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        choice.do(message)
+    except KeyboardInterrupt:  # a second one, while the first was being told
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _magic(shell: Any) -> str:
+    """The name that nbtrain's cell magic has here: another extension may have had it first."""
+    magic = shell.magics_manager.magics["cell"].get("distributed")
+    return "distributed" if getattr(magic, "__module__", "") == "nbtrain.magics.extension" else "nbtrain"

@@ -1,0 +1,87 @@
+"""`%distributed strategies`: what each strategy and preset is, if it can be used here, and what a failure costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbtrain import registry, tables
+from nbtrain.compat import fit
+from nbtrain.errors import UsageError
+from nbtrain.magics.line.flags import flags_of
+from nbtrain.magics.own_strategies import checked, of_notebook
+from nbtrain.strategies import presets
+from nbtrain.tables import Row
+
+STRATEGIES: Row = ("strategy", "shards", "available", "after a failure", "options")
+PRESETS: Row = ("preset", "stands for", "available")
+OWN: Row = ("of this notebook", "what it says of itself", "available", "options")
+
+
+def strategies() -> list[Row]:
+    return [_strategy(entry) for entry in registry.strategies().values()]
+
+
+def with_presets() -> list[Row]:
+    found: list[Row] = []
+    for name in presets.names():
+        preset = presets.PRESETS[name]
+        found.append((name, preset.line, _available(registry.strategy(preset.strategy))))
+    return found
+
+
+def with_own(notebook: Mapping[str, Any]) -> list[Row]:
+    found: list[Row] = []
+    for name, value in of_notebook(notebook).items():
+        cls = value if isinstance(value, type) else type(value)
+        says = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
+        available, options = _checked(value, name)
+        found.append((name, says, available, options))
+    return found
+
+
+def text(notebook: Mapping[str, Any]) -> str:
+    return "\n\n".join(tables.text(head, rows) for head, rows in _tables(notebook))
+
+
+def html(notebook: Mapping[str, Any]) -> str:
+    return tables.STYLE + "".join(tables.html(head, rows) for head, rows in _tables(notebook))
+
+
+def _tables(notebook: Mapping[str, Any]) -> list[tuple[Row, list[Row]]]:
+    found = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
+    return [(head, rows) for head, rows in found if rows]
+
+
+def _strategy(entry: registry.Entry) -> Row:
+    available = _available(entry)
+    held = "held, if all ranks stand at the same step" if entry.in_pieces else "the last step of any rank is held"
+    options = ""
+    if available == "yes" and not entry.package:
+        options = _options(entry.load())
+    elif available == "yes":
+        try:
+            available, options = _checked(entry.load(), entry.where)
+        except UsageError as error:
+            available = f"no: {error}"
+    if entry.unrun:
+        available = f"{available}; {entry.unrun}"
+    return entry.name, entry.shards, available, held, options
+
+
+def _checked(found: Any, where: str) -> tuple[str, str]:
+    """(available, options) of one that is not nbtrain's."""
+    try:
+        return "yes", _options(checked(found, where))
+    except UsageError as error:
+        return f"no: {error}", ""
+
+
+def _available(entry: registry.Entry) -> str:
+    """Or why not, and the command that makes it so."""
+    reason = registry.lacking(entry.needs) or fit.refusal(entry.name, entry.internals, entry.instead, look=False)
+    return f"no: {reason}" if reason else "yes"
+
+
+def _options(cls: type) -> str:
+    return " ".join(flag.flag for typed, flag in flags_of(cls).items() if typed == flag.flag)

@@ -1,0 +1,110 @@
+"""What was measured when a training loop ran a few steps under several strategies: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nbtrain.planning.compare import table as comparison_table
+
+STATES = ("waiting", "running", "done", "failed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredWay:
+    """One row: the loop under one strategy and size, and what was measured."""
+
+    name: str
+    """`fsdp`, `ddp · batch 64`"""
+    line: str
+    """the options of this row, as they are typed: `--strategy fsdp --devices 4`"""
+    state: str = "waiting"
+    """one of STATES"""
+    ranks: int = 0
+    memory: tuple[int, ...] = ()
+    """peak bytes of each rank"""
+    steps: int = 0
+    """timed steps"""
+    step: float = 0.0
+    """seconds per step: the median, of the slowest rank"""
+    steps_per_second: float = 0.0
+    samples_per_second: float = 0.0
+    """of all ranks together; 0: no loader said how many samples a batch has"""
+    batch: int = 0
+    """samples per step and rank; 0: not known"""
+    size: float | None = None
+    """the batch size, or the value of the size parameter, where the largest is searched"""
+    why: str = ""
+    """why it failed, in a sentence"""
+    no_memory: bool = False
+    """it failed because it ran out of memory"""
+
+    @property
+    def peak(self) -> int:
+        return max(self.memory, default=0)
+
+    @property
+    def pace(self) -> float:
+        """What rows are compared by: samples per second, or steps where samples are not known."""
+        return self.samples_per_second or self.steps_per_second
+
+
+GOALS = ("speed", "batch", "model", "growth")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All rows, in the order in which they were asked for."""
+
+    rows: tuple[MeasuredWay, ...]
+    steps: int
+    goal: str = "speed"
+    """one of GOALS: the fastest, the largest batch, the largest model; with growth no row is the best"""
+    parameter: str = ""
+    """the name whose value is changed, where the goal is the largest model"""
+    seconds: float = 0.0
+    """duration of the whole comparison"""
+    over: bool = False
+
+    @property
+    def best(self) -> MeasuredWay | None:
+        """The fastest row that worked, or the one with the largest size (of equal sizes the fastest)."""
+        done = [row for row in self.rows if row.state == "done"]
+        if self.goal == "growth":
+            return None
+        if self.goal == "speed":
+            return max(done, key=lambda row: row.pace, default=None)
+        return max(done, key=lambda row: (row.size or 0, row.pace), default=None)
+
+    def with_row(self, at: int, **changes: Any) -> Comparison:
+        rows = list(self.rows)
+        rows[at] = replace(rows[at], **changes)
+        return replace(self, rows=tuple(rows))
+
+    @staticmethod
+    def of(names: Iterable[tuple[str, str]], **what: Any) -> Comparison:
+        """A comparison of which nothing is measured yet. `names`: name and line of each row."""
+        return Comparison(rows=tuple(MeasuredWay(name=name, line=line) for name, line in names), **what)
+
+    def data(self) -> dict[str, Any]:
+        """Everything as plain data: the rows, which is the best, what to type, the table and the picture."""
+        best = self.best
+        found: dict[str, Any] = {
+            "goal": self.goal,
+            "parameter": self.parameter,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "rows": [
+                {**asdict(row), "memory": list(row.memory), "peak": row.peak, "pace": row.pace, "best": row is best}
+                for row in self.rows
+            ],
+            "line": best.line if best is not None else "",
+        }
+        return found | comparison_table.shown(found)
+
+    def __repr__(self) -> str:
+        return comparison_table.text(self.data())
+
+    def _repr_html_(self) -> str:
+        return comparison_table.html(self.data())

@@ -1,0 +1,1 @@
+"""How a loop grows with the number of ranks."""

@@ -1,0 +1,1 @@
+"""What each strategy would need for it, and which one to take."""

@@ -1,0 +1,120 @@
+"""Which strategy suits which goal: rows of data for the plan, `auto` and the advice after running out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GOALS = ("speed", "batch", "model")
+"""What the user wants: the fastest steps, the largest batch or the largest model."""
+LOSSES = ("no", "small", "any")
+"""How much speed may be lost for it."""
+
+RECOMPUTE = "--checkpoint-activations"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWay:
+    """A strategy or a preset, with or without activation checkpointing."""
+
+    name: str
+    """name of the strategy or the preset"""
+    why: str
+    """what it saves and costs: completes a sentence that begins with its name"""
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} + {RECOMPUTE}" if self.recompute else self.name
+
+
+ORDER: tuple[TrainingWay, ...] = (
+    TrainingWay("single", "sends nothing"),
+    TrainingWay("ddp", "gathers nothing: with several devices nothing is faster"),
+    TrainingWay("sharded", "keeps a gradient and its optimizer's state on one rank"),
+    TrainingWay("zero1", "divides the optimizer's state among the ranks"),
+    TrainingWay("deepspeed_stage_1", "divides the optimizer's state among the ranks"),
+    TrainingWay("deepspeed_stage_2", "divides the optimizer's state and the gradients among the ranks"),
+    TrainingWay("fsdp_shard_grad_op", "divides all but the weights that compute, which are gathered once a step"),
+    TrainingWay("fsdp", "divides everything; each layer is gathered when it computes, forward and backward"),
+    TrainingWay(
+        "deepspeed_stage_3", "divides everything; each layer is gathered when it computes, forward and backward"
+    ),
+    TrainingWay("single", "computes activations again in the backward: about a third more to compute", recompute=True),
+    TrainingWay("ddp", "computes activations again in the backward: about a third more to compute", recompute=True),
+    TrainingWay(
+        "deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again", recompute=True
+    ),
+    TrainingWay("fsdp", "divides everything and computes activations again", recompute=True),
+    TrainingWay("deepspeed_stage_3", "divides everything and computes activations again", recompute=True),
+    TrainingWay("deepspeed_stage_2_offload", "keeps the optimizer's state in the machine's memory, and steps there"),
+    TrainingWay("fsdp_cpu_offload", "keeps everything in the machine's memory, and steps there"),
+    TrainingWay("deepspeed_stage_3_offload", "keeps everything in the machine's memory, and steps there"),
+    TrainingWay(
+        "fsdp_cpu_offload", "keeps everything in the machine's memory and computes activations again", recompute=True
+    ),
+    TrainingWay(
+        "deepspeed_stage_3_offload",
+        "keeps everything in the machine's memory and computes activations again",
+        recompute=True,
+    ),
+)
+"""Fastest first. `auto`, and a plan for speed, take the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What the guide recommends for one goal and loss."""
+
+    ways: tuple[str, ...]
+    """names of ways, the first choice first"""
+    why: str
+    recompute: bool = False
+    """activation checkpointing is used as well"""
+
+
+GUIDE: Mapping[tuple[str, str], Advice] = {
+    ("batch", "no"): Advice(
+        ("sharded", "deepspeed_stage_2", "zero1"),
+        "what is no longer held twice makes room for samples, and little more is sent than under ddp",
+    ),
+    ("batch", "small"): Advice(
+        ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "sharded", "zero1"),
+        "dividing the weights, too, makes the most room for samples; a layer is gathered when it computes",
+    ),
+    ("batch", "any"): Advice(
+        ("fsdp", "deepspeed_stage_3", "ddp", "single"),
+        "activations grow with the batch, so computing them again makes more room than anything else",
+        recompute=True,
+    ),
+    ("model", "no"): Advice(
+        ("deepspeed_stage_2", "sharded", "zero1"),
+        "of Adam's twelve bytes for each weight's four, eight and the gradient's four are divided; little more is "
+        "sent than under ddp",
+    ),
+    ("model", "small"): Advice(
+        ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2"),
+        "weights, gradients and optimizer's state are all divided, so the model may grow with the number of ranks",
+    ),
+    ("model", "any"): Advice(
+        ("deepspeed_stage_3_offload", "fsdp_cpu_offload", "fsdp", "deepspeed_stage_3", "single"),
+        "what does not compute waits in the machine's memory, of which there is more than on cards",
+        recompute=True,
+    ),
+}
+
+
+def place(name: str, recompute: bool = False) -> int | None:
+    """Position in ORDER; None: not in it."""
+    return next((at for at, way in enumerate(ORDER) if (way.name, way.recompute) == (name, recompute)), None)
+
+
+def recomputing() -> tuple[str, ...]:
+    """Names of the ways that ORDER also has with activation checkpointing."""
+    return tuple(way.name for way in ORDER if way.recompute)
+
+
+def less_than(name: str, recompute: bool = False) -> tuple[TrainingWay, ...]:
+    """Ways that need less memory, the fastest first; for a name that is not in ORDER, all that save any."""
+    at = place(name, recompute)
+    after = ORDER[2:] if at is None else ORDER[at + 1 :]
+    return tuple(way for way in after if (way.name, way.recompute) != (name, recompute) and way.name != "single")

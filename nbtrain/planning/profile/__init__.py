@@ -1,0 +1,1 @@
+"""What training a model takes: measured on shapes, before it is trained."""

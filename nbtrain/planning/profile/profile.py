@@ -1,0 +1,164 @@
+"""Profiles one forward, backward and optimizer step of a model on fake tensors, which have a shape and no content.
+
+Fake tensors run through the user's own code, so everything it allocates is counted. Models that read numbers
+(`if loss.item() > 1`), or use code that cannot take fake tensors, run for real on one sample and on two.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.compat.fake import FakeTensorMode, quiet
+from nbtrain.errors import UsageError
+from nbtrain.planning.profile.forward_backward import Traced, trace
+from nbtrain.planning.profile.left_in_caches import FakeTensorCleanup
+from nbtrain.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
+from nbtrain.planning.profile.model_call import ModelCall, find_call
+from nbtrain.planning.profile.optimizer_state import Stepped, step
+from nbtrain.planning.profile.real_run import run_for_real
+from nbtrain.planning.profile.trace import CannotProfile, size
+from nbtrain.planning.profile.units import places_of
+from nbtrain.specs import PRECISIONS
+from nbtrain.strategies.estimates import Profile, Weight
+from nbtrain.training.precision.autocast import FORMATS, Format
+
+__all__ = ["CannotProfile", "profile"]
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer | None = None,
+    *,
+    precision: str = "32",
+    recompute: tuple[str, ...] = (),
+    keyword: bool | None = None,
+) -> Profile:
+    """The profile of one step with this batch. Model, optimizer and random states stay as they are.
+
+    `recompute`: names of classes whose activations are recomputed; `keyword`: whether a dict as batch holds the model's
+    arguments by name (None: if its forward takes them). Raises `CannotProfile` if the model cannot run.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
+    model = unwrapped(model)
+    refuse_unprofilable(model)
+    call = find_call(model, batch, keyword)
+    form = FORMATS.get(precision)
+    shapes = Shapes(form)
+    cleanup = FakeTensorCleanup(shapes.mode)
+    try:
+        with cleanup:
+            measured = _on_shapes(model, call, shapes, recompute, optimizer, cleanup)
+    except UsageError:
+        raise
+    except Exception as error:
+        traced = run_for_real(model, call, form, recompute, error)
+        measured = _without_trace(model, shapes, optimizer, traced)
+    traced, stepped = measured.traced, measured.stepped
+    places = places_of(model, traced.units)
+    return Profile(
+        model=type(model).__name__,
+        weights=tuple(
+            Weight(
+                name=name,
+                numel=p.numel(),
+                bytes=measured.sizes[id(p)],
+                trains=p.requires_grad,
+                state=stepped.state.get(id(p), 0),
+                unit=places.get(id(p), -1),
+            )
+            for name, p in model.named_parameters()
+        ),
+        units=traced.units,
+        buffers=sum(size(shapes.lowered(b)) for b in model.buffers()),
+        moments=tuple(traced.moments),
+        step=stepped.step,
+        step_together=stepped.step_together,
+        optimizer=stepped.name,
+        samples=call.samples,
+        precision=precision,
+        operations=traced.operations,
+        recomputed=recompute,
+        notes=(*call.notes, *traced.notes, *stepped.notes, *cleanup.notes()),
+    )
+
+
+class Shapes:
+    """Makes fake tensors for real ones, all of them on the CPU."""
+
+    def __init__(self, form: Format | None) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.form = form
+
+    def like(self, real: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        with torch.inference_mode(False), self.mode:
+            fake = torch.empty_strided(real.size(), real.stride(), dtype=dtype or real.dtype, device="cpu")
+        if isinstance(real, nn.Parameter):
+            return nn.Parameter(fake, real.requires_grad)
+        return fake.requires_grad_(real.requires_grad)
+
+    def lowered(self, real: torch.Tensor) -> torch.Tensor:
+        """The same in the precision that weights have."""
+        lowers = self.form is not None and self.form.weights and real.is_floating_point() and real.element_size() > 1
+        return self.like(real, self.form.dtype if lowers and self.form else None)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What the forward, backward and step gave, with the size of each weight."""
+
+    traced: Traced
+    stepped: Stepped
+    sizes: dict[int, int]
+    """bytes by the weight's id"""
+
+
+def _on_shapes(
+    model: nn.Module,
+    call: ModelCall,
+    shapes: Shapes,
+    recompute: tuple[str, ...],
+    optimizer: Optimizer | None,
+    cleanup: FakeTensorCleanup,
+) -> _Measured:
+    """Run on fake tensors. None of them outlives the call."""
+    weights = {id(p): shapes.lowered(p) for p in model.parameters()}
+    others = weights | {id(b): shapes.lowered(b) for b in model.buffers()}
+    given = call.changed(shapes.like)
+
+    def attribute(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type == "cpu" else shapes.like(tensor)
+
+    # The forward makes its own tensors on torch's default device, and all fake ones are on the CPU.
+    elsewhere = torch.get_default_device().type != "cpu"
+    with (
+        quiet(),
+        stand_ins(model, others, attribute),
+        torch.device("cpu") if elsewhere else nullcontext(),
+        shapes.mode,
+    ):
+        traced = trace(model, given, shapes.form, recompute)
+    cleanup.watch(traced.watched)
+    return _stepped(traced, weights, optimizer)
+
+
+def _without_trace(model: nn.Module, shapes: Shapes, optimizer: Optimizer | None, traced: Traced) -> _Measured:
+    """The optimizer's step after a real run, whose gradients are gone: fake ones take their place."""
+    weights = {id(p): shapes.lowered(p) for p in model.parameters()}
+    with shapes.mode:
+        for fake in weights.values():
+            fake.grad = torch.empty_like(fake) if fake.requires_grad else None
+    return _stepped(traced, weights, optimizer)
+
+
+def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimizer | None) -> _Measured:
+    with torch.inference_mode(False), torch.enable_grad():
+        stepped = step(optimizer, weights)
+    return _Measured(traced, stepped, {key: size(fake) for key, fake in weights.items()})

@@ -1,0 +1,1 @@
+"""A run that goes on while the notebook is used."""

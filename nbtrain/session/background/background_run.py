@@ -1,0 +1,210 @@
+"""`--background`: a run that goes on while the notebook is used."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from nbtrain.compat import kernel
+from nbtrain.errors import UsageError
+from nbtrain.session.background.name_conflicts import Conflicts
+from nbtrain.session.background.weight_reads import WeightReads
+from nbtrain.session.report.report import listed
+from nbtrain.session.run.cell_run import CellRun
+from nbtrain.shield import presses
+from nbtrain.worker.home.homecoming import Home
+
+PAUSE = 0.05
+
+
+class BackgroundRun:
+    """What a `%%distributed --background` cell returns.
+
+    `wait()` blocks until the run is over and its work is in the notebook, and raises what the cell raised. `stop()`
+    ends it at the end of a step, with the weights. Without either, its work comes home when the kernel is idle.
+    """
+
+    def __init__(self, run: CellRun, at_end: Callable[[BackgroundRun], None]) -> None:
+        """`at_end` is called in another thread, once `finish` has something to do."""
+        self._going: Going | None = Going(run)
+        self._at_end = at_end
+        self._audience = run.audience
+        number, count = run.cell.number, run.spec.pool.world_size
+        cell = f"In [{number}]" if number is not None else "a cell"
+        self._name = f"run of {cell}: {run.spec.strategy} on {count} rank{'s' * (count > 1)}"
+        self._watched = threading.Event()
+        self.error: BaseException | None = None
+        """what it raised"""
+        self.values: dict[str, Any] = {}
+        """what it left under names that the notebook has given something else meanwhile"""
+
+    def __repr__(self) -> str:
+        how = "over" if self.over else "goes on"
+        if self.error is not None:
+            how = "stopped" if isinstance(self.error, KeyboardInterrupt) else "failed"
+        return f"<{self._name}, {self.steps:,} steps, {how}>"
+
+    # -- what the user calls -------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """What it did is in the notebook, or it has failed."""
+        return self._going is None
+
+    @property
+    def steps(self) -> int:
+        """How many it has taken, as far as it has said."""
+        return self._audience.steps
+
+    @property
+    def metrics(self) -> dict[str, list[tuple[float, float]]]:
+        """What `log` said until now, as (step, value); of long runs every so many. nbtrain.history() has them all."""
+        return self._audience.metrics()
+
+    def wait(self, timeout: float | None = None) -> BackgroundRun:
+        """Until its work is in the notebook. Stop (■) ends the waiting, not the run."""
+        until = None if timeout is None else time.monotonic() + timeout
+        here = threading.current_thread() is threading.main_thread()
+        while not (self._watched.is_set() if here else self.over):
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"{self!r}")
+            self._watched.wait(PAUSE) if here else time.sleep(PAUSE)
+        self.finish()
+        if self.error is not None and not isinstance(self.error, KeyboardInterrupt):
+            raise self.error
+        return self
+
+    def stop(self) -> BackgroundRun:
+        """End it at the end of a step; what it did until then comes home."""
+        if self._going is not None:
+            self._going.run.controls.do("stop")
+        return self.wait()
+
+    def kill(self) -> None:
+        """End its ranks at once; the notebook is as it was."""
+        if self._going is not None:
+            self._going.run.controls.do("kill")
+            self._watched.wait()
+            self.finish()
+
+    # -- its life ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        assert self._going is not None
+        self._going.start(self._watch)
+
+    def _watch(self) -> None:
+        assert self._going is not None
+        self._going.watch()
+        self._watched.set()
+        self._at_end(self)
+
+    def leave(self) -> None:
+        """The kernel ends, and the run with it: nobody else speaks with the ranks any more."""
+        if self._going is not None:
+            self._going.run.presses.count = 2
+            self._watched.wait(1.0)
+
+    def before_cell(self, code: str) -> None:
+        """A cell of the notebook is about to run: what it reads is there."""
+        if self._going is not None and not self._watched.is_set():
+            self._going.reading.provide(code, self._watched.is_set)
+        self.finish()
+
+    def finish(self) -> None:
+        """In the main thread, once it has been watched to its end; what it raised is in `error`."""
+        going = self._going
+        if going is None or not self._watched.is_set():
+            return
+        self._going = None  # with all that it holds of the notebook's
+        say = going.run.relay.say
+        try:
+            going.finish(self.values)
+        except BaseException as error:
+            self.error = error
+            _show(error, going.run)
+        else:
+            say(f"nbtrain: the run is over, {self.steps:,} steps; what it did is in the notebook")
+        if self.values:
+            say(
+                f"nbtrain: assigned in the notebook while the run went on: {listed(self.values)}. The notebook's are "
+                "kept; the run's are in its `values`"
+            )
+        if going.overwritten:
+            say(
+                f"nbtrain: changed in the notebook while the run went on, and changed by the run: "
+                f"{listed(going.overwritten)}. The notebook has the run's"
+            )
+
+
+class Going:
+    """What it takes while it goes on."""
+
+    def __init__(self, run: CellRun) -> None:
+        self.run = run
+        self.reading: WeightReads
+        self.overwritten: list[str] = []
+        """names below which the user has changed what the run has changed"""
+        self._failure: BaseException | None = None
+        """while it was watched"""
+        self._whole = ExitStack()
+        self._conflicts = Conflicts(run)
+
+    def start(self, watch: Callable[[], None]) -> None:
+        run = self.run
+        # Its output is this cell's, also on kernels where that is a thread's context.
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(watch,), name="nbtrain-run", daemon=True)
+        with ExitStack() as stack:
+            stack.enter_context(run.whole())
+            with presses(run.once_shown) as run.presses:
+                run.begin()
+                self.reading = WeightReads(run)
+                thread.start()
+            self._whole = stack.pop_all()
+
+    def watch(self) -> None:
+        try:
+            self.run.watch()
+        except BaseException as error:
+            self._failure = error
+
+    def finish(self, values: dict[str, Any]) -> None:
+        run = self.run
+        run.home.overwrites = self._compare
+        with presses(run.once_shown) as found, self._whole:
+            found.count, run.presses = run.presses.count, found
+            found.only_count()
+            self.reading.put_back()
+            if self._failure is not None:
+                run.relay.say("nbtrain: the run was given up; the notebook is as it was before it")
+                raise self._failure
+            with self._conflicts.kept(values):
+                run.finish()
+
+    def _compare(self, home: Home) -> None:
+        traffic = self.run.held.traffic
+        if traffic is not None:
+            self.overwritten = traffic.changed_since(home, {})
+
+
+def _show(error: BaseException, run: CellRun) -> None:
+    """Below the cell that started it: no cell is there to raise it."""
+    if isinstance(error, KeyboardInterrupt):
+        run.relay.say(f"nbtrain: {error}")
+        return
+    render = kernel.renders(error)
+    lines = render() if render is not None else [f"{type(error).__name__}: {error}"]
+    run.relay.screen.write("stderr", "\n".join(lines) + "\n")
+
+
+def refuse(run: BackgroundRun) -> UsageError:
+    """Something else wants the ranks."""
+    return UsageError(
+        f"the ranks are in use: {run!r}. Wait for it with run.wait(), or end it with run.stop(), which keeps its work; "
+        "run = nbtrain.background() is the run"
+    )

@@ -1,0 +1,61 @@
+"""Names that the notebook gives something else while a run in the background is going to assign or change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.exchange.kinds import ATOMS
+from nbtrain.session.sync.notebook_side import MISSING
+
+if TYPE_CHECKING:
+    from nbtrain.session.run.cell_run import CellRun
+
+UNCHANGING = (*ATOMS, FunctionType, ModuleType, type)
+
+
+class Conflicts:
+    """Made when the run begins."""
+
+    def __init__(self, run: CellRun) -> None:
+        self._run = run
+        self._namespace = run.shell.user_ns
+        names = dict.fromkeys((*run.names.hard, *run.names.soft, *sorted(run.names.writes)))
+        self._before = {name: self._namespace.get(name, MISSING) for name in names}
+
+    @contextmanager
+    def kept(self, values: dict[str, Any]) -> Iterator[None]:
+        """Inside, the names are as they were when the run began, so that what comes home finds its place. Afterwards
+        they are the notebook's again; what the run left under them, if it is something else, is in `values`."""
+        namespace = self._namespace
+        theirs = {name: namespace.get(name, MISSING) for name in self._before}
+        theirs = {name: value for name, value in theirs.items() if not _same(value, self._before[name])}
+        for name in theirs:
+            _put(namespace, name, self._before[name])
+        try:
+            yield
+        finally:
+            for name, value in theirs.items():
+                found = namespace.get(name, MISSING)
+                if self._run.home.came and self._is_work(name, found) and not _same(found, value):
+                    values[name] = found
+                _put(namespace, name, value)
+
+    def _is_work(self, name: str, found: Any) -> bool:
+        """The run has assigned it, or may have changed it in place."""
+        if found is MISSING:
+            return False
+        return not _same(found, self._before[name]) or not isinstance(found, UNCHANGING)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in ATOMS and one == other)
+
+
+def _put(namespace: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        namespace.pop(name, None)
+    else:
+        namespace[name] = value

@@ -1,0 +1,110 @@
+"""A cell of the notebook reads what a run in the background trains: it gets the weights of the last finished step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import nbtrain.registry as registry
+from nbtrain.exchange.graph.residence import find_all
+from nbtrain.exchange.names.cell_names import analyse, reach
+from nbtrain.session.report.report import listed
+from nbtrain.shield import shielded
+
+if TYPE_CHECKING:
+    from nbtrain.session.run.cell_run import CellRun
+
+LONG = 10.0
+"""Seconds for which a cell waits for a step to end."""
+SLOW = 1.0
+"""Seconds after which it says what it waits for."""
+
+
+class WeightReads:
+    """One run's; made when it has been sent to the ranks."""
+
+    def __init__(self, run: CellRun) -> None:
+        from torch import nn
+        from torch.optim import Optimizer
+        from torch.optim.lr_scheduler import LRScheduler
+
+        from nbtrain.training.checkpoints.live_weights import Wishes
+
+        self._run = run
+        self._said: set[str] = set()
+        self._namespace = run.shell.user_ns
+        traffic, pool = run.held.traffic, run.held.pool
+        assert traffic is not None
+        assert pool is not None
+        names = {name: self._namespace[name] for name in (*run.names.hard, *run.names.soft) if name in self._namespace}
+        kinds = (nn.Module, Optimizer, LRScheduler)
+        objects = find_all(traffic.table, names, kinds)
+        self._wishes = Wishes(pool.board, run.number, run.aside, objects)
+        leads = [value for value in names.values() if find_all(traffic.table, {"it": value}, kinds)]
+        self._trained: dict[int, Any] = {id(value): value for value in (*leads, *objects.values())}
+        """what the run trains, and what leads to it"""
+
+    def provide(self, code: str, over: Callable[[], bool]) -> None:
+        """Before the cell runs. `over`: the run has ended, and its work is about to come home."""
+        names = self._read(code)
+        if not names:
+            return
+        if why := self._why_not():
+            self._once("left", f"nbtrain: {listed(names)}: as the notebook has them while the run goes on; {why}")
+            return
+        if self._wishes.stand_still():
+            return
+        step = self._wishes.ask()
+        began, told = time.monotonic(), False
+
+        def enough() -> bool:
+            nonlocal told
+            waited = time.monotonic() - began
+            if waited > SLOW and not told:
+                told = True
+                print(f"nbtrain: {listed(names)}: waiting for the run in the background to finish its step …")
+            return over() or waited > LONG
+
+        try:
+            there = self._wishes.fetch(enough)
+        except Exception as error:  # it is the run's own work that counts
+            print(f"nbtrain: the run's weights could not be read: {type(error).__name__}: {error}")
+            return
+        if there and not over():
+            self._once(
+                "read",
+                f"nbtrain: {listed(names)}: as after step {step:,} of the run that goes on in the background; every "
+                "cell that reads them gets the last finished step's (said once)",
+            )
+        elif not over():
+            print(
+                f"nbtrain: no step has ended for {LONG:.0f} s; {listed(names)}: as the notebook has them. Until one "
+                "does, cells do not wait"
+            )
+
+    def put_back(self) -> None:
+        """The notebook has again what it had before anything was read."""
+        with shielded():
+            self._wishes.close()
+
+    def _why_not(self) -> str:
+        spec = self._run.spec
+        if spec.ranks is not None and len(spec.ranks) < spec.pool.world_size:
+            return "weights are read from all ranks, and %%rank runs it on some"
+        if spec.pool.world_size > 1 and registry.load_strategy(spec.strategy, self._namespace).hands_off:
+            return f"under -s {spec.strategy} nothing is known of what the ranks hold"
+        return ""
+
+    def _once(self, kind: str, sentence: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            print(sentence)
+
+    def _read(self, code: str) -> list[str]:
+        """Names below which this cell reads what is trained, by itself or through functions of the notebook."""
+        try:
+            found = reach(analyse(code), self._namespace)
+        except (SyntaxError, ValueError, RecursionError):
+            return []
+        return [name for name in (*found.hard, *found.soft) if id(self._namespace.get(name)) in self._trained]

@@ -1,0 +1,118 @@
+"""What ranks write and show, into the notebook."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+
+import nbtrain.words as words
+from nbtrain.events import Display, Output
+from nbtrain.session.output.screens import CellScreen
+
+KEPT = 1 << 16
+"""Characters of another rank's text that are looked at when the cell ends."""
+SHOWN = 200
+"""Lines of it that are shown."""
+FOLDER = "nbtrain-output"
+
+
+class Relay:
+    """One run's output.
+
+    `rank0`: the lead's is shown as it comes, and what other ranks said differently is folded in below.
+    `all`: every line of every rank, with its rank in front. `files`: the others' go to files.
+    """
+
+    def __init__(self, screen: CellScreen, mode: str, lead: int, ranks: Iterable[int]) -> None:
+        self.screen = screen
+        self._mode = mode
+        self._lead = lead
+        self._texts: dict[int, str] = dict.fromkeys(ranks, "")
+        self._open_lines: dict[tuple[int, str], str] = {}
+        self._files: set[int] = set()
+        """ranks whose file belongs to this run already"""
+
+    def text(self, event: Output) -> None:
+        rank = event.rank
+        self._texts[rank] = (self._texts.get(rank, "") + event.text)[-KEPT:]
+        if self._mode == "all" and len(self._texts) > 1:
+            self._with_rank(rank, event.stream, event.text)
+            return
+        if rank == self._lead:
+            self.screen.write(event.stream, event.text)
+            self.screen.flush(event.stream)
+        if self._mode == "files":
+            self._to_file(rank, event.text)
+
+    def display(self, event: Display) -> None:
+        if event.rank != self._lead and self._mode != "all":
+            return
+        if event.data is None:
+            self.screen.clear(event.wait)
+            return
+        if self._mode == "all" and len(self._texts) > 1:
+            self.say(f"[rank {event.rank}]")
+        self.screen.publish(event.data, event.metadata, event.transient, event.update)
+
+    def say(self, text: str) -> None:
+        """Something of our own."""
+        self.screen.write("stdout", text + "\n")
+
+    def close(self) -> None:
+        for (rank, stream), text in self._open_lines.items():
+            if text:
+                self.screen.write(stream, f"[rank {rank}] {text}\n")
+        if self._mode == "rank0":
+            self._fold()
+        if self._mode == "files" and len(self._texts) > 1:
+            self.say(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
+
+    def tail(self, rank: int, lines: int = 5) -> str:
+        """The last a rank said."""
+        return "\n".join(self._texts.get(rank, "").splitlines()[-lines:])
+
+    def _with_rank(self, rank: int, stream: str, text: str) -> None:
+        text = self._open_lines.pop((rank, stream), "") + text
+        *lines, rest = text.split("\n")
+        for line in lines:
+            self.screen.write(stream, f"[rank {rank}] {line}\n")
+        if "\r" in rest:  # a progress bar: only its last state is a line
+            rest = rest.rsplit("\r", 1)[1] if not rest.endswith("\r") else rest
+        self._open_lines[rank, stream] = rest
+
+    def _to_file(self, rank: int, text: str) -> None:
+        os.makedirs(FOLDER, exist_ok=True)
+        mode = "a" if rank in self._files else "w"
+        self._files.add(rank)
+        with open(os.path.join(FOLDER, f"rank{rank}.txt"), mode, encoding="utf-8") as file:
+            file.write(text)
+
+    def _fold(self) -> None:
+        said = set(_lines(self._texts.get(self._lead, "")))
+        others: dict[tuple[str, ...], list[int]] = {}
+        for rank, text in self._texts.items():
+            lines = tuple(line for line in _lines(text) if line not in said)
+            if rank != self._lead and lines:
+                others.setdefault(lines, []).append(rank)
+        for lines, ranks in others.items():
+            title = f"{words.ranks(ranks)} said otherwise ({len(lines)} line{'s' * (len(lines) > 1)})"
+            body = "\n".join(lines[-SHOWN:])
+            folded = f"<details><summary>{title}</summary><pre>{html.escape(body)}</pre></details>"
+            plain = f"{title}: {lines[0]}" + (" …" if len(lines) > 1 else "")
+            self.screen.publish({"text/html": folded, "text/plain": plain})
+
+
+def figures_can_be_shown() -> None:
+    """A figure that came home is drawn when the notebook shows it, although none was ever made here."""
+    inline = "matplotlib_inline.backend_inline"
+    if "matplotlib.figure" in sys.modules and inline in os.environ.get("MPLBACKEND", ""):
+        importlib.import_module(inline)
+
+
+def _lines(text: str) -> list[str]:
+    """Whole lines; those that were drawn over by a carriage return are progress bars, which differ by nature."""
+    lines = [line.rstrip("\r") for line in text.split("\n")]  # terminals, which `!cmd` runs in, end lines with both
+    return [line for line in lines if line.strip() and "\r" not in line]

@@ -1,0 +1,118 @@
+"""Where a run's output goes: into the cell that runs, or, in the background, still into the cell that started it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+class CellScreen:
+    """The cell that runs now."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+
+    def write(self, stream: str, text: str) -> None:
+        """`stream`: stdout or stderr, whatever they are at this moment: IPython and pytest replace them."""
+        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+
+    def flush(self, stream: str) -> None:
+        """Show it now, and not some tenths of a second later; a kernel takes most of a millisecond for that."""
+        (sys.stdout if stream == "stdout" else sys.stderr).flush()
+
+    def publish(
+        self,
+        data: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        transient: Mapping[str, Any] | None = None,
+        update: bool = False,
+    ) -> None:
+        self._shell.display_pub.publish(
+            data=dict(data), metadata=dict(metadata or {}), transient=dict(transient or {}), update=update
+        )
+
+    def clear(self, wait: bool) -> None:
+        self._shell.display_pub.clear_output(wait)
+
+    def stir(self) -> None:
+        """Something goes on here, although the kernel is idle."""
+
+
+class NullScreen(CellScreen):
+    """Nobody is to see it."""
+
+    def write(self, stream: str, text: str) -> None: ...
+
+    def flush(self, stream: str) -> None: ...
+
+    def publish(
+        self,
+        data: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        transient: Mapping[str, Any] | None = None,
+        update: bool = False,
+    ) -> None: ...
+
+    def clear(self, wait: bool) -> None: ...
+
+
+class OriginCellScreen(CellScreen):
+    """The cell that is running when this is made, also after it has returned and others run.
+
+    What a thread prints belongs, by ipykernel's version, to the cell that started the thread, to the one that runs now,
+    or to none. So each message says itself whose it is. Without a kernel there is one terminal for all.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        publisher = shell.display_pub
+        self._publisher = publisher if hasattr(publisher, "pub_socket") else None
+        self._parent = dict(getattr(publisher, "parent_header", None) or {})
+
+    def write(self, stream: str, text: str) -> None:
+        if self._publisher is None:
+            super().write(stream, text)
+        else:
+            self._send("stream", {"name": stream, "text": text}, f"stream.{stream}")
+
+    def flush(self, stream: str) -> None:
+        if self._publisher is None:
+            super().flush(stream)
+
+    def publish(
+        self,
+        data: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        transient: Mapping[str, Any] | None = None,
+        update: bool = False,
+    ) -> None:
+        if self._publisher is None:
+            super().publish(data, metadata, transient, update)
+            return
+        from ipykernel.jsonutil import encode_images, json_clean
+
+        kind = "update_display_data" if update else "display_data"
+        content = {
+            "data": encode_images(dict(data)),
+            "metadata": dict(metadata or {}),
+            "transient": dict(transient or {}),
+        }
+        self._send(kind, json_clean(content), "display_data")
+
+    def clear(self, wait: bool) -> None:
+        if self._publisher is None:
+            super().clear(wait)
+        else:
+            self._send("clear_output", {"wait": wait}, "display_data")
+
+    def stir(self) -> None:
+        # Front ends pass over a kind of message that they do not know. A server counts it, and leaves the kernel alone.
+        if self._publisher is not None:
+            self._send("nbtrain_stirs", {}, "nbtrain")
+
+    def _send(self, kind: str, content: Mapping[str, Any], topic: str) -> None:
+        assert self._publisher is not None
+        self._publisher.session.send(
+            self._publisher.pub_socket, kind, content, parent=self._parent, ident=topic.encode()
+        )

@@ -1,0 +1,1 @@
+"""The notebook's ranks: started, kept, replaced, ended."""

@@ -1,0 +1,62 @@
+"""`%distributed status`: the pool, its ranks, their devices and memory, and what they hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container
+from typing import Any
+
+import nbtrain.machine.probes as probes
+import nbtrain.words as words
+from nbtrain.engines.base import Pool
+from nbtrain.session.sync.notebook_side import Traffic
+
+
+def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()) -> str:
+    """`dead`: who is to be replaced."""
+    if pool is None:
+        return "no ranks are running; the next distributed cell starts them"
+    spec = pool.spec
+    nodes = f" in {spec.nodes} nodes" if spec.nodes > 1 else ""
+    count = f"{spec.world_size} rank{'s' * (spec.world_size > 1)}{nodes}"
+    lines = [f"{count} · {spec.engine}, {spec.start} · {spec.backend}"]
+    pids = pool.pids()
+    for info in pool.ranks:
+        pid = pids.get(info.rank)
+        memory = None if pid is None else probes.private_memory(pid)
+        state = f"process {pid}" if pid is not None else "starting"
+        if info.rank in dead:
+            state = "has died; the next cell replaces it"
+        used = f" · {words.size(memory)} of its own" if memory is not None else ""
+        where = spec.where if spec.together else info.device
+        node = f" · node {info.node}" if spec.nodes > 1 else ""
+        lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
+    if spec.kind == "cuda":
+        lines += _kernel_holds()
+    if traffic is not None:
+        lines.append(_resident(traffic))
+    return "\n".join(lines)
+
+
+def _kernel_holds() -> list[str]:
+    """What this very process has of the cards, and how to park it."""
+    return [
+        f"  the kernel itself holds {words.size(user.memory)} of GPU {gpu.index}; "
+        "model.cpu() and torch.cuda.empty_cache() give it to the ranks"
+        for gpu in probes.gpus()
+        for user in gpu.users
+        if user.pid == os.getpid() and user.memory
+    ]
+
+
+def _resident(traffic: Traffic) -> str:
+    names = traffic.names()
+    if not names:
+        return "  nothing of the notebook's is resident"
+    size = sum(_size(node.obj) for node in traffic.table.nodes.values() if node.kind.name in ("storage", "array"))
+    return f"  resident: {', '.join(names)} ({words.size(size)} in {len(traffic.table.nodes):,} objects)"
+
+
+def _size(obj: Any) -> int:
+    size = obj.nbytes
+    return int(size() if callable(size) else size)

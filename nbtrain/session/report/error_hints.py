@@ -1,0 +1,81 @@
+"""What else is to be said of an error: that the notebook has what a rank did not find, or what was full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from typing import Any
+
+import nbtrain.machine.probes as probes
+import nbtrain.words as words
+from nbtrain.events import Failed
+from nbtrain.exchange.names.cell_names import private
+from nbtrain.session.sync.notebook_side import Traffic
+
+_MISSING = (
+    re.compile(r"name '(\w+)' is not defined"),
+    re.compile(r"(?:local variable|variable) '(\w+)' is not defined"),  # pandas: df.query('@x')
+    re.compile(r"module '__main__' has no attribute '(\w+)'"),
+)
+_TABLE = re.compile(r"\b(?:globals|locals|vars)\(\)|\buser_ns\b")
+_DEVICES = re.compile(
+    r"[Ee]xpected all tensors to be on the same device|Input type .* and weight type .* should be the same"
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+DEVICES = (
+    "Batches of a DataLoader and what a model holds are on the rank's device. A tensor that forward makes is where you "
+    "make it: torch.zeros(…, device=x.device), x.new_zeros(…) or .type_as(x); one that stays belongs to the model, "
+    'self.register_buffer("mask", …) in __init__; in the cell itself, .to(device).'
+)
+
+
+def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
+    """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
+    if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
+        return room
+    if failed.name == "RuntimeError" and _DEVICES.search(failed.text):
+        return DEVICES
+    name = _missing(failed)
+    if name is None or name not in namespace or private(name) or name in ("exit", "quit"):
+        return ""
+    if name in traffic.left:
+        return f"The notebook has {name!r}, and it was left behind: {traffic.why_left(name)}"
+    if name in sent:
+        return ""
+    return (
+        f"The notebook has {name!r}, but the cell reads it in a way that cannot be seen beforehand (eval, globals(), a "
+        f"string), so it was not sent. Write its name in the cell, a line with nothing but\n    {name}\nis enough."
+    )
+
+
+def _no_room(failed: Failed) -> str:
+    """What is full, where the error itself does not say it."""
+    if "[Errno 28]" in failed.text and any("synchronize.py" in block for block in failed.lines):
+        space = probes.shared_memory()
+        large = f" of {words.size(space.total)}" if space is not None else ""
+        return (
+            f"/dev/shm{large} is full: a DataLoader's workers keep their locks and batches there. Write num_workers=0, "
+            "or give the container more (docker run --shm-size=1g)."
+        )
+    if "iostream error" in failed.text:
+        return (
+            "That is how torch says that it could not write a file to its end: most often the disk is full, or a quota "
+            "is used up. Make room, or write to another disk."
+        )
+    return ""
+
+
+def _missing(failed: Failed) -> str | None:
+    if failed.name == "KeyError":  # of the user's own dicts there are many
+        lines = [_COLOURS.sub("", line) for block in failed.lines for line in block.splitlines()]
+        tables = any(line.lstrip().startswith("--") and _TABLE.search(line) for line in lines)
+        found = re.fullmatch(r"'(\w+)'", failed.text)
+        return found[1] if found and tables else None
+    if not failed.name.endswith(("NameError", "UndefinedVariableError", "AttributeError")):
+        return None
+    for pattern in _MISSING:
+        if found := pattern.search(failed.text):
+            return found[1]
+    return None

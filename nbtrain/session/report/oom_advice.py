@@ -1,0 +1,132 @@
+"""What to write in place of a line whose cell ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import nbtrain.registry as registry
+import nbtrain.words as words
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.planning.plan import guide
+from nbtrain.planning.plan.device_memory import Ground, ground
+from nbtrain.planning.plan.guide import TrainingWay
+from nbtrain.session.report.oom_report import LESS
+from nbtrain.specs import Needs, RunSpec
+
+MODULES = 600
+"""A model of more takes too long to look at, when somebody waits to hear what went wrong."""
+FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go."
+FLAGS = (
+    "split_batches",
+    "share_eval",
+    "scale_lr",
+    "background",
+    "keep",
+    "hang_after",
+    "save_to",
+    "keep_last",
+    "output",
+    "monitor",
+    "log_to",
+)
+"""Options of a run that say the same under every strategy."""
+
+
+def instead(
+    names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), held: bool = False
+) -> str:
+    """The plan's alternative, and how to find the largest batch. `names`: what the cell reads; `pids`: the ranks that
+    are there; `held`: they hold a step of the cell, which the next cell would let go of."""
+    first = FIRST if held else ""
+    try:
+        at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
+    except Exception:  # a driver that has gone, for one: what is to be told is that memory ran out
+        return f"{first} {LESS}".strip()
+    try:
+        better = _planned(names, notebook, run, at)
+    except Exception:  # it cannot be looked at (one that reads what a handle stands for …): the guide knows without
+        better = _guided(run, at)
+    batch = f"The largest batch that fits: %%distributed {_typed(run, at)} --find-batch"
+    return " ".join(filter(None, [first, better, f"{batch}.", LESS]))
+
+
+def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Ground) -> str:
+    """With figures."""
+    from nbtrain.planning.plan import make_plan as whole
+    from nbtrain.planning.plan.rows import Candidate, make, planned
+    from nbtrain.planning.profile.recompute import recomputed, repeated
+    from nbtrain.planning.profile.subject import subject
+
+    found = subject({name: notebook[name] for name in (*names.hard, *names.soft) if name in notebook})
+    if sum(1 for _ in found.model.modules()) > MODULES:
+        return _guided(run, at)
+    made = whole.profile_of(found, run.precision)
+    blocks = next((name for name in run.checkpoint_activations if any(u.kind == name for u in made.units)), "")
+    again = recomputed(made, name) if (name := blocks or repeated(made)) else None
+    entry = registry.find_strategy(run.strategy)
+    failed = planned(
+        Candidate(
+            name=run.strategy,
+            needs=entry.needs if entry is not None else Needs(),
+            source=entry or notebook[run.strategy],
+            options=run.options,
+        ),
+        again if blocks and again is not None else made,
+        at,
+    )
+    plan = make(made, at, recomputed=again)
+    better = plan.less_than(failed)
+    if better is None or failed.estimate is None:
+        return _guided(run, at)
+    assert better.estimate is not None
+    of = "rank" if better.world.devices == 1 else "device"
+    least, most = words.size(better.estimate.peak), words.size(failed.estimate.peak)
+    line = " ".join([better.line, *_rest(run)])
+    said = f"The plan for {found.name}: {better.name} needs about {least} per {of} instead of {most}"
+    return f"{said}: %%distributed {line}."
+
+
+def _guided(run: RunSpec, at: Ground) -> str:
+    """What the guide names next, of what can be used here."""
+    from nbtrain.planning.plan.rows import candidates, lacking
+
+    known = {one.name: one for one in candidates({}, {}, at.pool.nodes) if not lacking(one, at)}
+    for way in guide.less_than(run.strategy, bool(run.checkpoint_activations)):
+        if way.name in known and _saves(way, at):
+            line = " ".join([at.line(way.name, at.world(known[way.name].needs)), *_rest(run)])
+            return f"{way.name} needs less: it {way.why}: %%distributed {line}."
+    return ""
+
+
+def _saves(way: TrainingWay, at: Ground) -> bool:
+    """On these devices."""
+    if way.recompute:  # of which classes, nobody has looked
+        return False
+    if "offload" in way.name:
+        return at.pool.kind != "cpu"
+    return at.count > 1
+
+
+def _typed(run: RunSpec, at: Ground) -> str:
+    """The line as it was, for trying it."""
+    entry = registry.find_strategy(run.strategy)
+    again = f"{guide.RECOMPUTE} {','.join(run.checkpoint_activations)}" if run.checkpoint_activations else ""
+    world = at.world(entry.needs if entry is not None else Needs())
+    return " ".join([at.line(run.strategy, world, (words.flags(run.options), again)), *_rest(run, tried=True)])
+
+
+def _rest(run: RunSpec, tried: bool = False) -> Sequence[str]:
+    """What else was asked for. `tried`: where the cell is only tried, what becomes of its work is no matter."""
+    plain = {one.name: one.default for one in fields(RunSpec)}
+    names = FLAGS[:1] if tried else FLAGS
+    said = {name: getattr(run, name) for name in names if getattr(run, name) != plain[name]}
+    found = [words.flags({name: f"{value:g}" if isinstance(value, float) else value}) for name, value in said.items()]
+    if not run.sampler:
+        found.append("--no-sampler")
+    if not tried and (run.save_steps is not None or run.save_seconds is not None):
+        found.append(f"--save-every {run.save_steps or f'{run.save_seconds:g}s'}")
+    if run.pool.start != "warm":
+        found.append(f"--start {run.pool.start}")
+    return found

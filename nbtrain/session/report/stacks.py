@@ -1,0 +1,83 @@
+"""Where the ranks are: the lines of the notebook they are at, and for what they wait."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+from nbtrain.engines.base import Frame, Pool
+from nbtrain.training.loop.shared_board import OPEN
+from nbtrain.words import ranks as ranks_in_words
+
+OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+TORCH = f"{os.sep}torch{os.sep}"
+"""Which of its wrappers it is in says nobody anything."""
+LONG = 100
+"""Characters of a line that are shown."""
+
+
+def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]) -> list[str]:
+    """A line for all ranks that are at the same place. `numbers`: file names of cells → their numbers."""
+    ranks = sorted(ranks)
+    stacks, pids = pool.stacks(ranks), pool.pids()
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank not in pids:
+            doing = "has no process"
+        elif _stopped(pids[rank]):
+            doing = f"is stopped by a signal; kill -CONT {pids[rank]} lets it go on"
+        elif rank not in stacks:
+            doing = "is starting"
+        elif pool.board.parts[rank][OPEN] == -run:
+            doing = "has come to the end of the cell"
+        elif pool.board.parts[rank][OPEN] != run:
+            doing = "waits for a cell"
+        else:
+            waits = pool.board.waits(rank, run)
+            doing = _doing(stacks[rank], numbers, waits[1] if waits is not None else "")
+        found.setdefault(doing, []).append(rank)
+    return [f"{ranks_in_words(held)} {_plural(doing, len(held))}" for doing, held in found.items()]
+
+
+def _doing(frames: list[Frame], numbers: Mapping[str, int], waits: str) -> str:
+    at = place(frames, numbers)
+    if waits:
+        return f"waits {waits}, {at}"
+    return f"is {at}" if at else "is somewhere that Python does not know"
+
+
+def place(frames: list[Frame], numbers: Mapping[str, int]) -> str:
+    """`at Cell In[4], line 9, in load: batch = next(it)`, and what was called there. Innermost frame first."""
+    cell = next((frame for frame in frames if frame.filename in numbers or _of_a_cell(frame.filename)), None)
+    theirs = (frame for frame in frames if not frame.filename.startswith(OURS) and TORCH not in frame.filename)
+    inner = next(theirs, None)
+    called = f"in {inner.function} ({os.path.basename(inner.filename)}:{inner.line})" if inner is not None else ""
+    if cell is None:
+        return called
+    number = numbers.get(cell.filename)
+    at = f"at Cell In[{number}], line {cell.line}" if number is not None else f"at line {cell.line} of a cell"
+    if cell.function != "<module>":
+        at += f", in {cell.function}"
+    text = linecache.getline(cell.filename, cell.line).strip()[:LONG]
+    at += f": {text}" if text else ""
+    return at if inner == cell else f"{called}, called {at}"
+
+
+def _of_a_cell(filename: str) -> bool:
+    return "ipykernel_" in filename or filename.startswith("<ipython-input-")
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False
+
+
+def _plural(doing: str, count: int) -> str:
+    verb, _, rest = doing.partition(" ")
+    return f"{ {'is': 'are', 'waits': 'wait', 'has': 'have'}[verb] if count > 1 else verb } {rest}"

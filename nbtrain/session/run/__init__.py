@@ -1,0 +1,1 @@
+"""One run of one cell: sent, watched, and brought home."""

@@ -1,0 +1,332 @@
+"""One run of one cell: sent, watched until all ranks have ended, and then brought home (homecoming.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import nbtrain.words as words
+from nbtrain.errors import CannotTravel, PoolError
+from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.messages import CellSource, RunCell
+from nbtrain.patience import Standing
+from nbtrain.session.cell import Cell
+from nbtrain.session.output.blocked_kernel import BlockedKernel
+from nbtrain.session.output.relay import Relay
+from nbtrain.session.output.screens import CellScreen, NullScreen, OriginCellScreen
+from nbtrain.session.pool.pool_manager import BEAT, Ranks, starting
+from nbtrain.session.report.report import check_ahead, slow
+from nbtrain.session.run.controls import Controls
+from nbtrain.session.run.discard_trial import Unkept
+from nbtrain.session.run.ending import Ending
+from nbtrain.session.run.homecoming import Homecoming
+from nbtrain.session.run.observers import Audience
+from nbtrain.session.run.outcome import Outcome
+from nbtrain.session.sync.handles import SLOW
+from nbtrain.session.sync.notebook_side import Outgoing, Traffic
+from nbtrain.shield import Presses, presses
+from nbtrain.specs import PRECISIONS, RunSpec
+
+STIR = 30.0
+"""Seconds between two signs of life of a run in the background."""
+
+
+class CellRun:
+    """One run."""
+
+    def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, names: Captured, kernel: str = "") -> None:
+        """`kernel`: its id, as a server knows it."""
+        self.shell = shell
+        self.held = ranks
+        self.spec = run
+        self.cell = cell
+        self.names = names
+        count = run.pool.world_size
+        self.outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
+        screen = (
+            OriginCellScreen(shell) if run.background else CellScreen(shell) if run.trial is None else NullScreen(shell)
+        )
+        self.relay = Relay(screen, run.output, self.outcome.lead, self.outcome.ranks)
+        self.controls = Controls(self)
+        self.audience = Audience(shell, run, cell, self.controls, kernel, self.relay.say, self.relay.screen)
+        self.number = 0
+        """by which the ranks know it"""
+        self.aside = ""
+        """where they put their weights when the notebook reads them"""
+        self.memory: dict[int, Memory] = {}
+        """what each rank has said last"""
+        self.presses = Presses()
+        self._asked = None if run.background else BlockedKernel(shell, self.audience.shows_through)
+        self.ending: Ending | None = None
+        """once the ranks have been sent the cell"""
+        self._running = False
+        """the lead has begun"""
+        self._sent = 0.0
+        self._said_slow = self._said_hang = False
+        self._waited = Standing()
+        self._stirred = 0.0
+        self._early: list[Event] = []
+        """what was heard before all had the cell"""
+        self._said = ""
+        """what it raised"""
+        self._ok = False
+        """every rank has come to the end of the cell"""
+        self.over = True
+        """no rank runs the cell, or those that did are gone"""
+        self.home = Homecoming(self) if run.trial is None else Unkept(self)
+
+    def run(self) -> None:
+        """All of it; raises what the cell raised."""
+        with presses(self.once_shown) as self.presses, self.whole():
+            self.begin()
+            self.watch()
+            self.finish()
+        if self.presses.count and not self.stopped:
+            raise KeyboardInterrupt("the cell had ended before it was stopped; all it did is in the notebook")
+
+    def once_shown(self, do: Callable[[], None]) -> None:
+        """When the notebook's cell is over."""
+
+        def over(*_: Any) -> None:
+            self.shell.events.unregister("post_execute", over)
+            do()
+
+        self.shell.events.register("post_execute", over)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around everything that a run does: however it ends, the next cell does not hear of it."""
+        try:
+            yield
+        except BaseException as error:
+            self._said = str(error).partition("\n")[0]
+            if not self.over:  # a view or the screen failed, or Stop was pressed and pressed
+                self.held.lose()
+            raise
+        finally:
+            self.close()
+
+    def begin(self) -> None:
+        """Send the cell."""
+        held = self.held
+        self._early = held.settle()
+        if held.deaths:
+            self.relay.say(held.have(self.spec.pool))
+        self._send()
+        self.audience.opened("")
+        held.running = True
+
+    def watch(self) -> None:
+        """Until every rank has ended, in whatever thread: nobody else may speak with them meanwhile."""
+        self._watch(self._early)
+        self._ok = len(self.outcome.finished) == self.spec.pool.world_size and not self.stopped
+
+    def finish(self) -> None:
+        """Bring home what the cell did; raises what it raised. In the main thread."""
+        self.held.running = False
+        self.home.end(self._ok)
+
+    def close(self) -> None:
+        held = self.held
+        held.running = False
+        self.controls.close()
+        self.audience.closed(self._ok, self._said)
+        self.relay.close()
+        if self.spec.pool.start == "fork":
+            held.stop()
+        held.rest()
+
+    def _send(self) -> None:
+        held, spec = self.held, self.spec
+        forks = spec.pool.start == "fork"
+        traffic = held.fork_traffic(spec.pool) if forks else held.traffic
+        assert traffic is not None
+        sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
+        if held.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
+            check_ahead(traffic, held.parted_as)
+            held.forget()
+            traffic = held.traffic
+            assert traffic is not None
+        said = set(traffic.slow)
+        try:
+            out = traffic.outgoing(
+                self.names.hard, self.names.soft, spec.options, everything_goes=forks, running=self.cell.filename
+            )
+            for line in traffic.unsendable:
+                self.relay.say(line)
+            for name in (traffic.slow.keys() - said) & self.shell.user_ns.keys():
+                self.relay.say(slow(name, self.shell.user_ns[name], traffic.slow[name]))
+            self.presses.only_count()  # from here on the ranks have the cell
+            self._post(out, sources, traffic if forks else None)
+        except CannotTravel:
+            raise  # the walk has taken back what it had noted
+        except BaseException as error:  # what was not sent must not be taken for sent
+            held.lose() if forks or isinstance(error, PoolError) else held.forget()
+            raise
+
+    def _post(self, out: Outgoing, sources: list[CellSource], fork_with: Traffic | None) -> None:
+        held, spec = self.held, self.spec
+        if fork_with is not None:
+            held.fork(spec.pool, fork_with)
+        self._sent = time.monotonic()
+        assert held.pool is not None
+        number = self.number = held.next_run()
+        self.ending = Ending(held.pool, number, self._say_where)
+        self.aside = held.pool.directory if spec.background else ""
+        run = RunCell(
+            number=number,
+            spec=replace(spec, options={}, aside=self.aside),
+            code=self.cell.code,
+            filename=self.cell.filename,
+            quiet=self.cell.quiet,
+            sent=self._sent,
+            ranks=self.outcome.ranks,
+            parcel=out.parcel,
+            drop=out.drop,
+            unbind=out.unbind,
+            released=out.released,
+            streams=out.streams,
+            sources=(*sources, *out.sources),
+            surroundings=held.mirror.changes(spec.strategy in ("none", "single")),
+        )
+        for line in held.mirror.notes:
+            self.relay.say(line)
+        self.over = False
+        held.send(run, range(spec.pool.world_size))
+
+    # -- while it runs -------------------------------------------------------------------
+
+    @property
+    def stopped(self) -> bool:
+        return self.ending is not None and self.ending.stopped
+
+    @property
+    def runs_as(self) -> tuple[Any, ...]:
+        return self.spec.strategy, dict(self.spec.options), self.spec.precision
+
+    @property
+    def open(self) -> set[int]:
+        """Who has not ended."""
+        return self.outcome.silent - self.held.gone
+
+    @property
+    def fault(self) -> bool:
+        """Something else than Stop."""
+        return bool(self.held.deaths) or self.outcome.fault
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the process group can be used again."""
+        gave_up = self.ending is not None and self.ending.gave_up
+        return self.outcome.quiet() and self.outcome.grouped and (not gave_up or self.spec.pool.world_size == 1)
+
+    @property
+    def _left_alone(self) -> bool:
+        """Whether a rank waits for one that Stop has ended. One that does not is on its way to the end of a step."""
+        if not self.stopped or not self.outcome.failed:
+            return False
+        assert self.ending is not None
+        board, number = self.ending.pool.board, self.ending.number
+        return self.outcome.cut or any(board.waits(rank, number) is not None for rank in self.open)
+
+    def _watch(self, events: list[Event]) -> None:
+        held, ending = self.held, self.ending
+        assert ending is not None
+        while True:
+            for event in events:
+                self.take(event)
+            if self._asked is not None:
+                self._asked.answer()
+            self.audience.dead([death.rank for death in held.deaths])
+            if not self.open or self.presses.count > 1:  # a second press: no more waiting
+                return
+            if self.presses.count and not ending.stopped:
+                ending.stop(self.open)
+            self._stir()
+            if self._running:  # a view's time is the cell's, without the start of ranks before it
+                self.audience.tick(time.monotonic())
+                self._say_hang()
+            else:
+                self._say_slow()
+            if ending.tick(self.open, self.fault or self._left_alone, self.fault):
+                return
+            events = held.listen(BEAT)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self.relay.text(event)
+            self.audience.line(event.rank, event.text)
+        elif isinstance(event, Display):
+            self.relay.display(event)
+        else:
+            if isinstance(event, Finished):
+                self.outcome.finished[event.rank] = event
+                if event.began is not None:
+                    self.take(event.began)
+            elif isinstance(event, Failed):
+                if self.held.is_ready(event.rank):  # else it could not start: it is about to end, which says so
+                    self.outcome.failed[event.rank] = event
+            elif isinstance(event, Memory):
+                self.memory[event.rank] = event
+            elif isinstance(event, RankState):
+                if event.state == "starting" and self.ending is not None:
+                    self.ending.late(event.rank)
+                elif event.state == "running" and event.rank == self.outcome.lead:
+                    self._say(event.notes)
+            self.audience.receive(event)
+
+    def _say(self, notes: tuple[str, ...]) -> None:
+        """The first line of a run: what was resolved."""
+        self._running = True
+        pool = self.spec.pool
+        count = f"{pool.world_size} rank{'s' * (pool.world_size > 1)}"
+        if pool.nodes > 1:
+            count += f" in {pool.nodes} nodes"
+        ranks = self.outcome.ranks
+        only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
+        precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
+        strategy = f"{self.spec.strategy} {words.flags(self.spec.options)}".rstrip()
+        summary = " · ".join(part for part in (strategy, count, pool.where, precision, only, *notes) if part)
+        self.audience.opened(summary)
+        if self.spec.monitor != "off":
+            self.relay.say(summary)
+
+    def _say_slow(self) -> None:
+        """What takes so long, once, before the cell has begun."""
+        pool = self.held.pool
+        if self._said_slow or pool is None or time.monotonic() - self._sent < SLOW:
+            return
+        self._said_slow = True
+        if not self.held.everybody_ready:
+            self.relay.say(starting(self.spec.pool.world_size))
+        else:
+            self.relay.say("the ranks are putting in place what the cell reads …")
+
+    def _stir(self) -> None:
+        """A server that ends kernels which have been idle for long is to see that this one is not."""
+        now = time.monotonic()
+        if self.spec.background and now - self._stirred > STIR:
+            self._stirred = now
+            self.relay.screen.stir()
+
+    def _say_where(self, ranks: set[int]) -> None:
+        """Stop takes long."""
+        self.relay.say(
+            "\n".join(["still running:", *self.held.where(ranks), "Press Stop once more to end these ranks."])
+        )
+
+    def _say_hang(self) -> None:
+        """Some rank waits for others for longer than it should; once a cell."""
+        if self._said_hang or self.ending is None or self.stopped:
+            return
+        board, number = self.ending.pool.board, self.ending.number
+        waits = {rank: board.waits(rank, number) for rank in self.open}
+        longest = max((self._waited.seconds(rank, wait) for rank, wait in waits.items() if wait is not None), default=0)
+        if longest > self.spec.hang_after:
+            self._said_hang = True
+            said = f"ranks have waited for each other for {longest:.0f} s (--hang-after {self.spec.hang_after:g}):"
+            self.relay.say("\n".join([said, *self.held.where(), "The cell goes on; Stop ends it."]))

@@ -1,0 +1,41 @@
+"""What can be asked of a run from outside of its cell: a button of the dashboard, the server's page, another thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbtrain.session.run.cell_run import CellRun
+
+COMMANDS = ("stop", "stacks", "kill")
+
+Answer = tuple[bool, str]
+"""whether it is being done, and a sentence"""
+
+
+class Controls:
+    """One run's; `do` may be called from any thread, and once more with the same command."""
+
+    def __init__(self, run: CellRun) -> None:
+        self._run: CellRun | None = run
+
+    def close(self) -> None:
+        """The run is over; who still has a button of it keeps nothing else of it."""
+        self._run = None
+
+    def do(self, command: str) -> Answer:
+        run = self._run
+        if command not in COMMANDS:
+            return False, f"there is no command {command!r}; there are {', '.join(COMMANDS)}"
+        if run is None or run.over or not run.held.running:
+            return False, "the run is over"
+        if command == "stacks":
+            return True, "\n".join(run.held.where())
+        if command == "kill":
+            run.presses.count = max(run.presses.count, 2)
+            return True, "the ranks are ended; the notebook is as it was before the run"
+        again = run.presses.count
+        run.presses.ask()
+        if again:
+            return True, "it is stopping already; Kill ends the ranks at once"
+        return True, "stopping at the end of this step; the weights come home"

@@ -1,0 +1,80 @@
+"""What becomes of a trial: what it has measured is read, and the ranks forget it. The notebook is as it was."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+from nbtrain.engines.base import Death
+from nbtrain.errors import PoolError
+from nbtrain.events import Failed, Tried
+from nbtrain.session.report.oom_report import ran_out
+from nbtrain.session.run.homecoming import Homecoming
+
+if TYPE_CHECKING:
+    from nbtrain.session.run.cell_run import CellRun
+
+EXITS = (1, 127)
+"""of a process that could not start a thread, or load a library"""
+LINE = 200
+"""characters of an error's text in a table"""
+
+
+class Unkept(Homecoming):
+    """One trial's."""
+
+    def __init__(self, run: CellRun) -> None:
+        super().__init__(run)
+        self.why = ""
+        """it failed: in a sentence"""
+        self.no_memory = False
+        """that was for want of memory"""
+
+    @property
+    def tried(self) -> list[Tried]:
+        """What each rank has measured; nothing of a trial that failed."""
+        found = [done.tried for _, done in sorted(self.outcome.finished.items()) if done.tried is not None]
+        return found if len(found) == len(self.outcome.ranks) and not self.why else []
+
+    def end(self, ok: bool) -> None:
+        held, run = self.held, self.run
+        if not ok:
+            self._read_failure()
+        dead, stuck = held.gone, run.open
+        sound = ok and all(done.grouped for done in self.outcome.finished.values())
+        self.outcome.without(dead)
+        try:
+            if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # new ones would not start
+                held.lose()
+            elif dead or stuck or not (sound or run.quiet):
+                held.regroup(dead | stuck)
+            if held.pool is not None:
+                held.forget()
+        except PoolError:  # a rank takes no message
+            held.lose()
+        run.over = True
+        if run.stopped:
+            raise KeyboardInterrupt("stopped; the notebook is as it was before this cell")
+
+    def _wanted_memory(self, death: Death) -> bool:
+        """Code that is not told by an exception that there is no more ends its process, by a signal or an exit code."""
+        if death.signal == signal.SIGKILL:
+            return self.held.out_of_memory_kills
+        return death.signal in (signal.SIGABRT, signal.SIGSEGV) or death.code in EXITS
+
+    def _read_failure(self) -> None:
+        deaths = self.held.deaths
+        if deaths:
+            self.no_memory = any(map(self._wanted_memory, deaths))
+            self.why = str(deaths[0])
+            return
+        first = min(self.outcome.failed.values(), key=lambda one: (one.interrupted, one.time), default=None)
+        if first is not None:
+            self.no_memory = any(ran_out(failed) for failed in self.outcome.failed.values())
+            self.why = "out of memory" if self.no_memory else _short(first)
+
+
+def _short(failed: Failed) -> str:
+    line = " ".join(failed.text.split())
+    line = line if len(line) < LINE else f"{line[:LINE]} …"
+    return f"{failed.name}: {line}" if line else failed.name

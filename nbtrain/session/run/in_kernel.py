@@ -1,0 +1,98 @@
+"""`--engine inprocess`: the cell runs in the kernel, on the notebook's own objects."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import time
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import nbtrain.registry as registry
+from nbtrain import intercept
+from nbtrain.compat import kernel
+from nbtrain.errors import UsageError
+from nbtrain.events import Event
+from nbtrain.exchange.graph.residence import Table, Walk, find_all
+from nbtrain.exchange.kinds import numeric
+from nbtrain.session.cell import Cell
+from nbtrain.session.output.screens import CellScreen
+from nbtrain.session.run.observers import Audience
+from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
+
+
+def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
+    import torch
+
+    strategy = registry.make_strategy(spec.strategy, spec.options, shell.user_ns)
+    threads = torch.get_num_threads()
+    pool = spec.pool
+    info = RankInfo(
+        rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
+        devices=pool.devices if pool.together else (),
+    )  # fmt: skip
+    audience = Audience(shell, spec, cell, None, "", print, CellScreen(shell))
+    precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
+    summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
+    if spec.monitor != "off":
+        print(summary)
+    audience.opened(summary)
+
+    def emit(event: Event) -> None:
+        audience.receive(event)
+        audience.tick(time.monotonic())
+
+    ok = False
+    try:
+        engine = registry.engine("inprocess").load()(info, strategy)
+        for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _execute(shell, cell), emit):
+            print(note)
+        ok = True
+    finally:
+        _own_again(shell.user_ns)
+        audience.closed(ok)
+
+
+def _own_again(namespace: dict[str, Any]) -> None:
+    """Functions of torch's that the cell has imported by name are torch's own when it has ended."""
+    for name, value in list(namespace.items()):
+        if type(value) is FunctionType and (path := intercept.path_of(value)):
+            namespace[name] = intercept.at(path)
+
+
+def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
+    from nbtrain.training.setup.components import PREPARABLE
+
+    numeric.learn_atoms()
+    walk = Walk(Table(0), namespace, keep_home=True)
+    for name in (*names.hard, *names.soft):
+        walk.name(name, namespace[name])
+    return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, PREPARABLE)
+
+
+def _execute(shell: Any, cell: Cell) -> None:
+    """As the shell would, but exceptions go to the magic: they are shown once, and breakpoints stop in the cell."""
+    tree = shell.transform_ast(shell.compile.ast_parse(cell.code, cell.filename))
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    compiled = compile(tree, cell.filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if compiled.co_flags & inspect.CO_COROUTINE:
+        raise UsageError("`await` at the top of a cell needs ranks of its own: leave --engine inprocess out")
+    value = None
+    try:
+        exec(compiled, shell.user_ns)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), cell.filename, "eval"), shell.user_ns)
+    except BaseException as error:
+        _show_from_the_cell_on(shell, error)
+        raise
+    if value is not None and not cell.quiet:
+        shell.display_pub.publish(*shell.display_formatter.format(value))
+
+
+def _show_from_the_cell_on(shell: Any, error: BaseException) -> None:
+    """The magic's own stack says nothing about the cell."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = list(shell.InteractiveTB.structured_traceback(type(error), error, below))
+    with suppress(AttributeError):  # a class with slots is shown whole
+        kernel.show_as(error, lines)

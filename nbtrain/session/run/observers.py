@@ -1,0 +1,113 @@
+"""Who is told what happens in a run: the feed, what is shown below the cell, the history, a writer of the user's."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbtrain.events import Event, RankState, Sink
+from nbtrain.views import choose
+from nbtrain.watch.feed import Feed
+from nbtrain.watch.history import Recorder, settings
+from nbtrain.watch.logto import LogTo
+from nbtrain.watch.series import points
+
+if TYPE_CHECKING:
+    from nbtrain.session.cell import Cell
+    from nbtrain.session.output.screens import CellScreen
+    from nbtrain.session.run.controls import Controls
+    from nbtrain.specs import RunSpec
+
+
+class Audience:
+    """One run's. All calls come from the one thread that watches the run."""
+
+    def __init__(
+        self,
+        shell: Any,
+        spec: RunSpec,
+        cell: Cell,
+        controls: Controls | None,
+        kernel: str,
+        say: Callable[[str], object],
+        screen: CellScreen,
+    ) -> None:
+        """`controls`: what its buttons do; None where there are none. `kernel`: its id, as the server knows it. `say`
+        tells the user something. `screen`: where it is shown."""
+        self.feed = Feed(
+            {
+                "id": uuid.uuid4().hex,
+                "cell": cell.number,
+                "summary": "",
+                "strategy": spec.strategy,
+                "devices": _devices(spec),
+                "began": time.time(),
+                "kernel": kernel,
+                "background": spec.background,
+            }
+        )
+        self.view = choose(spec.monitor, shell, self.feed, controls, screen)
+        self._others: list[Sink] = []
+        if spec.trial is None:
+            recorded = settings(spec, source=cell.source, number=cell.number, kernel=kernel, namespace=shell.user_ns)
+            self._others.append(Recorder(recorded, say=say))
+        if spec.log_to:
+            self._others.append(LogTo(shell.user_ns[spec.log_to], say=say))
+        self._dead: set[int] = set()
+
+    @property
+    def steps(self) -> int:
+        return max((rank.steps for rank in list(self.feed.figures.ranks.values())), default=0)
+
+    def shows_through(self, comm: str) -> bool:
+        """Whether the dashboard speaks through this comm."""
+        return bool(comm) and getattr(self.view, "comm_id", None) == comm
+
+    def metrics(self) -> dict[str, list[tuple[float, float]]]:
+        """By name, as (step, value): of the lowest rank that logged it."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for rank in list(self.feed.figures.ranks.values()):
+            for name, series in list(rank.metrics.items()):
+                pairs = zip(*points(series), strict=True)
+                found.setdefault(name, [(x, y) for x, y in pairs if x is not None and y is not None])
+        return found
+
+    def opened(self, summary: str) -> None:
+        self.feed.opened(summary)
+        for sink in self._others:
+            sink.opened(summary)
+
+    def receive(self, event: Event) -> None:
+        self.feed.receive(event)
+        for sink in self._others:
+            sink.receive(event)
+
+    def line(self, rank: int, text: str) -> None:
+        """What a rank printed."""
+        self.feed.line(rank, text)
+
+    def dead(self, ranks: Sequence[int]) -> None:
+        """They have died."""
+        for rank in set(ranks) - self._dead:
+            self._dead.add(rank)
+            self.receive(RankState(rank=rank, time=time.time(), state="dead"))
+
+    def tick(self, now: float) -> None:
+        self.feed.tick(now)
+        self.view.tick(now)
+        for sink in self._others:
+            sink.tick(now)
+
+    def closed(self, ok: bool, text: str = "") -> None:
+        """`text`: what there is to say about it."""
+        self.feed.closed(ok, text)
+        self.view.closed(ok)
+        for sink in self._others:
+            sink.closed(ok)
+
+
+def _devices(spec: RunSpec) -> list[str]:
+    pool = spec.pool
+    return [pool.where] if pool.together else list(pool.devices)

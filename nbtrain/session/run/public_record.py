@@ -1,0 +1,89 @@
+"""What others see of this notebook's ranks, and may do: the server's page, a button while the kernel is busy."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import nbtrain.machine.probes as probes
+from nbtrain.beacon import Beacon
+from nbtrain.session.run.controls import Answer, Controls
+from nbtrain.watch.shelf import notebook
+
+if TYPE_CHECKING:
+    from nbtrain.session.pool.pool_manager import Ranks
+    from nbtrain.session.run.cell_run import CellRun
+
+IDLE = "no cell runs on the ranks"
+
+
+class Outside:
+    """One session's. `about` and `do` are called from the beacon's threads."""
+
+    def __init__(self, namespace: dict[str, Any], ranks: Ranks) -> None:
+        self._namespace = namespace
+        self._ranks = ranks
+        self._run: dict[str, Any] | None = None
+        """what is fixed of the last run"""
+        self._controls: Controls | None = None
+        """of the one that goes on"""
+        self._beacon: Beacon | None = None
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's id; empty where there is none to be found by."""
+        return self._beacon.kernel_id if self._beacon is not None else ""
+
+    def open(self) -> None:
+        """There are ranks, or about to be."""
+        if self._beacon is None:
+            self._beacon = Beacon.start(self.about, self.do)
+        self.changed()
+
+    def follow(self, run: CellRun) -> None:
+        """A run begins."""
+        self._run, self._controls = run.audience.feed.run, run.controls
+        if self._beacon is not None:
+            self._beacon.follow(run.audience.feed)
+        self.changed()
+
+    def changed(self) -> None:
+        """Ranks came or went, a run began or ended."""
+        if self._beacon is not None:
+            self._beacon.changed()
+
+    def close(self) -> None:
+        beacon, self._beacon = self._beacon, None
+        if beacon is not None:
+            beacon.close()
+
+    def about(self) -> dict[str, Any]:
+        pool = self._ranks.pool
+        rows = []
+        if pool is not None:
+            pids = pool.pids()
+            for info in pool.ranks:
+                pid = pids.get(info.rank)
+                memory = None if pid is None else probes.private_memory(pid)
+                rows.append({"rank": info.rank, "pid": pid, "device": info.device, "memory": memory})
+        ready = self._ranks.everybody_ready
+        return {
+            "kernel": self.kernel,
+            "pid": os.getpid(),
+            "notebook": notebook(self._namespace),
+            "engine": pool.spec.engine if pool is not None else "",
+            "ranks": rows,
+            "state": "running" if self._ranks.running else "idle" if ready else "starting",
+            "run": self._run,
+        }
+
+    def do(self, command: str) -> Answer:
+        if self._controls is not None and self._ranks.running:
+            return self._controls.do(command)
+        pool = self._ranks.pool
+        if command == "stacks" and pool is not None:
+            return True, "\n".join(self._ranks.where())
+        if command == "kill" and pool is not None:
+            pool.kill()
+            return True, "the ranks are ended; the next distributed cell starts new ones"
+        return False, IDLE

@@ -1,0 +1,268 @@
+"""What the magics call: run a cell, start and stop ranks, say how things are."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import nbtrain.registry as registry
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.exchange.names.name_order import Places
+from nbtrain.planning.compare.comparison import Comparison
+from nbtrain.planning.compare.receipt import Receipt
+from nbtrain.session.background.background_run import BackgroundRun, refuse
+from nbtrain.session.background.cell_refusal import Refusal
+from nbtrain.session.cell import Cell
+from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.pool.status import report
+from nbtrain.session.report.report import drop_ahead, listed, mourn
+from nbtrain.session.run import in_kernel as inkernel
+from nbtrain.session.run.cell_run import CellRun
+from nbtrain.session.run.public_record import Outside
+from nbtrain.session.sync.captured_names import captured, check_kept, check_shown
+from nbtrain.session.sync.check_report import Report, check
+from nbtrain.session.sync.patched_packages import Patched
+from nbtrain.session.sync.stale_modules import Aging
+from nbtrain.session.trials.attempt import RunWay, Tries
+from nbtrain.session.trials.auto_strategy import advise
+from nbtrain.session.trials.compare import Comparing, Question, Told
+from nbtrain.session.trials.verify import Verifying
+from nbtrain.specs import PoolSpec, RunSpec
+
+
+class Session:
+    """One per notebook."""
+
+    def __init__(self, shell: Any, on_idle: Callable[[], None] = lambda: None) -> None:
+        """`on_idle`: what to do, from another thread, when idle ranks gave their GPUs back."""
+        self.shell = shell
+        self.ranks = Ranks(shell)
+        self.ranks.on_idle = on_idle
+        self.aging = Aging(shell)
+        self._patched = Patched(shell)
+        self._places = Places(shell.user_ns)
+        self.outside = Outside(shell.user_ns, self.ranks)
+        self.background: BackgroundRun | None = None
+        """the last that was started"""
+        self._in_cell = False
+        self._refusal = Refusal(shell)
+        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._between_cells)
+        # Who forks ranks from a nursery has others to clean up; who spawns them has not.
+        atexit.register(self._leave)
+
+    def run(self, run: RunSpec, cell: Cell) -> BackgroundRun | None:
+        """Run a cell; raises what it raised. In the background: what stands for the run."""
+        self._check_free()
+        extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
+        names = captured(cell.code, self.shell.user_ns, extra, cell, self._places, run.options.values())
+        check_kept(run.keep, names, self.shell.user_ns)
+        run, said = advise(names, self.shell.user_ns, run, self.ranks.pids)
+        if said:
+            print(said)
+        if run.pool.engine == "inprocess":
+            inkernel.run(self.shell, run, cell, names)
+            return None
+        check_shown(cell.code)
+        forks = run.pool.start == "fork"  # then the ranks are copies of this process
+        for line in (*self.aging.lines(forks), *([] if forks else self._patched.lines())):
+            print(line)
+        self._have(run.pool)
+        going = CellRun(self.shell, self.ranks, run, cell, names, self.outside.kernel)
+        self.outside.follow(going)
+        if not run.background:
+            try:
+                going.run()
+            finally:
+                self.outside.changed()
+            return None
+        background = BackgroundRun(going, self._when_idle)
+        background.start()
+        self.background = background
+        return background
+
+    def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
+        """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
+        with self._trying():
+            return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
+
+    def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
+        """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
+        with self._trying(way):
+            return Verifying(Tries(self.shell, self.ranks, cell, 0), way, steps, told).run()
+
+    @contextmanager
+    def _trying(self, way: RunWay | None = None) -> Iterator[None]:
+        """Around a cell that is tried: the ranks have to forget what they hold. Those that the notebook had, or `way`
+        asks for, are started again while the outcome is read."""
+        self._check_free()
+        before = self.ranks.pool.spec if self.ranks.pool is not None else None
+        if self.ranks.left is not None:
+            raise UsageError(
+                f"step {self.ranks.left.outcome.steps:,} of the failed cell is held on the ranks, and would be lost: "
+                "%distributed recover brings it home, %distributed stop lets it go"
+            )
+        if self.ranks.traffic is not None and self.ranks.traffic.ahead:
+            names = listed(sorted(self.ranks.traffic.ahead))
+            raise UsageError(
+                f"{names}: what --keep has left on the ranks would be lost. Bring it home with a cell that reads "
+                f"{names}, or let it go with %distributed stop"
+            )
+        for line in self.aging.lines(forks=False):
+            print(line)
+        self.outside.open()
+        try:
+            yield
+        finally:
+            try:
+                wanted = before or (way.spec().pool if way is not None else None)
+                # What is forked would be of the kernel as it is now: the next cell forks anew.
+                if wanted is not None and wanted.engine != "inprocess" and wanted.start != "fork":
+                    with suppress(NbtrainError, OSError):  # what cannot be had, the next cell says
+                        self.ranks.have(wanted)
+                        self.ranks.rest()
+            finally:
+                self.outside.changed()
+
+    def start(self, pool: PoolSpec) -> None:
+        """Have ranks before the first cell needs them."""
+        self._check_free()
+        if pool.engine == "inprocess":
+            raise UsageError("--engine inprocess has no ranks to start: its cells run in the kernel")
+        self._have(pool)
+        self.ranks.wait_until_ready()
+        self.outside.changed()
+        self.ranks.rest()
+
+    def stop(self) -> None:
+        if self._going:
+            assert self.background is not None
+            with suppress(Exception):  # what it raised is shown below its cell
+                self.background.stop()
+        mourn(self.ranks.traffic, self.shell.user_ns)
+        self.ranks.stop()
+        self.outside.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
+
+    def restart(self) -> None:
+        self._check_free()
+        if self.ranks.pool is not None:
+            spec = self.ranks.pool.spec
+            self.stop()
+            from nbtrain.engines._local import warm
+
+            if self.aging.packages.moved:  # who forks the ranks has imported some too
+                warm.close()
+                self.aging.packages.moved = False
+            self.start(spec)
+
+    def recover(self) -> str:
+        """Bring home what the last failed cell has left on the ranks."""
+        self._check_free()
+        run = self.ranks.left
+        if run is None:
+            return "no failed cell has left a step on the ranks"
+        self.ranks.left = None
+        try:
+            if changed := run.conclude():
+                self.ranks.left = run
+                raise UsageError(
+                    f"changed in the notebook since the cell failed: {listed(changed)}. What the cell left would take "
+                    "that place. Keep what you need of it under another name, then write %distributed recover once more"
+                )
+            steps: int = run.recover()
+        finally:
+            if self.ranks.pool is not None and self.ranks.left is None:
+                drop_ahead(self.ranks.traffic)
+                self.ranks.forget()
+        return f"the notebook has what the failed cell had done until step {steps:,}"
+
+    def where(self) -> str:
+        """Where the ranks are; asked while a cell runs, it is asked from another thread."""
+        if not self.ranks.running:
+            self.ranks.catch_up()
+        return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
+
+    def status(self) -> str:
+        if self._going:
+            return "\n".join([f"{self.background!r}", report(self.ranks.pool, self.ranks.traffic)])
+        self.ranks.listen(0)
+        dead = {death.rank for death in self.ranks.deaths}
+        if self.ranks.pool is not None and len(dead) == len(self.ranks.pool.ranks):
+            self.ranks.lose()
+        return report(self.ranks.pool, self.ranks.traffic, dead)
+
+    def check(self, names: list[str]) -> Report:
+        """Whether these names, or all, can travel; nothing is sent."""
+        if not self._going:
+            self.ranks.listen(0)
+        return check(self.shell.user_ns, self.ranks.traffic, self.ranks.numbers(), names)
+
+    def close(self) -> None:
+        """Leave nothing behind: ranks, the process they are forked from, files."""
+        self.shell.events.unregister("pre_run_cell", self._before_cell)
+        self.shell.events.unregister("post_run_cell", self._between_cells)
+        atexit.unregister(self._leave)
+        self.stop()
+        from nbtrain.engines._local import warm
+
+        warm.close()
+
+    def _have(self, pool: PoolSpec) -> None:
+        for note in (self.ranks.drop_left(), self.ranks.have(pool)):
+            if note:
+                print(note)
+        self.outside.open()
+
+    def _leave(self) -> None:
+        """The kernel ends."""
+        self.outside.close()
+        if self._going:
+            assert self.background is not None
+            self.background.leave()
+        self.ranks.stop()
+
+    @property
+    def _going(self) -> bool:
+        """A run in the background has the ranks."""
+        return self.background is not None and not self.background.over
+
+    def _check_free(self) -> None:
+        if self._going:
+            assert self.background is not None
+            self.background.finish()
+            if not self.background.over:
+                raise refuse(self.background)
+
+    def _when_idle(self, run: BackgroundRun) -> None:
+        """In the thread of a run that has ended: what it did comes home as soon as no cell runs."""
+        self.outside.changed()
+        loop = getattr(getattr(self.shell, "kernel", None), "io_loop", None)
+        if loop is not None:
+            loop.add_callback(self._finish, run)
+
+    def _finish(self, run: BackgroundRun) -> None:
+        if not self._in_cell:  # one that awaits lets this in, and must not see its names change
+            run.finish()
+            self.outside.changed()
+
+    def _before_cell(self, info: Any) -> None:
+        self._in_cell = True
+        self._refusal.leave()
+        if self._going:
+            assert self.background is not None
+            try:
+                self.background.before_cell(self.shell.transform_cell(info.raw_cell))
+            except KeyboardInterrupt:  # IPython shows what its callbacks raise, and runs the cell all the same
+                self._refusal.enter()
+
+    def _between_cells(self, *_: Any) -> None:
+        self._in_cell = False
+        if self._going:
+            assert self.background is not None
+            self.background.finish()
+            return
+        self.aging.look()
+        if self.ranks.traffic is not None and self.ranks.left is None:  # `recover` may need what the user let go of
+            self.ranks.traffic.let_go()

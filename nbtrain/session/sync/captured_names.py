@@ -1,0 +1,108 @@
+"""What a cell reads of the notebook, and the names it reads that nobody has."""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import linecache
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nbtrain.compat import namespaces
+from nbtrain.errors import MissingName, UsageError
+from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, reach
+from nbtrain.exchange.names.name_order import Places
+from nbtrain.session.cell import Cell
+
+ON_RANKS = frozenset(
+    (
+        "rank",
+        "world_size",
+        "local_rank",
+        "device",
+        "log",
+        "reduce",
+        "gather",
+        "barrier",
+        "setup",
+        "save",
+        "load",
+        "resumable",
+        "get_ipython",
+        "display",
+    )
+)
+"""Names that every rank has in its builtins."""
+
+
+def captured(
+    code: str,
+    namespace: dict[str, Any],
+    extra: Iterable[str],
+    cell: Cell,
+    places: Places,
+    options: Iterable[object] = (),
+) -> Captured:
+    """The notebook's names that this cell needs. Raises where it surely reads one that does not exist. `options`:
+    values of the strategy's, which may be functions of the notebook that read names, too."""
+    names = analyse(code)
+    found = reach(names, namespace, places=places)
+    _check(names, found, namespace, cell)
+    wanted = [name for name in extra if name in namespace and name not in (*found.hard, *found.soft)]
+    used = [*(namespace[name] for name in wanted), *_functions(options)]
+    if used:
+        more = reach(CellNames(), namespace, values=used, places=places)
+        hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
+        found = Captured(
+            hard=tuple(hard),
+            soft=tuple(n for n in found.soft if n not in hard),
+            writes=found.writes,
+            opaque=found.opaque,
+        )
+    return found
+
+
+def check_shown(code: str) -> None:
+    """What IPython keeps of a notebook's cells is the notebook's; ranks would find an empty text there."""
+    shown = analyse(code).shown
+    if not shown:
+        return
+    name, line = min(shown.items(), key=lambda item: item[1])
+    item = f"{name}[3]" if name in namespaces.LISTS_OF_CELLS else name
+    raise UsageError(
+        f"{name!r} in line {line} of the cell is kept by IPython for this notebook's own cells, and the ranks do not "
+        f"have it: give what you mean a name in an ordinary cell (x = {item}) and read that"
+    )
+
+
+def _functions(options: Iterable[object]) -> Iterator[object]:
+    """Also those that an option's object was given: `CustomPolicy(lambda module: ...)`."""
+    for value in options:
+        if callable(value):
+            yield value
+        if not isinstance(value, type):
+            yield from filter(callable, getattr(value, "__dict__", {}).values())
+
+
+def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: Cell) -> None:
+    if found.opaque:
+        return
+    for name, line in sorted(names.certain.items(), key=lambda item: item[1]):
+        if name in namespace or name in ON_RANKS or hasattr(builtins, name) or name in found.writes:
+            continue
+        close = difflib.get_close_matches(name, [*namespace, *ON_RANKS], 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        message = f"name {name!r} is not defined in the notebook{hint}"
+        where = f"Cell In[{cell.number}]" if cell.number is not None else "the cell"
+        text = linecache.getline(cell.filename, line).rstrip() or name
+        shown = [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}. Nothing was sent."]
+        raise MissingName(message, shown)
+
+
+def check_kept(keep: Iterable[str], found: Captured, namespace: dict[str, Any]) -> None:
+    """A typing mistake in --keep would bring home what was to stay."""
+    for name in keep if not found.opaque else ():
+        if name not in namespace and name not in found.writes:
+            close = difflib.get_close_matches(name, [*found.writes, *found.hard], 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"--keep {name}: the notebook has no {name!r}, and this cell makes none{hint}")

@@ -1,0 +1,60 @@
+"""What lives on the ranks only, and who in the notebook still holds a handle for it.
+
+What a handle stands for lives for as long as anything in the notebook holds the handle: a name, a list, an attribute.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from nbtrain.exchange.graph.object_path import way
+from nbtrain.exchange.graph.residence import Handle, Node, Table
+from nbtrain.exchange.names.cell_names import private
+
+
+def handles(table: Table, worth: bool = False) -> list[Node]:
+    """Those whose ranks live. `worth`: only what could travel, and so nobody lets go of unasked."""
+    return [
+        node
+        for node in list(table.nodes.values())  # a clock in another thread asks too
+        if type(node.obj) is Handle and node.obj.fetch is not None and (node.obj.kept or not worth)
+    ]
+
+
+def held(node: Node) -> bool:
+    """Whether anybody but the exchange holds this handle."""
+    return sys.getrefcount(node.obj) > ALONE
+
+
+def kept(table: Table, namespace: Mapping[str, Any]) -> dict[str, int]:
+    """How the notebook comes to each: a name, or a way such as `results['big']` → its key."""
+    found: dict[str, int] = {}
+    nodes = handles(table, worth=True)
+    mine = [(name, value) for name, value in list(namespace.items()) if not private(name)] if nodes else []
+    for node in nodes:
+        names = [name for name, value in mine if value is node.obj]
+        found |= dict.fromkeys(names or _ways(mine, node.obj), node.key)
+    return found
+
+
+def _ways(mine: list[tuple[str, Any]], handle: Handle) -> list[str]:
+    """The shortest, where no name leads to it at once."""
+    found = []
+    for name, value in mine:
+        shell = type(value).__module__.startswith(("IPython.", "ipykernel."))  # leads to everything
+        if not shell and not isinstance(value, (type, FunctionType, MethodType, ModuleType, Handle)):
+            segments = way(value, handle, deep=True)
+            if segments is not None:
+                found.append((len(segments), name + "".join(map(str, segments))))
+    return [min(found)[1]] if found else []
+
+
+def _alone() -> int:
+    node = Node(0, Handle("", "", False), None)  # type: ignore[arg-type]
+    return sys.getrefcount(node.obj)
+
+
+ALONE = _alone()

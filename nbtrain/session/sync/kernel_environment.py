@@ -1,0 +1,129 @@
+"""Directory, path, environment and torch's settings of the kernel, for the ranks: what changed since the last cell."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import sys
+from typing import Any
+
+from nbtrain.compat import python
+from nbtrain.messages import KernelEnvironment
+from nbtrain.worker.process.library_settings import Settings, read
+from nbtrain.worker.process.rank_environment import torch_flags
+
+
+class Mirror:
+    """What the ranks of one pool were told last."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._told = KernelEnvironment()
+        self._raw: Any = None
+        self._port: int | None = None
+        self._settings: Settings = {}
+        self.notes: list[str] = []
+        """what of the settings cannot go, in sentences"""
+        self._noted: set[str] = set()
+
+    def changes(self, meets: bool) -> KernelEnvironment:
+        """`meets`: the cell may bring code that forms a process group of its own, at a port."""
+        now, told = self._now(), self._told
+        self._told = now
+        port = self._port
+        if meets and not (port and _is_free(port)):
+            self._port = _free_port()
+        return KernelEnvironment(
+            directory=None if now.directory == told.directory else now.directory,
+            path=None if now.path == told.path else now.path,
+            environ=None if now.environ == told.environ else now.environ,
+            colors=None if now.colors == told.colors else now.colors,
+            torch_flags=None if now.torch_flags == told.torch_flags else now.torch_flags,
+            port=None if self._port == port else self._port,
+            settings=self._changed_settings() or None,
+        )
+
+    def _changed_settings(self) -> dict[str, bytes]:
+        now, self.notes = read(), []
+        changed = {
+            name: value for name, value in now.items() if name not in self._settings or self._settings[name] != value
+        }
+        self._settings = now
+        packed = {}
+        for name, value in changed.items():
+            able, left = _able(value)
+            packed[name] = pickle.dumps(able, 5)
+            note = f"{name}: {', '.join(left)} of its settings cannot go to the ranks: set it in the %%distributed cell"
+            if left and note not in self._noted:  # other filters may come and go beside the one that cannot
+                self._noted.add(note)
+                self.notes.append(note)
+        return packed
+
+    def _now(self) -> KernelEnvironment:
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:  # it was deleted under the notebook
+            directory = None
+        # The empty entry means the working directory, which is where a notebook's own modules lie.
+        path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
+        environ = self._told.environ
+        raw = python.raw_environment()
+        if raw is None or raw != self._raw:
+            environ, self._raw = dict(os.environ), dict(raw or ())
+        colors = self._shell.colors
+        return KernelEnvironment(
+            directory=directory, path=path, environ=environ, colors=colors, torch_flags=torch_flags()
+        )
+
+
+def _able(value: Any) -> tuple[Any, list[str]]:
+    """What of it a rank can unpack, and the names of the rest: functions and classes of the notebook."""
+    if _packs(value):
+        return value, []
+    if isinstance(value, dict):
+        left = [str(name) for name, one in value.items() if not _packs(one)]
+        return {name: one for name, one in value.items() if name not in left}, left
+    if isinstance(value, list):
+        able = [one for one in value if _packs(one)]
+        left = [f"the filter for {one[2].__name__}" for one in value if not any(one is other for other in able)]
+        return able, left  # warnings: a class of the notebook's
+    return [], ["some"]
+
+
+def _packs(value: Any) -> bool:
+    try:
+        packed = pickle.dumps(value, 5)
+        if b"__main__" in packed:  # a filter may say the name, too
+            _Elsewhere(io.BytesIO(packed)).load()
+    except Exception:
+        return False
+    return True
+
+
+class _Elsewhere(pickle.Unpickler):
+    """Fails of what only the notebook has."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            raise pickle.UnpicklingError(name)
+        return super().find_class(module, name)
+
+
+def _free_port() -> int:
+    """Of all addresses of this machine, as torch's stores listen."""
+    with socket.socket() as bound:
+        bound.bind(("", 0))
+        return int(bound.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as bound:
+        # Connections of an earlier cell's that are just ending are no hindrance.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(("", port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,384 @@
+"""The notebook's side of the exchange with one pool: what ranks need goes out, what they changed comes in."""
+
+from __future__ import annotations
+
+import collections
+import linecache
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange import module_baseline as baseline
+from nbtrain.exchange.graph.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
+from nbtrain.exchange.kinds import ATOMS, Make, numeric
+from nbtrain.exchange.kinds.base import keys_in
+from nbtrain.exchange.kinds.module_state import MODULE, states
+from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.origin import Cells
+from nbtrain.exchange.parcel import Opener, Packer, Parcel
+from nbtrain.exchange.travel_check import refusal
+from nbtrain.messages import LATELY, CellSource
+from nbtrain.session.sync import kept_handles as kept
+from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.random_states import States, capture, restore
+from nbtrain.worker.home.rank_side import OPTION
+
+MISSING = object()
+BUDGET = 0.2
+"""Seconds for one name from which the user is told what comparing it costs before every cell."""
+CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
+LEARNING = ("module", "optimizer", "scheduler", "loader", "compiled")
+"""Kinds that a strategy keeps equal on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What one cell sends."""
+
+    parcel: Parcel
+    drop: tuple[int, ...]
+    unbind: tuple[str, ...]
+    released: dict[int, tuple[int, ...]]
+    """rank → segments of its own that the notebook does not use any more"""
+    streams: States | None
+    sources: tuple[CellSource, ...]
+
+
+class Traffic:
+    """Belongs to one pool. When its ranks forget, it is thrown away."""
+
+    def __init__(
+        self, namespace: dict[str, Any], directory: str, readers: Iterable[int], numbers: Mapping[str, int]
+    ) -> None:
+        self.namespace = namespace
+        self.table = Table(0)
+        self._places = Places(namespace)
+        self.packer = Packer(directory)
+        self.readers = tuple(readers)
+        self._openers: dict[int, Opener] = {rank: Opener() for rank in self.readers}
+        self._numbers = numbers
+        self._names: dict[str, Any] = {}
+        """what was last sent or brought home under each name"""
+        self._roots: dict[str, set[int]] = {}
+        """the keys in it, and in the options of the last cell"""
+        self._lacking: set[int] = set()
+        self._streams: States | None = None
+        self.left: set[str] = set()
+        """of the names that the last cell might assign before it reads them, those that could not be sent"""
+        self._running = ""
+        """the file name of the last cell: nothing of the notebook's was made in it"""
+        self._told: set[str] = set()
+        self.ahead: set[str] = set()
+        """names of the notebook's own objects that ranks were to keep: theirs may have changed since"""
+        self.unchanged: list[str] = []
+        """the notebook's own objects that the last cell changed, and whose class did not let it happen here"""
+        self.unsendable: list[str] = []
+        """what somebody set in modules and cannot travel"""
+        self.slow: dict[str, float] = {}
+        """names whose comparison took long → seconds, the first time"""
+        self._orphans: list[Node] = []
+        """handles that no name leads to, and that the notebook holds somewhere"""
+        self._dropped: list[int] = []
+        self._unbound: list[str] = []
+
+    # -- out -----------------------------------------------------------------------------
+
+    def outgoing(
+        self,
+        hard: Iterable[str],
+        soft: Iterable[str],
+        options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        everything_goes: bool = False,
+        running: str = "",
+    ) -> Outgoing:
+        """What the ranks lack of these names, for the cell of file name `running`. Raises CannotTravel before anything
+        is sent.
+
+        `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
+        """
+        numeric.learn_atoms()
+        self.let_go()
+        self._running = running
+        wanted = {*hard, *self._travelling(soft)}
+        walk = Walk(self.table, self.namespace, keep_home=everything_goes)
+        walk.remake = set(self._lacking) & set(self.table.nodes)
+        try:
+            for name in self._places.ordered(wanted):
+                self._timed(walk, name)
+            used = baseline.used_by(self.namespace[name] for name in wanted)
+            modules, self.unsendable = baseline.look(self.table, self.namespace, used)
+            self.unsendable += self._slow_modules()
+            for state in modules:
+                walk.name(MODULE + state.name, state)
+            for name, value in options.items():
+                walk.name(OPTION + name, value)
+            cargo = walk.finish()
+            if everything_goes:  # the forks hold the very objects
+                cargo.records, cargo.buffers = [], []
+            if walk.culprits:
+                raise self._refusal(walk.culprits)
+            parcel = self.packer.pack(cargo, self.readers)
+        except BaseException:  # a press on Stop too: what was not sent must not be taken for sent
+            walk.undo()
+            raise
+        self._lacking &= walk.remake
+        if self._bind(cargo.names, once=OPTION) or walk.loosened:
+            self._sweep()  # told with this cell: what comes home must not name what is forgotten here
+        drop, self._dropped = tuple(self._dropped), []
+        unbind, self._unbound = tuple(self._unbound), []
+        self._names.update({n: self.namespace[n] for n in cargo.names if not n.startswith((OPTION, MODULE))})
+        return Outgoing(
+            parcel=parcel,
+            drop=drop,
+            unbind=unbind,
+            released={rank: self.released(rank) for rank in self.readers},
+            streams=self._streams_to_send(),
+            sources=tuple(self._sources(walk.added)),
+        )
+
+    def _slow_modules(self) -> list[str]:
+        slow = [state for state in states() if state.seconds > BUDGET and MODULE + state.name not in self.slow]
+        self.slow.update((MODULE + state.name, state.seconds) for state in slow)
+        return [
+            f"looking for changes in what the module {state.name} holds took {state.seconds:.1f} s, and does so before "
+            "each cell; an array, a tensor or a tuple in place of its lists and dicts costs next to nothing"
+            for state in slow
+        ]
+
+    def _timed(self, walk: Walk, name: str) -> None:
+        """What changed is looked for in all of it, whatever that takes. But the user may know a better form for it."""
+        known = name in self._names
+        began = time.perf_counter()
+        walk.name(name, self.namespace[name])
+        spent = time.perf_counter() - began
+        if known and spent > BUDGET and type(self.namespace[name]) in CONTAINERS:
+            self.slow.setdefault(name, spent)
+
+    def _travelling(self, soft: Iterable[str]) -> list[str]:
+        """Of the names that the cell assigns before it may read them, those that can travel."""
+        soft = list(soft)
+        self.left = {name for name in soft if self._culprits(name)}
+        return [name for name in soft if name not in self.left]
+
+    def _culprits(self, name: str) -> list[Culprit]:
+        value = self.namespace[name]
+        if type(value) in ATOMS or self.table.find(value) is not None:
+            return []
+        walk = Walk(self.table, self.namespace)
+        walk.name(name, value)
+        walk.finish()
+        walk.undo()
+        return walk.culprits
+
+    def why_left(self, name: str) -> str:
+        return str(self._refusal(self._culprits(name)))
+
+    def _refusal(self, culprits: list[Culprit]) -> CannotTravel:
+        return refusal(culprits, self.namespace, Cells(self._numbers, self._running))
+
+    def _streams_to_send(self) -> States | None:
+        now = capture()
+        changed, self._streams = now != self._streams, now
+        return now if changed else None
+
+    def _sources(self, added: Iterable[Node]) -> Iterable[CellSource]:
+        """Texts of the cells in which functions were made that the ranks have not seen yet."""
+        for node in added:
+            name = node.obj.__code__.co_filename if type(node.obj) is FunctionType else None
+            if name is not None and name not in self._told and (found := self.source(name)) is not None:
+                yield found
+
+    def source(self, filename: str) -> CellSource | None:
+        entry = linecache.cache.get(filename)
+        if entry is None or len(entry) < 3 or os.path.exists(filename):  # the ranks read files for themselves
+            return None
+        if len(self._told) >= LATELY:  # older ones may be gone there by now
+            self._told.clear()
+        self._told.add(filename)
+        return CellSource(filename=filename, text="".join(entry[2]), number=self._numbers.get(filename))
+
+    # -- in ------------------------------------------------------------------------------
+
+    def homecoming(self, rank: int, home: Home, streams: States | None) -> list[Node]:
+        """Everything is opened before anything of the notebook's is touched. Returns what is new or changed."""
+        numeric.learn_atoms()
+        cargo, buffer = self._openers[rank].open(home.parcel)
+        arrival = Arrival(self.table, self.namespace, cargo, buffer, _place, lenient=True)
+        touched = arrival.commit()
+        self.unchanged = arrival.left
+        names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
+        self.namespace.update(names)
+        loosened = any(type(record) is Make and record.anew for record in cargo.records)
+        for name in home.deleted:
+            self.namespace.pop(name, None)
+            self._names.pop(name, None)
+            loosened |= bool(self._roots.pop(name, None))
+        self._names.update(names)
+        loosened |= self._bind(cargo.names)
+        loosened |= remember(self.table, self.namespace, touched)
+        if loosened:
+            self._sweep()
+        if streams is not None and streams != self._streams:  # where the cell drew nothing, they stand already
+            restore(streams)
+            self._streams = None  # the other ranks do not know where the lead's stand
+        return touched
+
+    def changed_since(self, home: Home, found: Mapping[str, Any]) -> list[str]:
+        """Names that the user has given something else since the last cell was sent, where what comes home would undo
+        that. `found`: what the names that it may assign held."""
+        cargo, _ = Opener().open(home.parcel)
+        coming = {record.key for record in cargo.records}
+        assigned = {name for name in (*cargo.names, *home.deleted) if name in found and self._other(name, found[name])}
+        content = {name for name, value in self._names.items() if coming & self._changed_below(name, value)}
+        return sorted(assigned | content)
+
+    def _changed_below(self, name: str, value: Any) -> set[int]:
+        """Keys of what the user has changed there; all of it when the name holds something else now."""
+        if self._other(name, value):
+            return self.table.nodes.keys() - set(self.table.unreachable(self._roots.get(name, ())))
+        walk = Walk(self.table, self.namespace)
+        try:
+            walk.name(name, value)
+            return {record.key for record in walk.finish().records}
+        finally:
+            walk.undo()
+
+    def _other(self, name: str, value: Any) -> bool:
+        now = self.namespace.get(name, MISSING)
+        return now is not value and not (type(now) is type(value) and type(now) in ATOMS and now == value)
+
+    def rename(self, names: Iterable[str]) -> None:
+        """They lead again to what the last cell was sent."""
+        self.namespace.update({name: self._names[name] for name in names if name in self._names})
+
+    def others_are_behind(self, home: Home) -> None:
+        """Not all ranks ran the cell: the others' twins are sent anew when they are needed, the streams at once."""
+        self._streams = None
+        cargo, _ = Opener().open(home.parcel)
+        for record in cargo.records:
+            if record.key in self.table.nodes:
+                self.table.nodes[record.key].seen = None
+        self._lacking.update(key for key, _, _ in home.news)
+
+    def lacks(self, keys: Iterable[int]) -> None:
+        """Some rank has nothing under these keys."""
+        self._lacking.update(keys)
+        for key in keys:
+            if key in self.table.nodes:
+                self.table.nodes[key].seen = None
+
+    def differs(self, names: Iterable[str]) -> None:
+        """Ranks hold different values below these names: the notebook's go to all of them before their next use."""
+        todo = [self.table.nodes[key] for name in names for key in self._roots.get(name, ()) if key in self.table.nodes]
+        seen = set()
+        while todo:
+            node = todo.pop()
+            if node.key not in seen and node.kind.name not in LEARNING and not node.kind.constant:
+                seen.add(node.key)
+                node.seen = None
+                todo += node.children
+
+    def distrust(self) -> None:
+        """The ranks disagree: the notebook's tensors and random streams go to all of them before their next use."""
+        self._streams = None
+        for node in self.table.nodes.values():
+            if node.kind.name == "tensor":
+                node.seen = None
+
+    def inherit(self, before: Traffic) -> None:
+        """After a failure: what the ranks did not forget. What kept objects hold is sent anew before it is used."""
+        self.table = before.table
+        handles = set(kept.handles(self.table, worth=True))
+        gone = set(self.table.unreachable(node.key for node in handles))
+        gone |= {node.key for node in self.table.nodes.values() if type(node.obj) is Handle and node not in handles}
+        self.table.drop(gone)
+        for node in self.table.nodes.values():
+            if node not in handles:
+                view = node.kind.name == "array" and node.fixed  # its owner tells of its content
+                node.seen = node.seen if view else None
+                self._lacking.add(node.key)
+        for name, keys in before._roots.items():
+            value = self.namespace.get(name)
+            if type(value) is Handle and self.table.find(value) is not None:
+                self._names[name], self._roots[name] = value, keys
+        self._orphans = [node for node in handles if not any(node.key in keys for keys in self._roots.values())]
+
+    @property
+    def forgotten(self) -> tuple[int, ...]:
+        """Keys that mean nothing here any more; the ranks are told with the next cell."""
+        return tuple(self._dropped)
+
+    def open_alone(self, rank: int, parcel: Parcel, name: str) -> Any:
+        """An object that a rank packed by itself."""
+        cargo, buffer = self._openers[rank].open(parcel)
+        here = name in self.namespace
+        try:
+            return Arrival(self.table, self.namespace, cargo, buffer, _place).names[name]
+        finally:
+            if not here:  # code that ran while it was opened may have needed the name; the notebook has no such name
+                self.namespace.pop(name, None)
+
+    def released(self, rank: int) -> tuple[int, ...]:
+        """Segments of its own that the notebook does not use any more."""
+        return self._openers[rank].released()
+
+    def refuse(self, rank: int, parcel: Parcel) -> None:
+        """What it packed is not wanted any more."""
+        self._openers[rank].open(parcel)
+
+    # -- letting go ----------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Objects that the notebook dropped or holds no longer under their name must not live on because of us.
+
+        Also called between cells; the ranks are told with the next one.
+        """
+        namespace = self.namespace
+        gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
+        if not gone and all(map(kept.held, self._orphans)):
+            return
+        for name in gone:
+            del self._names[name]
+            self._roots.pop(name, None)
+        self._unbound += gone
+        self._sweep()
+
+    def _bind(self, encoded: Mapping[str, Any], once: str | None = None) -> bool:
+        """What names lead to now. Says whether one of them leads to an object no more, or did for one cell only."""
+        ended = [name for name in self._roots if once is not None and name.startswith(once)]
+        before = [self._roots.pop(name) for name in ended]
+        loosened = any(before)
+        for name, value in encoded.items():
+            keys = set(keys_in(value))
+            loosened |= not self._roots.get(name, set()) <= keys
+            self._roots[name] = keys
+        return loosened
+
+    def _sweep(self) -> None:
+        """The ranks are told with the next cell."""
+        roots = {key for roots in self._roots.values() for key in roots}
+        handles = [node for node in kept.handles(self.table) if kept.held(node)]
+        keys = self.table.unreachable({*roots, *(node.key for node in handles)})
+        self._orphans = [node for node in handles if node.key not in roots]
+        self._dropped += keys
+        self.table.drop(keys)
+        self._lacking.difference_update(keys)
+
+    def names(self) -> tuple[str, ...]:
+        """Names whose objects the ranks hold."""
+        return tuple(name for name, value in self._names.items() if self.table.find(value) is not None)
+
+    def close(self) -> None:
+        self.packer.close()
+
+
+def _place(kind: str) -> str:
+    """New CUDA tensors come home to the CPU unless the notebook itself uses the GPU: we never wake it up."""
+    torch: Any = sys.modules.get("torch")
+    return kind if kind != "cuda" or (torch is not None and torch.cuda.is_initialized()) else "cpu"

@@ -1,0 +1,164 @@
+"""One cell tried in one way: sent to the ranks, run for some steps, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import nbtrain.machine.probes as probes
+import nbtrain.registry as registry
+import nbtrain.words as words
+from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.exchange.names.name_order import Places
+from nbtrain.session.cell import Cell
+from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.run.cell_run import CellRun
+from nbtrain.session.run.discard_trial import Unkept
+from nbtrain.session.sync.captured_names import captured
+from nbtrain.session.trials.auto_strategy import advise
+from nbtrain.specs import RunSpec, Trial
+
+ROOM = 0.9
+"""of the machine's free memory is shared out to ranks that try something"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunWay:
+    """How a cell may be run."""
+
+    name: str
+    """`fsdp`"""
+    line: str
+    """the options, as they are typed"""
+    spec: Callable[[], RunSpec]
+    """raises UsageError where it cannot be done here"""
+    keeps_name: bool = False
+    """otherwise `auto` is called by what it became"""
+
+
+class Tries:
+    """Of one cell. Nothing of them comes home, and other cells know nothing of them."""
+
+    def __init__(self, shell: Any, ranks: Ranks, cell: Cell, memory: int) -> None:
+        """`memory`: bytes that a rank may come to have; 0: what the device has."""
+        self._shell = shell
+        self._ranks = ranks
+        self._cell = cell
+        self._memory = memory
+        self._fresh = False
+        """the ranks have nothing of the notebook's"""
+
+    def try_out(self, way: RunWay, trial: Trial) -> dict[str, Any]:
+        """What there is to say of it, as changes of a `Measured`. Raises what every other way would raise, too."""
+        try:
+            spec = self.spec_of(way)
+            home, spec = self.play(spec, trial)
+            told = _told(home, spec, self._memory)
+            return {**told, "name": spec.strategy} if spec.chosen and not way.keeps_name else told
+        except (CannotTravel, MissingName, CellSyntaxError):
+            raise
+        except NbtrainError as error:
+            self._fresh = self._ranks.pool is None
+            return {"state": "failed", "why": str(error).split("\n")[0]}
+
+    def spec_of(self, way: RunWay) -> RunSpec:
+        """What would be run; raises where it cannot be."""
+        spec = way.spec()
+        if spec.pool.engine == "inprocess":
+            raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
+        names = self.reads(_own(spec), spec.options.values())
+        return _bare(advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)[0])
+
+    def play(self, spec: RunSpec, trial: Trial) -> tuple[Unkept, RunSpec]:
+        """Run it; what has become of it, and what was run."""
+        self._have(spec)
+        spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
+        names = self.reads(_own(spec), spec.options.values())
+        run = CellRun(self._shell, self._ranks, spec, self._cell, names)
+        run.run()
+        assert isinstance(run.home, Unkept)
+        return run.home, spec
+
+    def check(self, name: str) -> None:
+        """Raises what every way would raise. `name`: what the cell has to read; empty: nothing in particular."""
+        names = self.reads()
+        if name and name not in (*names.hard, *names.soft):
+            raise UsageError(
+                f"the cell does not read {name}, so it is the same with every value of it: let the cell make its "
+                f"model with {name}"
+            )
+
+    def batch(self) -> int:
+        """How many samples the cell's loader puts into a batch; 0: it has none, or does not say."""
+        from torch.utils.data import DataLoader
+
+        names = self.reads()
+        held = (self._shell.user_ns[name] for name in (*names.hard, *names.soft))
+        sizes = (getattr(one.batch_sampler, "batch_size", None) for one in held if isinstance(one, DataLoader))
+        return next((size for size in sizes if isinstance(size, int) and size), 0)
+
+    def reads(self, extra: Iterable[str] = (), options: Iterable[object] = ()) -> Captured:
+        namespace = self._shell.user_ns
+        return captured(self._cell.code, namespace, extra, self._cell, Places(namespace), options)
+
+    def _have(self, spec: RunSpec) -> None:
+        """The right ranks, with nothing on them."""
+        ranks = self._ranks
+        before = ranks.pool
+        ranks.have(spec.pool)
+        if ranks.pool is not before:
+            ranks.wait_until_ready()
+        elif not self._fresh:
+            ranks.forget()
+        self._fresh = True
+
+    def _limit(self, spec: RunSpec) -> int:
+        """Where the kernel would end a process that wants too much, the rank is to hear of it before."""
+        if self._memory or spec.pool.kind != "cpu":
+            return self._memory
+        return int(ROOM * probes.memory().available / spec.pool.world_size)
+
+
+def _own(spec: RunSpec) -> tuple[str, ...]:
+    """The notebook's name of a strategy of its own."""
+    return () if registry.find_strategy(spec.strategy) else (spec.strategy,)
+
+
+def _bare(spec: RunSpec) -> RunSpec:
+    """Without what would write or show something."""
+    return replace(
+        spec, background=False, keep=(), save_steps=None, save_seconds=None, resume=None, monitor="off", log_to="",
+        output="rank0",
+    )  # fmt: skip
+
+
+def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
+    """`asked`: what a rank may have, as the user said it. The system lets it have what was mapped before, too."""
+    found = home.tried
+    ranks = spec.pool.world_size
+    if not found:
+        return {"state": "failed", "ranks": ranks, "why": home.why or "it was cut short", "no_memory": home.no_memory}
+    memory = tuple(one.memory for one in found)
+    seconds = max(one.seconds for one in found)
+    steps = min(one.steps for one in found)
+    if 0 < asked < max(memory):
+        why = f"out of memory: it took {words.size(max(memory))}"
+        return {"state": "failed", "ranks": ranks, "memory": memory, "why": why, "no_memory": True}
+    if not steps:
+        why = "the loop has taken no optimizer step, so there is nothing to measure"
+        return {"state": "failed", "ranks": ranks, "memory": memory, "why": why}
+    assert spec.trial is not None
+    return {
+        "state": "done",
+        "why": f"the loop was over after {steps} timed steps" if steps < spec.trial.steps else "",
+        "ranks": ranks,
+        "memory": memory,
+        "steps": steps,
+        "steps_per_second": steps / seconds,
+        "samples_per_second": sum(one.samples for one in found) / seconds,
+        "step": max(one.median for one in found),
+        "batch": found[0].batch,
+        "grown": all(one.grown for one in found),
+    }

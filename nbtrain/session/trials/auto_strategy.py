@@ -1,0 +1,126 @@
+"""`--strategy auto` on several devices: ddp, or where a model does not fit under it, what the plan names instead."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import nbtrain.words as words
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.specs import PoolSpec, RunSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from nbtrain.planning.plan.plan import Planned
+
+SMALL = 32 * 10**6
+"""Bytes of weights: what has fewer fits everywhere, and nothing is asked of the machine."""
+STATES = 4
+"""A weight, its gradient and two numbers of Adam's."""
+SHARE = 0.1
+"""Of the room that they may take before anything is looked at more closely."""
+
+_kept: MutableMapping[nn.Module, tuple[str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
+"""What was chosen for a model, for as long as there is one."""
+_fitted: MutableMapping[nn.Module, tuple[PoolSpec, str, int]] = weakref.WeakKeyDictionary()
+"""Where a model was found to fit: it is not looked at again for each cell."""
+
+
+def advise(
+    names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), keep: bool = True
+) -> tuple[RunSpec, str]:
+    """How a cell is run, where `auto` has chosen the strategy, and what is said of it. `pids`: the ranks that are
+    there. A model for which something else was chosen once stays with it, whatever else becomes free. `keep`: it is
+    this cell that chooses; where it is only tried, nothing is remembered."""
+    if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
+        return run, ""
+    try:
+        return _advised(names, notebook, run, pids, keep)
+    except Exception:  # an optimizer of somebody's own, a driver that has gone …: the cell runs as without advice
+        return run, ""
+
+
+def _advised(
+    names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int], keep: bool
+) -> tuple[RunSpec, str]:
+    models, optimizers = _found(names, notebook)
+    where = run.pool, run.precision, run.accumulate
+    for model in models.values():
+        if model in _kept:
+            strategy, options = _kept[model]
+            return replace(run, strategy=strategy, options=options), ""
+    if not optimizers:  # it evaluates
+        return run, ""
+    weights = _weights(models.values(), optimizers)
+    if sum(p.nbytes for p in weights) < SMALL or all(_fitted.get(model) == where for model in models.values()):
+        return run, ""
+    name = " and ".join(models) or "the model"
+    found = _instead(name, list(models.values()), weights, optimizers, run, pids)
+    if found is None:
+        if keep:
+            _fitted.update(dict.fromkeys(models.values(), where))
+        return run, ""
+    ddp, best = found
+    if keep:
+        _kept.update(dict.fromkeys(models.values(), (best.base, best.options)))
+    return replace(run, strategy=best.base, options=best.options), _said(name, ddp, best)
+
+
+def _instead(
+    name: str,
+    models: list[nn.Module],
+    weights: list[torch.Tensor],
+    optimizers: list[Optimizer],
+    run: RunSpec,
+    pids: Iterable[int],
+) -> tuple[Planned, Planned] | None:
+    """ddp, which does not fit, and what does."""
+    from nbtrain.planning.plan.device_memory import ground
+    from nbtrain.planning.plan.quick_estimate import instead_of, weighed
+
+    at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
+    if sum(p.nbytes for p in weights) * STATES < SHARE * min(one.bytes for one in at.each):
+        return None
+    return instead_of("ddp", weighed(name, models, weights, optimizers, run.precision), at)
+
+
+def _said(name: str, ddp: Planned, best: Planned) -> str:
+    assert best.estimate is not None
+    least = words.size(best.estimate.peak)
+    return (
+        f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
+        f"for {ddp.may_have}; so it is trained under {best.name} from now on, which takes {least} "
+        "(--strategy ddp takes ddp all the same)"
+    )
+
+
+def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimizer]]:
+    """Models and optimizers that the cell reads by name."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    models: dict[int, tuple[str, nn.Module]] = {}
+    optimizers: list[Optimizer] = []
+    for name in (*names.hard, *names.soft):
+        value: Any = notebook[name] if name in notebook else None  # noqa: SIM401
+        if issubclass(type(value), nn.Module):  # `isinstance` asks the object itself
+            models.setdefault(id(value), (name, value))
+        elif issubclass(type(value), Optimizer):
+            optimizers.append(value)
+    trained = [(name, model) for name, model in models.values() if any(p.requires_grad for p in model.parameters())]
+    return dict(trained), optimizers
+
+
+def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Those whose sizes are known."""
+    from nbtrain.strategies.base import is_lazy
+
+    found = [p for model in models for p in model.parameters()]
+    found += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return list({id(p): p for p in found if not is_lazy(p)}.values())

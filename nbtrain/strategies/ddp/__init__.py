@@ -1,0 +1,34 @@
+"""`ddp`: every rank holds the whole model and sees a share of the batches; gradients are averaged.
+
+The model is not wrapped: `type(model)`, attributes, methods and state-dict keys are the user's own.
+BatchNorm normalises by a rank's own share of the batch, as it does everywhere; its running statistics are averaged
+with the gradients, so that all ranks evaluate one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.kit.estimate_kit import by_wire, replicated
+from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.gradient_wire import Sending, Wire
+
+
+class DDP(Strategy):
+    """Data parallel training of whole models."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options(Sending):
+        """How gradients travel."""
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return replicated(profile, world, self.options.bucket_mb, by_wire(self.options.comm_dtype, world))
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
+            return Prepared(component)
+        return Replicated(component, self.options.bucket_mb, Wire(self.options.comm_dtype))

@@ -1,0 +1,179 @@
+"""`ddp2`: ddp from node to node, and within a node every batch is cut over its ranks.
+
+All ranks of a node see the same batch. Each computes a part of it, and what the model returns is gathered, so that the
+loop goes on with the outputs for the node's whole batch (a softmax over it, a contrastive loss). A gradient that comes
+back is the same on every rank of the node; each takes the rows of its own part, times the number of ranks, so that the
+average over all ranks is the sum within a node and the average over nodes. What is used outside of such calls (methods
+of the model's own, weights in the loss) is computed by each rank in full: its average is right as it is.
+
+A model that cannot be called in parts is called with whole batches, by every rank (see `plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat import layers
+from nbtrain.errors import NotSupported
+from nbtrain.specs import RankInfo
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.kit.batch_cut import CutCall, CutCalls, cut, flatten
+from nbtrain.strategies.kit.collective_errors import MESH
+from nbtrain.strategies.kit.estimate_kit import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.gradient_wire import Sending, Wire
+from nbtrain.strategies.kit.own_random import OwnStream
+
+
+class _GatheredParts(torch.autograd.Function):
+    """The parts of a node's ranks, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, rows: list[int], index: int, group: Any) -> torch.Tensor:
+        ctx.start, ctx.rows, ctx.count = sum(rows[:index]), rows[index], len(rows)
+        shape = mine.shape[1:]
+        row = shape.numel() * mine.element_size()
+        sent = mine.new_zeros((max(rows), *shape))
+        sent[: rows[index]] = mine
+        flat = sent.view(-1).view(torch.uint8)  # whatever the backend knows of the type
+        parts = [torch.empty_like(flat) for _ in rows]
+        dist.all_gather(parts, flat, group=group)
+        found = [part[: n * row].view(mine.dtype).view(n, *shape) for part, n in zip(parts, rows, strict=True)]
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotSupported(
+                "a gradient of a gradient (create_graph=True) cannot be taken through a model under ddp2: this rank "
+                "has the gradient of its part only. --strategy dp and --strategy ddp can"
+            )
+        return grad.narrow(0, ctx.start, ctx.rows) * ctx.count, None, None, None
+
+
+def _stand() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+class InNode(Replicated):
+    """A component whose models are called in parts by the ranks of a node."""
+
+    def __init__(self, component: Component, bucket_mb: float, wire: Wire, place: RankInfo, group: Any) -> None:
+        super().__init__(component, bucket_mb, wire)
+        self.place = place
+        self.group = group
+        self.count = place.world_size // place.nodes
+        self.stream = OwnStream(place.local_rank + 1)  # none goes on with the one outside: that stays equal on all
+        self.drew = False
+        """a model has drawn random numbers in this cell"""
+        self.calls = CutCalls("ddp2", self.count, self._run, place.device.startswith("cuda"))
+        self.notes.append(f"each batch is cut over the {self.count} ranks of {'a' if place.nodes > 1 else 'the'} node")
+
+    def enter(self) -> None:
+        super().enter()
+        self.stream.begin()
+        self.drew = False
+        self.calls.on(self.component.modules.values())
+
+    def leave(self) -> None:
+        self.calls.off()
+        super().leave()
+
+    def close(self) -> None:
+        self.calls.off()
+        super().close()
+
+    def let_go(self) -> Callable[[], Prepared]:
+        hold_again = self.calls.let_go()
+
+        def again() -> Prepared:
+            hold_again()
+            return self
+
+        return again
+
+    def _run(self, call: CutCall) -> Any:
+        """Every rank of every node comes here, and all decide alike."""
+        plan, index = call.plan, self.place.local_rank
+        # A gradient with respect to the batch has to be whole on every rank.
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
+        if plan.reason or differentiated or len(call.sizes) < self.count:
+            agree(Offer(), self.place, call)
+            return call.plain()
+        args, kwargs = call.form.rebuild(cut(call.tensors, call.batch, call.sizes)[index])
+        with self.stream():
+            before = _stand()
+            returned = layers.call_as_torch_does(call.module, *args, **kwargs)
+            drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
+        tensors, form = flatten(returned)
+        agreed: Agreed | None
+        agreed, drew = agree(Offer(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
+        if drew and not self.drew:
+            self.drew = True
+            torch.rand(1)  # on every rank, whichever drew: so the next cell begins elsewhere, and draws others
+        if agreed is None:
+            self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
+            return call.plain()
+        whole = [
+            tensor if rows is None else _GatheredParts.apply(tensor, rows, index, self.group)
+            for tensor, rows in zip(tensors, agreed, strict=True)
+        ]
+        return form.rebuild(whole)
+
+
+class DDP2(Strategy):
+    """dp within a node, ddp across nodes."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options(Sending):
+        """How gradients travel."""
+
+    _made: tuple[Any, Any] | None = None
+    """the group of all ranks, and of this node's"""
+
+    def share(self, rank: int, world_size: int) -> tuple[int, int]:
+        nodes = self.place.nodes
+        return rank * nodes // world_size, nodes
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        travels = by_wire(self.options.comm_dtype, world)
+        parts = world.ranks // world.nodes
+        if parts == 1:
+            return replicated(profile, world, self.options.bucket_mb, travels)
+        sent = Sent(profile, world, self.options.bucket_mb, travels)
+        return estimate(
+            profile,
+            world,
+            travelling=sent.travelling,
+            activations=divided(profile, parts),
+            sent=sent.bytes + ring(output(profile), parts) * world.accumulate,
+        )
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Prepared(component)
+        wire = Wire(self.options.comm_dtype)
+        if self.place.world_size == self.place.nodes:  # one rank in each: that is ddp
+            return Replicated(component, self.options.bucket_mb, wire)
+        return InNode(component, self.options.bucket_mb, wire, self.place, self._group())
+
+    def _group(self) -> Any:
+        """Of this node's ranks. Collective when the group of all is another one than before."""
+        if self.place.nodes == 1:
+            return None
+        if self._made is None or self._made[0] is not dist.group.WORLD:
+            count = self.place.world_size // self.place.nodes
+            mine = None
+            for node in range(self.place.nodes):
+                ranks = list(range(node * count, (node + 1) * count))
+                group = dist.new_group(ranks, group_desc=f"{MESH}_node")
+                mine = group if node == self.place.node else mine
+            self._made = dist.group.WORLD, mine
+        return self._made[1]

@@ -1,0 +1,140 @@
+"""What the ranks tell each other of a call before they put its parts together: one small message, from all to all.
+
+Every rank of every node sends one for every call, also for one that is not cut. So a rank that comes alone is told so,
+and whether a call is put together of parts is decided by all alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.errors import NotSupported
+from nbtrain.specs import RankInfo
+from nbtrain.strategies.kit.batch_cut import CutCall, CutPlan
+
+NUMBERS = 253
+"""that a rank sends. As many as no cell is likely to gather by itself"""
+DEEP = 8
+"""dimensions that a tensor may have here"""
+EACH = 3 + DEEP
+FORM, DREW, HEAD = 2, 5, 6
+"""a rank's numbers begin with what it offers in which form, which call it is of, and whether it drew random numbers"""
+
+Agreed = list[list[int] | None]
+"""For each tensor how many rows each rank has of it. None: every rank has all of it"""
+
+ALONE = (
+    "Under ddp2 a batch is cut over the ranks of a node, so a model is called on every rank: evaluate on every rank, "
+    "above `if rank == 0:`. Under --strategy ddp a rank may run a forward alone"
+)
+APART = (
+    "Under ddp2 the ranks of a node see the same batches: let nothing of a batch depend on the rank, and let no rank "
+    "draw random numbers alone, from which the loader's next order comes (below `if rank == 0:` write "
+    "`with torch.random.fork_rng():` around it); and call a model on every rank, above `if rank == 0:`. Or use "
+    "--strategy ddp"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank has computed; nothing, if it is for whole batches."""
+
+    plan: CutPlan | None = None
+    key: Any = None
+    tensors: Sequence[torch.Tensor] = ()
+    size: int = 0
+    """samples of this part"""
+    drew: bool = False
+    """random numbers were drawn for it"""
+
+    def numbers(self) -> torch.Tensor:
+        """Whether there is a part; its form; of each tensor how it is put together, shape, and what it sums up to."""
+        found = torch.zeros(NUMBERS, dtype=torch.float64)
+        known = self.plan is not None and self.plan.key == self.key
+        if self.plan is None or len(self.tensors) > (NUMBERS - HEAD) // EACH:
+            return found
+        if any(t.dim() > DEEP for t in self.tensors):
+            return found
+        if not known and any(not t.dim() or len(t) != self.size for t in self.tensors):
+            return found
+        digest = hashlib.blake2b(repr(self.key).encode(), digest_size=6).digest()
+        found[0], found[1] = 1 + len(self.tensors), int.from_bytes(digest, "little")
+        for i, tensor in enumerate(self.tensors):
+            at = HEAD + i * EACH
+            same = known and self.plan.modes[i] == "same"
+            found[at], found[at + 1] = 1 + same, tensor.dim()
+            found[at + 2 : at + 2 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.float64)
+            if same:
+                found[at + EACH - 1] = tensor.detach().double().sum().cpu()
+        return found
+
+
+def sign_of(call: CutCall) -> list[float]:
+    """By which the ranks of a node see that they call with the same batch."""
+    first = next((t for t in call.tensors if t.dim()), None)
+    content = 0.0
+    if first is not None and first.device.type == "cpu" and not first.is_complex():  # a GPU would be waited for
+        content = float(first.detach().double().nan_to_num().abs().sum())
+    return [call.batch, 2 * call.module.training + torch.is_grad_enabled(), content]
+
+
+def agree(offer: Offer, place: RankInfo, call: CutCall) -> tuple[Agreed | None, bool]:
+    """None: all call it with whole batches. And whether some rank drew. Collective, among all ranks."""
+    mine = offer.numbers()
+    mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), offer.drew
+    everybody = [torch.empty_like(mine) for _ in range(place.world_size)]
+    try:
+        dist.all_gather(everybody, mine)
+    except NotSupported as error:
+        raise NotSupported(f"{error}. {ALONE}") from None
+    count = place.world_size // place.nodes
+    rows = [one.tolist() for one in everybody]
+    for start in range(0, place.world_size, count):
+        _check([one[FORM:DREW] for one in rows[start : start + count]], start)
+    nodes = [_together(rows[start : start + count]) for start in range(0, place.world_size, count)]
+    agreed = None if any(node is None for node in nodes) else nodes[place.node]
+    return agreed, any(one[DREW] for one in rows)
+
+
+def _check(signs: Sequence[Sequence[float]], start: int) -> None:
+    """That the ranks of a node, which begin with `start`, are in the same call."""
+    first = signs[0]
+    for i, sign in enumerate(signs):
+        if sign[:2] != first[:2] or abs(sign[2] - first[2]) > 1e-5 * abs(first[2]):
+            ways = ", ".join(f"rank {start + at} calls a model with {_said(signs[at])}" for at in (0, i))
+            raise NotSupported(f"the ranks of a node see different batches: {ways}. {APART}")
+
+
+def _said(sign: Sequence[float]) -> str:
+    """8 samples, or others than that."""
+    return f"{int(sign[0])} samples (they sum up to {sign[2]:.6g}){'' if sign[1] % 2 else ' without gradients'}"
+
+
+def _together(ranks: Sequence[Sequence[float]]) -> Agreed | None:
+    """Of one node."""
+    first = ranks[0]
+    if not first[0] or any(other[:FORM] != first[:FORM] for other in ranks):
+        return None
+    found: Agreed = []
+    for i in range(int(first[0]) - 1):
+        at = HEAD + i * EACH
+        tensors = [one[at : at + EACH] for one in ranks]
+        mode, dims = tensors[0][0], int(tensors[0][1])
+        if any(one[:2] != tensors[0][:2] for one in tensors):
+            return None
+        if mode == 2:
+            far = max(abs(one[-1] - tensors[0][-1]) for one in tensors)
+            if any(one[2:-1] != tensors[0][2:-1] for one in tensors) or far > 1e-3 * abs(tensors[0][-1]) + 1e-6:
+                return None
+            found.append(None)
+        elif not dims or any(one[3:-1] != tensors[0][3:-1] for one in tensors):
+            return None
+        else:
+            found.append([int(one[2]) for one in tensors])
+    return found

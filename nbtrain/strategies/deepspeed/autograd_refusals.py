@@ -1,0 +1,69 @@
+"""`torch.autograd.grad` and `torch.func.functional_call` in a cell: what DeepSpeed's hooks cannot follow is said in
+words, as in a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat.engine import nodes_below
+from nbtrain.errors import NbtrainError, NotSupported
+from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.kit.call_arguments import by_name, called_with
+
+if TYPE_CHECKING:
+    from nbtrain.strategies.deepspeed.engine import Engined
+
+
+def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        again = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+        if again and _through_gathered(args[0] if args else kwargs.get("outputs")):
+            raise NotSupported(sentences.SPENT)
+        try:
+            return old(*args, **kwargs)
+        except NbtrainError:
+            raise
+        except Exception as error:
+            sentence = sentences.of_backward(error, max(owner.stage for owner in asked.owners))
+            if sentence is None:
+                raise
+            raise NotSupported(sentence) from error
+
+    return grad
+
+
+def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
+    def functional_call(*args: Any, **kwargs: Any) -> Any:
+        known = {id(p) for owner in asked.owners if owner.stage == 3 for p in owner.parameters}
+        module, weights = called_with(args, kwargs)
+        if known and isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters()):
+            own = dict(module.named_parameters(remove_duplicate=False))
+            if any(name in own and value is not own[name] for name, value in by_name(weights).items()):
+                raise NotSupported(sentences.OTHER_WEIGHTS)
+        return old(*args, **kwargs)
+
+    return functional_call
+
+
+def _through_gathered(outputs: Any) -> bool:
+    """A model of stage 3 has made it: its weights are let go of by the first gradient, and the second reads others."""
+    if not any(owner.stage == 3 for owner in asked.owners):
+        return False
+    roots = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    return any(ds.gathers(node) for root in roots if isinstance(root, torch.Tensor) for node in nodes_below(root))
+
+
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.autograd.grad", "deepspeed", _grad)
+    for name in ("func", "nn.utils.stateless"):
+        listeners.listen(f"torch.{name}.functional_call", "deepspeed", _functional)
+
+
+asked: While[Engined] = While(_put)
+"""Engines whose cells run."""

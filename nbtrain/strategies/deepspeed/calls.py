@@ -1,0 +1,121 @@
+"""What becomes of a call of a model while a cell runs: it goes through the engine, is a plain one, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat.engine import in_backward
+from nbtrain.compat.pytree import tree_map
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
+
+if TYPE_CHECKING:
+    from nbtrain.strategies.deepspeed.engine import Engined
+
+
+class EngineCalls:
+    """`enter` and `leave` with each cell."""
+
+    def __init__(self, owner: Engined) -> None:
+        self.owner = owner
+        self.inside = False
+        """of a call that goes through the engine"""
+        self._outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """of models, on which DeepSpeed has put something that is not the notebook's"""
+
+    def enter(self) -> None:
+        for module in self.owner.component.modules.values():
+            route(module, self._through, self._apart)
+
+    @property
+    def busy(self) -> bool:
+        """A forward or a backward is under way."""
+        return self.inside or in_backward()
+
+    def pause(self) -> None:
+        """Outputs wait for their backward."""
+        for module in self.owner.component.modules.values():
+            unroute(module)
+
+    def leave(self) -> None:
+        self.inside = False
+        self.pause()
+        for out in self._outputs.values():
+            ds.unmark(out)
+        self._outputs.clear()
+
+    def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        owner = self.owner
+        if self.inside or not owner.entered:
+            return call_plainly(module, name, args, kwargs)
+        if in_backward():
+            if any(module is model for model in owner.models):
+                raise NotSupported(
+                    f"{type(module).__name__} as a whole is recomputed in the backward, and DeepSpeed's engine has to "
+                    "see its forward: checkpoint its blocks instead of all of it, or take the strategy ddp"
+                )
+            return call_plainly(module, name, args, kwargs)
+        self.inside = True
+        owner.core.target = module
+        owner.reader.aside()
+        try:
+            (out,) = owner.engine(name, args, kwargs)
+            if isinstance(out, dict):
+                _in_step(out)
+                for value in out.values():
+                    self._note_output(value)
+            tree_map(self._note_output, out)
+            return out
+        except AttributeError as error:
+            owner.tell_of_layers(error)
+            raise
+        finally:
+            owner.reader.back()
+            self.inside = False
+            owner.core.target = None
+
+    def _note_output(self, out: Any) -> None:
+        if ds.is_marked(out):
+            self._outputs[id(out)] = out
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """While a model is copied (an average of its weights is kept so): the copy is to be a plain one."""
+        owner = self.owner
+        if owner.stage == 3:
+            raise NotSupported(
+                "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Copy "
+                "it in a cell that is not distributed, keep model.state_dict(), or take stage 2"
+            )
+        grads = [p.grad for p in owner.trained]
+        owner.attachments.take_off()
+        try:
+            yield
+        finally:
+            owner.attachments.put_back()
+            for p, grad in zip(owner.trained, grads, strict=True):
+                p.grad = grad
+
+    def check_part(self, module: nn.Module, args: Any) -> None:
+        """A hook of each part of a model."""
+        if self.inside or not self.owner.entered or not torch.is_grad_enabled() or in_backward():
+            return
+        raise NotSupported(
+            f"{type(module).__name__} is a part of a model and was called directly, past DeepSpeed's engine, which "
+            "would not see its gradients: put the call into a method of the model and call that, or take the strategy "
+            "ddp"
+        )
+
+
+def _in_step(out: dict[Any, Any]) -> None:
+    """A dict that has its items as attributes, too, as Hugging Face's outputs do: DeepSpeed has put others in the place
+    of the items, by which it finds where a backward begins."""
+    own = getattr(out, "__dict__", {})
+    own.update({key: value for key, value in out.items() if key in own and isinstance(value, torch.Tensor)})

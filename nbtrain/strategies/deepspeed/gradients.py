@@ -1,0 +1,389 @@
+"""Between `loss.backward()` and `optimizer.step()`: the plain loop's calls become the engine's.
+
+The engine holds the gradients. Each parameter's `grad` is a stand-in (see gradient_stand_in.py), so that code which
+looks at gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what
+it means: the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
+
+The user's optimizer is in optimizer_handle.py, what DeepSpeed keeps of gradients in gradient_buffers.py, what users
+read in messages.py.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat import deepspeed as ds
+from nbtrain.errors import NbtrainError, NotSupported
+from nbtrain.strategies.deepspeed import gradient_buffers as buffers
+from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
+from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
+from nbtrain.strategies.deepspeed.inner_optimizer import Inner
+from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
+
+if TYPE_CHECKING:
+    from nbtrain.strategies.deepspeed.engine import Engined
+
+TRAINABLE = attrgetter("requires_grad")
+
+
+class Gradients:
+    """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
+
+    def __init__(self, owner: Engined) -> None:
+        self.owner = owner
+        self.engine = engine = owner.engine
+        self.zero = engine.optimizer
+        self.layout, self.weights = owner.layout, owner.weights
+        self.stage = owner.stage
+        self.trained = owner.trained
+        self.user = owner.user
+        self.handle = OptimizerHandle(owner.user, self)
+        self.skipped = 0
+        self.held = False
+        """some backward has left gradients with the engine"""
+        self.taken = True
+        """the stand-ins are off"""
+        self.opened = self.ended = False
+        self.came = False
+        """the backward under way has left a gradient in a parameter"""
+        self.local: dict[int, torch.Tensor] = {}
+        """stage 1 keeps this rank's own gradients, where the stand-ins are now"""
+        self.arrived: set[int] = set()
+        self.stepped = False
+        """there are gradients that a step has used up, whether others were added to them or not"""
+        self.reduced = False
+        """stage 1: they are, before the step"""
+        self.norm = 0.0
+        self.max_norm = 0.0
+        """of a clip, until the step"""
+        self.clipping = float(self.zero.clip_grad)
+        self.stand_ins = [Held.of(p, _dtype(owner, p)) for p in self.trained]
+        self.aside: list[torch.Tensor | None] | None = None
+        """what each parameter's grad was, in a pause"""
+        self.scaled = owner.precision.startswith("16")
+        self._warned = False
+        self._listen()
+
+    # -- the engine's own hooks ----------------------------------------------------------
+
+    def _listen(self) -> None:
+        engine, zero = self.engine, self.zero
+
+        def opening(first: Callable[[], None]) -> Callable[[], None]:
+            def prologue() -> None:
+                if self.opened and ds.in_backward(zero):  # several forwards in one backward open it once
+                    return
+                self.take_back()
+                self.came = False
+                if self.ended:  # another backward without a forward in between
+                    zero.clear_backward_seen_flag()
+                self.opened, self.ended = True, False
+                if self.scaled:
+                    ds.expect_scaled(engine)
+                first()
+                ds.has_begun_once(zero)
+
+            return prologue
+
+        self.open = prologue = ds.around_beginning(engine, opening)
+        zero.unregister_grad_acc_post_hooks()
+        zero.register_grad_acc_post_hook(self._after_backward)  # which calls the engine's
+        if self.scaled:
+            zero.torch_autocast_gradscaler = None
+            zero.override_loss_scale(self.owner.loss_scale.value)
+        name = "reduce_ready_partitions_and_remove_grads" if self.stage == 3 else "process_gradients"
+        plain: Callable[..., Any] = getattr(zero, name)
+        arrived = self.arrived
+
+        def noted(p: torch.Tensor, *args: Any) -> Any:
+            if not self.opened:  # by a way on which no output of a new forward lay
+                if self.stage == 3 and not self.owner.calls.inside:  # inside: by a method that trains
+                    raise NotSupported(sentences.SPENT)
+                prologue()
+            arrived.add(id(p))
+            self.came = True
+            return plain(p, *args)
+
+        setattr(zero, name, noted)
+
+    def open_for_penalty(self) -> None:
+        """A gradient comes by way of a weight that was read outside of the model's forward."""
+        if not self.opened:
+            self.open()
+
+    def _after_backward(self) -> None:
+        self.opened, self.ended = False, True
+        if not self.came:  # gradients of inputs alone (torch.autograd.grad): nothing to reduce
+            self.zero.exit_backward()
+            if self.held or self.stepped:
+                self._stand_in()
+            return
+        ds.end_backward(self.engine)
+        self.held = True
+        self.owner.loss_scale.holding.add(id(self))
+        self._stand_in()
+
+    def _stand_in(self) -> None:
+        for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
+            if p.grad is not None and p.grad is not stand_in:
+                self.local[id(p)] = p.grad
+            p.grad = stand_in
+            stand_in.zeroed = False
+        self.taken = False
+
+    def take_back(self) -> None:
+        """The stand-ins go, and it is seen what the user has done to them."""
+        if self.taken:
+            return
+        self.taken = True
+        kept = emptied = 0
+        for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
+            if p.grad is stand_in and stand_in.zeroed:
+                emptied += 1
+                p.grad = None
+            elif p.grad is stand_in:
+                kept += 1
+                p.grad = self.local.pop(id(p), None)
+            elif p.grad is None:
+                emptied += 1
+            else:
+                p.grad = None
+                raise NotSupported(sentences.BY_HAND)
+        if emptied and kept:
+            raise NotSupported(sentences.SOME_SET_TO_NONE)
+        if emptied:
+            self.discard()
+
+    # -- what the loop calls -------------------------------------------------------------
+
+    def enter(self) -> None:
+        self.weights.remember(self.trained)
+        if self.aside is None:
+            self.handle.put_on()
+            return
+        for p, grad in zip(self.trained, self.aside, strict=True):
+            p.grad = grad
+        self.aside = None
+
+    def pause(self) -> None:
+        """The optimizer stays the engine's handle: what the cell has put around its `step` since is not to be lost."""
+        self.aside = [p.grad for p in self.trained]
+        for p in self.trained:  # in the notebook's form they have another dtype
+            p.grad = None
+
+    def used_up(self) -> set[int]:
+        """In a pause: the parameters whose gradients a step has used up, and nobody has thrown away."""
+        pairs = zip(self.trained, self.aside or (), strict=False)
+        return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
+
+    def go_on(self, used: set[int]) -> None:
+        """In a pause: these are so, of those before this one."""
+        self.handle.put_on()
+        self.stepped = bool(used)
+        self.taken = not used
+        self.aside = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
+
+    def leave(self) -> None:
+        self.aside = None
+        self.handle.take_off()
+        for p in self.trained:
+            p.grad = None
+        self.taken = True
+        self.local.clear()
+        self.discard()
+
+    def step(self) -> None:
+        with self.owner.at_work():
+            self._step()
+
+    def _step(self) -> None:
+        owner, engine, zero = self.owner, self.engine, self.zero
+        self._check_frozen()
+        self.take_back()
+        if self.stepped:  # and nobody has thrown them away since
+            self.discard()
+            raise NotSupported(sentences.NOT_ZEROED)
+        if not self.held:
+            if any(p.grad is not None for p in self.trained):
+                raise NotSupported(sentences.BY_HAND)
+            return  # no gradients: one process would leave everything as it is
+        self._warn_of_missing()
+        self.weights.follow_edits(self.trained)
+        if isinstance(owner.inner, Inner):
+            owner.state.follow()
+            owner.inner.take_options()
+        zero.clip_grad = self.max_norm or self.clipping
+        reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
+        try:
+            engine.step()
+        except AttributeError as error:
+            owner.tell_of_layers(error)
+            raise
+        finally:
+            zero.clip_grad = self.clipping
+            engine.enable_backward_allreduce = reduces
+        overflow = bool(zero.overflow)
+        self.skipped += overflow
+        if overflow and not self.scaled:
+            self._warn_of_skipping()
+        if self.scaled:
+            owner.loss_scale.stepped(overflow)
+        if engine.lr_scheduler is not None:
+            self._show_rates()
+        self._done()
+        if isinstance(owner.inner, Inner):
+            owner.state.begin()
+        self.stepped = True
+        self._stand_in()
+
+    def _show_rates(self) -> None:
+        """A scheduler of the config's has moved them: the user's groups say so, and bring it home."""
+        for group, number in zip(self.zero.param_groups, self.owner.sources, strict=True):
+            shown = self.user.param_groups[number]
+            shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
+
+    def _done(self) -> None:
+        dirty = self.held or bool(self.arrived)
+        self.held = self.opened = self.ended = self.stepped = self.reduced = False
+        self.max_norm = 0.0
+        self.arrived.clear()
+        self.local.clear()
+        self.owner.loss_scale.holding.discard(id(self))
+        if dirty:  # once a step is enough
+            buffers.wipe(self.layout)
+        self.weights.remember(self.trained)
+
+    def _check_frozen(self) -> None:
+        owner = self.owner
+        if not all(map(eq, map(TRAINABLE, owner.parameters), owner.requires)):
+            raise NotSupported(sentences.THAWED)
+
+    def _warn_of_missing(self) -> None:
+        if self._warned or len(self.arrived) >= len(self.trained):
+            return
+        self._warned = True
+        missing = [p for p in self.trained if id(p) not in self.arrived]
+        names = [n for m in self.owner.models for n, p in m.named_parameters() if any(p is one for one in missing)]
+        if dist.get_rank() == 0:
+            warnings.warn(sentences.without_gradient(names), stacklevel=5)
+
+    def _warn_of_skipping(self) -> None:
+        if self.skipped > 1 or dist.get_rank():
+            return
+        warnings.warn(sentences.not_finite(self.stage), stacklevel=5)
+
+    # -- clipping, accumulating ----------------------------------------------------------
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """The norm is that of now; the clipping is the step's. Collective."""
+        asked = {id(p) for p in parameters if p.requires_grad}
+        mine = {id(p) for p in self.trained}
+        if not asked & mine:
+            return None
+        if not mine <= asked or asked - mine - {id(p) for p in self.owner.component.parameters()}:
+            raise NotSupported(sentences.SOME_CLIPPED)
+        if float(norm_type) != 2.0:
+            raise NotSupported(sentences.OTHER_NORM.format(norm_type=norm_type))
+        if not self.held or all(p.grad is None or getattr(p.grad, "zeroed", False) for p in self.trained):  # nothing is
+            return torch.zeros(())
+        finite = math.isfinite(max_norm)
+        norm = self._norm(finite) / float(self.zero.loss_scale)
+        if self.max_norm:  # clipped before
+            norm = norm.clamp(max=self.max_norm)
+        if finite:
+            self.norm = float(norm) if not self.max_norm else self.norm
+            self.max_norm = min(float(max_norm), self.max_norm or math.inf)
+        return norm
+
+    @torch.no_grad()
+    def _norm(self, to_step: bool) -> torch.Tensor:
+        """`to_step`: it is the end of gathering gradients."""
+        zero, engine = self.zero, self.engine
+        if self.stage != 1:
+            return norm_of_pieces(zero, self.layout, self.owner.device, self.arrived)
+        self.take_back()
+        if not to_step and not self.reduced:
+            mine = (self.local_of(p) for p in self.trained)
+            norm = norm_of_sum((torch.zeros_like(p) if g is None else g for p, g in mine), int(zero.reduce_bucket_size))
+        else:
+            if not self.reduced:  # as the step would
+                ds.gather_all(engine)
+                self.reduced = True
+            norm = zero.scaled_global_norm()
+        self._stand_in()
+        return norm
+
+    @staticmethod
+    def local_of(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return p, p.grad if p.grad is not None else getattr(p, "grad_accum", None)
+
+    def _clip_now(self) -> None:
+        """More is to be added to what was clipped."""
+        if self.reduced:
+            raise NotSupported(sentences.CLIPPED)
+        if self.held and self.max_norm:
+            self.multiply(min(1.0, self.max_norm / (self.norm + 1e-6)))
+            self.max_norm = 0.0
+
+    def multiply(self, factor: float) -> None:
+        buffers.multiply(self.layout, self.trained, self.local.values(), factor)
+
+    # -- throwing away -------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """What the engine holds of gradients is thrown away."""
+        buffers.discard(self.layout, self.trained)
+        self._done()
+
+    def reset(self) -> None:
+        """A backward was cut short."""
+        buffers.put_right(self.layout)
+        for p in self.trained:
+            p.grad = None
+        self.taken = True
+        self.opened = self.ended = False
+        self.owner.calls.inside = False
+        self.discard()
+
+    @contextmanager
+    def backward(self) -> Iterator[float]:
+        if any(map(TRAINABLE, self.owner.parameters)):  # else a loss of another model's: a GAN freezes one for it
+            self._check_frozen()  # before anything is sent: all ranks say it
+        self.take_back()
+        self._clip_now()
+        factor = 1.0
+        if self.scaled:
+            factor = self.owner.loss_scale.begin()
+            self.zero.override_loss_scale(factor)  # what is held now was made with it, or will be
+        try:
+            with self.owner.at_work():
+                yield factor
+            if self.taken and (self.held or self.stepped):  # it went through other models only
+                self._stand_in()
+        except NbtrainError:
+            raise
+        except Exception as error:
+            self.owner.tell_of_layers(error)
+            moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
+            sentence = MOVED if moved else sentences.of_backward(error, self.stage)
+            if sentence is None:
+                raise
+            raise NotSupported(sentence) from error
+
+    def close(self) -> None:
+        self.leave()
+        self.zero.unregister_grad_acc_post_hooks()
+
+
+def _dtype(owner: Engined, p: torch.Tensor) -> torch.dtype:
+    """What the model computes with."""
+    return p.dtype if p.dtype.is_floating_point else owner.shapes[id(p)][1]

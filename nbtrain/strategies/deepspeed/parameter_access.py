@@ -1,0 +1,300 @@
+"""Stage 3: a parameter that is read or written in a cell outside of the model's forward means the whole.
+
+While a cell runs, and neither a forward, a backward nor a step is under way, parameters have a class of their own by
+which torch asks here first. What an operation reads is gathered for that one operation; what it has written to is cut
+up again, into the pieces that are stepped as well as those that the model computes with. A gradient goes through what
+was gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective.
+
+What shows a part of a parameter (`p.data`, `p[0]`, `p.flatten()`) goes on doing so: it is found anew in the whole each
+time that it is used. When the cell ends it is a tensor of its own, with the numbers that it was last read with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbtrain.compat import tensors
+from nbtrain.compat.engine import in_backward
+from nbtrain.compat.pytree import tree_leaves, tree_map_only
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.deepspeed.gradient_stand_in import ANSWERED, MOVED, READ, StandIn
+
+if TYPE_CHECKING:
+    from nbtrain.strategies.deepspeed.weights import Weights
+
+OF_ITSELF = ANSWERED | {
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad=", "grad~",
+    "requires_grad=", "__setstate__", tensors.ACCUMULATED_HOOKS, f"{tensors.GRADIENT_HOOKS}=",
+}  # fmt: skip
+"""functions of a parameter that say or change nothing of its numbers"""
+PLAIN_CALLERS = ("deepspeed.", "nbtrain.strategies.deepspeed.")
+"""modules that mean the tensor as it is"""
+LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
+ALONE = (
+    "a parameter that is read or written outside of the model's forward needs every rank under deepspeed stage 3: "
+    "write the line above `if rank == 0:`, not below"
+)
+
+_readers: dict[int, ParameterAccess] = {}
+"""by id of the parameter, while a cell runs"""
+
+
+class ParameterAccess:
+    """Of one engine. `begin` and `end` with each cell; `aside` while the engine is at work."""
+
+    def __init__(self, weights: Weights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
+        """`opens`: called in a backward before a gradient comes by way of a whole."""
+        self.weights, self.opens = weights, opens
+        self.parameters = [p for p in parameters if type(p) is nn.Parameter]
+        self.views: WeakSet[WholeView] = WeakSet()
+        self.depth = 1
+        """how many have put it aside"""
+
+    def begin(self) -> None:
+        for p in self.parameters:
+            _readers[id(p)] = self
+        self.back()
+
+    def end(self) -> None:
+        self.aside()
+        for p in self.parameters:
+            _readers.pop(id(p), None)
+        for view in list(self.views):
+            if isinstance(view, WholeView):  # not settled before
+                view.settle()
+        self.views.clear()
+
+    def aside(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            for p in self.parameters:
+                p.__class__ = nn.Parameter
+
+    def back(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            for p in self.parameters:
+                p.__class__ = WholeParameter
+
+    def gather(self, p: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.weights.whole(p)
+        except NotSupported as error:
+            raise NotSupported(f"{error}. Also, {ALONE}") from None
+
+    def write(self, p: Any, whole: torch.Tensor) -> None:
+        """Every rank takes rank 0's: what was drawn at random differs between them."""
+        whole = whole.detach().contiguous()
+        dist.broadcast(whole, 0)
+        self.weights.load(p, whole)
+
+
+class _GatheredParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, reader: ParameterAccess) -> torch.Tensor:
+        ctx.reader = reader
+        return reader.gather(p).clone()  # neither the parameter's own memory nor a view, which torch has not written to
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.reader.opens()
+        return grads[0], None
+
+
+class WholeParameter(nn.Parameter):
+    """What a parameter is in a cell, outside of its engine's work."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # No name for a frame: it would hold itself, and all that its callers have.
+        caller = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
+        if in_backward() or caller.startswith(PLAIN_CALLERS):
+            with tensors.as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = _copied(self)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copied(self).__reduce_ex__(protocol)
+
+
+class WholeView(torch.Tensor):
+    """Shows what `expression` makes of the whole."""
+
+    expression: tuple[Any, Any, Any, int | None]
+    seen: torch.Tensor
+    """as it was last read"""
+
+    @classmethod
+    def of(cls, expression: tuple[Any, Any, Any, int | None], seen: torch.Tensor) -> WholeView:
+        form = torch.zeros((), dtype=seen.dtype, device=seen.device).expand(seen.shape)
+        found: WholeView = tensors.as_subclass_of(cls, form)
+        found.expression, found.seen = expression, seen
+        return found
+
+    __torch_function__ = WholeParameter.__dict__["__torch_function__"]
+
+    def shows(self, p: Any) -> bool:
+        found = tree_leaves(self.expression[1:3])
+        return any(one is p or (isinstance(one, WholeView) and one.shows(p)) for one in found)
+
+    def settle(self, alone: bool = True) -> None:
+        """An ordinary tensor from now on; `alone`: with memory of its own."""
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        attributes: dict[str, Any] = vars(self)
+        seen = attributes.pop("seen")
+        attributes.pop("expression")
+        self.data = seen.detach().clone() if alone else seen.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        found: torch.Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+def _copied(p: torch.Tensor) -> nn.Parameter:
+    with torch.no_grad():
+        return nn.Parameter(_readers[id(p)].gather(p).clone(), p.requires_grad)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensors.memory_id(tensor.untyped_storage())
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    ends = {"__get__": "", "__set__": "=", "__delete__": "~"}
+    if name not in ends:
+        return str(name)
+    return f"{getattr(func.__self__, '__name__', '')}{ends[name]}"
+
+
+class _Bases:
+    """The wholes that one operation works on."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[Any, torch.Tensor, int]] = {}
+        """by id of the parameter: it, its whole, and the version of that"""
+        self.made: dict[int, tuple[Any, torch.Tensor]] = {}
+        """by id of a parameter or view: it, and what stood for it"""
+
+    def plain(self, value: Any) -> torch.Tensor:
+        if (known := self.made.get(id(value))) is not None:
+            return known[1]
+        if isinstance(value, WholeView):
+            func, args, kwargs, index = value.expression
+            args, kwargs = tree_map_only((WholeParameter, WholeView), self.plain, (args, kwargs))
+            result = func(*args, **kwargs)
+            plain: torch.Tensor = result if index is None else result[index]
+            value.seen = plain
+        else:
+            reader = _readers.get(id(value))
+            if reader is None:  # of a cell that is over
+                return value  # type: ignore[no-any-return]
+            if torch.is_grad_enabled() and value.requires_grad:
+                plain = _GatheredParameter.apply(value, reader)  # type: ignore[no-untyped-call]
+            else:
+                plain = reader.gather(value)
+            self.found[id(value)] = value, plain, tensors.version(plain)
+        self.made[id(value)] = value, plain
+        return plain
+
+    def write(self, first: Any, also: set[int]) -> None:
+        """What the operation has written to. `first`: its first argument. `also`: what its name says it writes to:
+        versions do not tell of everything that writes to many at once."""
+        leaves = {id(one) for one in (first if isinstance(first, tuple | list) else [first])}
+        for p, whole, version in self.found.values():
+            if tensors.version(whole) == version and id(p) not in also:
+                continue
+            if whole.requires_grad and id(p) in leaves:
+                raise RuntimeError(LEAF)
+            _readers[id(p)].write(p, whole)
+
+    def shown(self, result: Any, expression: tuple[Any, Any, Any], index: int | None = None) -> Any:
+        """The result, with what shows a part of a whole in the place of what is one."""
+        if isinstance(result, tuple | list) and index is None:
+            found = [self.shown(one, expression, i) for i, one in enumerate(result)]
+            changed = any(one is not other for one, other in zip(found, result, strict=True))
+            return type(result)(found) if changed and type(result) in (tuple, list) else result
+        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            return result
+        for value, plain in self.made.values():
+            if plain is result:
+                return value
+        memory = _memory(result)
+        for p, whole, _ in self.found.values():
+            if _memory(whole) == memory:
+                view = WholeView.of((*expression, index), result)
+                _readers[id(p)].views.add(view)
+                return view
+        return result
+
+
+def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    name = _name(func)
+    with tensors.as_plain_tensors():
+        if name in OF_ITSELF and not (name == "requires_grad" and isinstance(args[0], WholeView)):
+            return func(*args, **kwargs)
+        if name == "requires_grad":
+            return args[0].seen.requires_grad
+        if name == "data=" and isinstance(args[0], WholeParameter):
+            return _assign(args[0], args[1])
+        if name == "data":  # as `detach`, but that what is written to it is seen
+            func = torch.Tensor.detach
+        bases = _Bases()
+        if any(isinstance(one, StandIn) for one in tree_leaves((args, kwargs))):
+            raise NotSupported(READ)
+        written = set()
+        if name.startswith("_") and name.endswith("_") and args and isinstance(args[0], list | tuple):  # foreach
+            tree_map_only((WholeParameter, WholeView), bases.plain, args[0])
+            written = set(bases.found)
+        own, named = tree_map_only((WholeParameter, WholeView), bases.plain, (args, dict(kwargs)))
+        result = func(*own, **named)
+        if name in ("numpy", "__array__"):  # what is written into it would be lost
+            result.flags.writeable = False
+        bases.write(args[0] if args else None, written)
+        return bases.shown(result, (func, args, dict(kwargs)))
+
+
+def _assign(p: Any, value: torch.Tensor) -> None:
+    if isinstance(value, WholeParameter | WholeView):
+        value = _Bases().plain(value)
+    if value.shape != p.shape:
+        raise NotSupported(
+            f"p.data = … of another shape ({tuple(value.shape)} for {tuple(p.shape)}): under deepspeed a parameter "
+            "keeps its shape in a cell; change the model in a cell that is not distributed"
+        )
+    if value.dtype != p.dtype:
+        raise NotSupported(MOVED)
+    with torch.no_grad():
+        value = value.detach().to(p.device, copy=True)
+        _leave(p)
+        _readers[id(p)].write(p, value)
+
+
+def _leave(p: Any) -> None:
+    """It is about to have other memory: what shows the memory that it has keeps that. All ranks gather it, whoever of
+    them still holds such a view."""
+    reader, bases = _readers[id(p)], _Bases()
+    whole = reader.gather(p).clone()
+    bases.found[id(p)] = p, whole, tensors.version(whole)
+    bases.made[id(p)] = p, whole
+    for view in [one for one in reader.views if isinstance(one, WholeView) and one.shows(p)]:
+        bases.plain(view)
+        view.settle(alone=False)

@@ -1,0 +1,234 @@
+"""The parameters: cut into the engine's pieces, and shown as the notebook knows them.
+
+The optimizer's state is in optimizer_state.py.
+
+Between cells a parameter that is in pieces, or in another precision, has the notebook's shape and dtype and one number
+behind it. In a cell it is what the model computes with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import tensors
+from nbtrain.strategies.deepspeed.attachments import Attachments
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
+from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart, stretch
+from nbtrain.strategies.kit.same_on_ranks import bits_summed
+
+Shapes = dict[int, tuple[torch.Size, torch.dtype]]
+"""of each parameter in the notebook, by its id"""
+
+
+def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """In the parameter's shape, one number in memory."""
+    counts = not p.is_floating_point()
+    kind = p.dtype if dtype is None or counts else dtype
+    return torch.full((), 0 if counts else math.nan, dtype=kind, device=p.device).expand(p.shape)
+
+
+class Weights:
+    """Made when the engine is. `frozen`: in full precision, what it has rounded and does not train."""
+
+    def __init__(
+        self,
+        layout: EngineLayout,
+        state: EngineOptimizerState,
+        attachments: Attachments,
+        shapes: Shapes,
+        frozen: dict[int, torch.Tensor],
+        parameters: Iterable[torch.Tensor],
+    ) -> None:
+        self.layout, self.state, self.attachments, self.shapes, self.frozen = layout, state, attachments, shapes, frozen
+        self.stage = layout.stage
+        self.rank = dist.get_rank()  # a cell may destroy the group
+        self._data: dict[int, torch.Tensor] = {}
+        """what the model computes with, of those that something else stands for now"""
+        self._versions: dict[int, int] = {}
+        """to see what the loop has changed by hand (stage 3)"""
+        self._digests: list[list[torch.Tensor]] = []
+        """the same, of pieces whose step is taken elsewhere (stages 1 and 2, offloaded from a GPU)"""
+        for p in parameters:
+            whole = frozen.get(id(p)) if self.stage == 3 else None
+            if whole is not None:
+                start, stop = stretch(p)
+                frozen[id(p)] = whole.reshape(-1)[start:stop].clone()
+
+    # -- showing -------------------------------------------------------------------------
+
+    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As the notebook knows them."""
+        for p in parameters:
+            shape, dtype = self.shapes[id(p)]
+            if self.stage != 3 and p.dtype == dtype:
+                continue
+            self._data[id(p)] = p.data
+            if self.stage != 3 and id(p) in self.frozen:
+                _take_edited(self.frozen[id(p)], p.data)
+                p.data = self.frozen[id(p)]
+            else:
+                p.data = torch.zeros((), dtype=dtype, device=p.device).expand(shape)
+
+    def put_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As the model computes with them."""
+        for p in parameters:
+            if (data := self._data.pop(id(p), None)) is not None:
+                if self.stage != 3 and id(p) in self.frozen:
+                    data.copy_(p.data)  # the notebook may have written to it
+                p.data = data
+
+    def own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The engine goes without having put them together: none is a view of its buffers."""
+        for p in parameters:
+            if id(p) not in self._data:
+                p.data = p.data.clone()
+
+    # -- changed by hand -----------------------------------------------------------------
+
+    def remember(self, trained: Iterable[torch.Tensor]) -> None:
+        if self.stage == 3:
+            self._versions = {id(p): tensors.version(p) for p in trained}
+        else:
+            self._digests = [[] if flat.device == mine.device else bits_summed(mine) for flat, mine in self._halves()]
+
+    @torch.no_grad()
+    def follow_edits(self, trained: Iterable[torch.Tensor]) -> None:
+        """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
+        written to."""
+        layout = self.layout
+        if self.stage != 3:
+            self._take_assigned()
+            for number, (flat, mine) in enumerate(self._halves()):
+                if flat.device != mine.device:
+                    if number < len(self._digests) and all(map(torch.equal, self._digests[number], bits_summed(mine))):
+                        continue
+                    mine = mine.to(flat.device)
+                _take_edited(flat, mine)
+            return
+        for p in trained:
+            if tensors.version(p) != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+                share = layout.shares[id(p)]
+                part = p.data.reshape(-1)[share.start : share.stop]
+                p.ds_tensor.data[: len(part)].copy_(part)  # type: ignore[attr-defined]
+                layout.flats[share.flat].data.narrow(0, share.at, len(part)).copy_(part)
+
+    def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Stages 1 and 2: (what is stepped, what the model computes with) of this rank's part of each group."""
+        for flat, parts in zip(self.layout.flats, self.layout.zero.parallel_partitioned_bit16_groups, strict=True):
+            yield flat, parts[self.rank]
+
+    def _take_assigned(self) -> None:
+        """`p.data = other`: the engine steps and sends its own buffer, of which the parameter is a view."""
+        for number, whole in enumerate(ds.whole_groups(self.layout.zero)):
+            for p, at in ds.in_order(self.layout.zero, number):
+                if p.numel() and p.data_ptr() != whole.data_ptr() + at * whole.element_size():
+                    own = whole.narrow(0, at, p.numel()).view(p.shape)
+                    own.copy_(p.data)
+                    p.data = own
+
+    # -- pieces --------------------------------------------------------------------------
+
+    def pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, SharePart]]:
+        for p in parameters:
+            piece = self._piece(p)
+            if piece is not None:
+                yield p, piece
+
+    @torch.no_grad()
+    def load(self, p: Any, whole: torch.Tensor) -> None:
+        """In a cell, under stage 3."""
+        piece = self._piece(p)
+        assert piece is not None
+        with tensors.as_plain_tensors():
+            piece.fill(whole)
+            if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
+                p.data.copy_(whole)
+
+    @torch.no_grad()
+    def whole(self, p: Any) -> torch.Tensor:
+        """In a cell, under stage 3: the parameter's own memory if it is there, else gathered. Collective."""
+        with tensors.as_plain_tensors():
+            if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
+                return p.detach()  # type: ignore[no-any-return]
+            piece = self._piece(p)
+            assert piece is not None
+            size: int = self.attachments.of(p)["ds_tensor"].ds_numel
+            mine = torch.zeros(size, dtype=p.dtype, device=p.device)
+            for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
+                mine[: stop - start].copy_(part)
+            found = torch.empty(size * dist.get_world_size(), dtype=p.dtype, device=p.device)
+            dist.all_gather_into_tensor(found, mine)
+            return found[: p.numel()].view(p.shape)
+
+    def _piece(self, p: Any) -> SharePart | None:
+        shape, dtype = self.shapes[id(p)]
+        share = self.layout.shares.get(id(p))
+        if share is None:
+            return self._frozen_piece(p) if self.stage == 3 else None
+        size = share.stop - share.start
+        number = share.flat
+
+        def master() -> torch.Tensor:
+            return self.layout.flats[number].data.narrow(0, share.at, size)
+
+        def read() -> torch.Tensor:
+            with self.state.at_hand(number, write=False):
+                return master().clone() if self.layout.swapped(number) else master()
+
+        def fill(whole: torch.Tensor) -> None:
+            with self.state.at_hand(number):
+                master().copy_(whole[share.start : share.stop])
+            self._fill_model(p, whole)
+
+        return SharePart(shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
+
+    def _frozen_piece(self, p: Any) -> SharePart:
+        """Stage 3 cuts these up, too."""
+        shape, dtype = self.shapes[id(p)]
+        attributes = self.attachments.of(p)
+        piece, start, stop = attributes["ds_tensor"], *_stretch(attributes)
+
+        def read() -> torch.Tensor:
+            kept = self.frozen.get(id(p))
+            return kept if kept is not None else piece.data[: stop - start]
+
+        def fill(whole: torch.Tensor) -> None:
+            if id(p) in self.frozen:
+                self.frozen[id(p)].copy_(whole[start:stop])
+            self._fill_model(p, whole)
+
+        return SharePart(shape, dtype, (start, stop), read, fill, self.layout.cut)
+
+    def _fill_model(self, p: Any, whole: torch.Tensor) -> None:
+        """What the model computes with."""
+        data = self._data.get(id(p), p.data)
+        if self.stage == 3:
+            attributes = self.attachments.of(p)
+            start, stop = _stretch(attributes)
+            if attributes["ds_tensor"].numel():
+                attributes["ds_tensor"].data[: stop - start].copy_(whole[start:stop])
+            if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
+                return
+        data.copy_(whole.view(data.shape))
+
+
+def _take_edited(flat: torch.Tensor, mine: torch.Tensor) -> None:
+    """What was not changed by hand keeps its 32 bits, which the model's 16 are rounded from."""
+    if flat.dtype == mine.dtype:
+        flat.data.copy_(mine)
+        return
+    rounded = flat.data.to(mine.dtype)
+    if not torch.equal(rounded, mine):
+        flat.data.copy_(torch.where(rounded == mine, flat.data, mine.to(flat.dtype)))
+
+
+def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:
+    size, numel = attributes["ds_tensor"].ds_numel, attributes["ds_numel"]
+    start = min(size * attributes["ds_zero_partition_rank"], numel)
+    return start, min(start + size, numel)

@@ -1,0 +1,76 @@
+"""`copy.deepcopy(model)` in a cell, where the model is in pieces: an average, the best weights so far.
+
+A copy is another model in pieces, which is trained, averaged and brought home as its original is. Nothing is
+communicated. It joins the modules of the component under a name of its own, and leaves them when nobody holds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nbtrain.compat.modules import parameters
+from nbtrain.strategies.fsdp.fully_shard import Tree
+from nbtrain.strategies.kit.row_shards import as_parameter, places
+
+COPY = " (copy "
+"""in the names of modules that a cell has copied"""
+
+Shard = Callable[[nn.Module, list[torch.Tensor], dict[int, Any]], dict[int, torch.Tensor]]
+Modules = dict[str, nn.Module]
+
+
+def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[Tree], shard: Shard) -> nn.Module:
+    """`trees`: those in which `module` may be; dressed. `shard(root, whole, pieces)`: sets up another root, all of
+    whose parameters but the `whole` ones are without memory; `pieces` are to stand in their places, by their ids. They
+    are the very copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
+    for tree in trees:
+        tree.reshard()
+        tree.undress()
+    try:
+        twin = copy.deepcopy(module, memo)
+    finally:
+        for tree in trees:
+            tree.dress.on()
+    held = [(part, name, p) for part, name, p in places([twin]) if isinstance(p, DTensor)]
+    shells: dict[int, nn.Parameter] = {}
+    for part, name, p in held:
+        shell = shells.setdefault(id(p), as_parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p))
+        parameters(part)[name] = shell
+    for _, _, p in held:
+        p.grad = None  # a copied parameter has none
+    whole = [p for _, _, p in places([twin]) if not p.is_meta]
+    shard(twin, whole, {id(shells[id(p)]): p for _, _, p in held})
+    return twin
+
+
+def add_copy(modules: Modules, twin: nn.Module, number: int) -> int:
+    """Under the first free name from that number on; returns the number it got."""
+    while (name := f"{type(twin).__name__}{COPY}{number})") in modules:
+        number += 1
+    modules[name] = twin
+    return number
+
+
+def let_copies_go(modules: Modules, trees: list[Tree]) -> list[Tree]:
+    """Those that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. They are dressed, and `trees`
+    is held by nobody but the caller; it is emptied. Returns the trees that are left."""
+    held = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]
+    left = [tree for tree in trees if not any(tree.root is alive() for _, alive in held)]
+    trees.clear()
+    for name, _ in held:
+        del modules[name]
+    if held:
+        gc.collect()
+    for name, alive in held:
+        if (copied := alive()) is not None:
+            modules[name] = copied
+            left.append(vars(copied)["_nbtrain_tree"])
+    return left

@@ -1,0 +1,117 @@
+"""Which parameters a backward has used, of a tree of units: ranks may differ in that.
+
+A gradient is reduced by all ranks or by none. A rank that did not use a parameter gives zeros for it, as under ddp; and
+what no rank has used keeps the gradient it had (None, mostly), exactly as in one process: that takes one small
+reduction at the end of a backward, which nobody waits for who has used everything.
+
+Which units a rank runs is another matter: their weights are gathered by all ranks together. Ranks that run others would
+train on a mixture of layers without noticing, so the order in which they ran is compared in the same reduction.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat import fsdp2
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.kit.collective_errors import together
+from nbtrain.strategies.kit.tensor_views import counts
+
+WORDS = 2**24
+"""so many numbers a float32 holds exactly"""
+
+
+class Usage:
+    """Of one tree."""
+
+    def __init__(self, states: list[Any], device: str) -> None:
+        self.groups = [group for state in states for group in fsdp2.groups(state)]
+        self.device = device
+        self.order = 0
+        """of the units that ran, as one number"""
+        self.numbers = {id(state): number for number, state in enumerate(states)}
+        self.ran: set[int] = set()
+        """states that ran with gradients since the last step"""
+        self.used: set[int] = set()
+        self.new: dict[int, Any] = {}
+        """sharded parameters that had no gradient before this backward"""
+        for state in states:
+            for group in fsdp2.groups(state):
+                self._watch(group, id(state))
+            fsdp2.around_end(state, lambda old: together(functools.partial(self._end, old)))
+
+        self.told: torch.Tensor | None = None
+        """by all ranks, in the backward before"""
+
+    def unit_ran(self, state: Any) -> None:
+        """A forward of it has ended."""
+        self.order = (self.order * 31 + self.numbers[id(state)] + 1) % WORDS
+        if torch.is_grad_enabled():
+            self.ran.add(id(state))
+
+    def stepped(self) -> None:
+        self.ran.clear()
+
+    def forget(self) -> None:
+        self.order = 0
+        self.ran.clear()
+        self.used.clear()
+        self.new.clear()
+        self.told = None
+
+    def _watch(self, group: Any, state: int) -> None:
+        def watching(old: Callable[..., Any]) -> Callable[..., Any]:
+            def post_backward(*unused: Any) -> None:
+                if state in self.ran and fsdp2.reduces(group):
+                    self._fill(group)
+                old(*unused)
+
+            return together(post_backward)
+
+        fsdp2.around_reduction(group, watching)
+
+    def _fill(self, group: Any) -> None:
+        for weight in fsdp2.weights(group):
+            whole = fsdp2.gathered(weight)
+            if whole is None or not whole.requires_grad:
+                continue
+            if fsdp2.sharded(weight).grad is None:
+                self.new.setdefault(id(weight), fsdp2.sharded(weight))
+            if fsdp2.held_back(weight):
+                self.used.add(id(weight))
+            else:
+                fsdp2.give_zeros(weight)
+
+    def _end(self, old: Any) -> None:
+        old()
+        counts[1] += 1
+        params = [weight for group in self.groups if fsdp2.reduces(group) for weight in fsdp2.weights(group)]
+        if not params:
+            return
+        marks = [float(id(param) in self.used) for param in params]
+        told = torch.tensor([*marks, self.order, -self.order], dtype=torch.float32, device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        new = dict(self.new)
+        before, self.told = self.told, told
+        self.used.clear()
+        self.new.clear()
+        self.order = 0
+        pairs = enumerate(zip(params, marks, strict=True))
+        lacking = [i for i, (param, mark) in pairs if not mark and id(param) in new]
+        if not lacking and self.device != "cpu":  # to read what was just sent, the rank would wait for its GPU
+            told = before if before is not None else told.new_zeros(2, device="cpu")
+        answers = told.tolist()
+        if answers[-2] != -answers[-1]:
+            raise NotSupported(
+                "the ranks ran different layers, or the same in another order: under fsdp they gather every layer "
+                "together (does the model skip layers at random, or choose experts for each batch?). --strategy ddp "
+                "can do that"
+            )
+        for i in lacking:
+            if not answers[i]:
+                new[id(params[i])].grad = None

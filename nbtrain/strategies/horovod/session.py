@@ -1,0 +1,178 @@
+"""Horovod on our ranks, while a cell runs: its rendezvous, its settings, and how a rank gets out of it.
+
+Horovod's background threads talk to each other a thousand times a second, whether there is anything to do or not, so
+it is up while a cell runs and not between cells: starting takes 0.1 s. Shutting down on one rank shuts it down on all
+(its threads agree on it, whatever the ranks are doing), so a rank that leaves its cell early frees those that wait for
+it in Horovod.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat.horovod import START, WAIT, forget_sent
+from nbtrain.intercept import Listeners
+from nbtrain.specs import RankInfo
+
+LOOPBACK = "127.0.0.1"
+NEVER = "3600"
+"""Seconds that Horovod's threads wait for a peer's, which answer whatever Python does. A dead one is seen at once."""
+SOON = 2.0
+"""Seconds in which all threads have agreed on the end, if no process is stopped."""
+NAPS = 2e-5, 1e-3
+"""Seconds between two looks whether something has arrived, at first and in the end."""
+
+
+class HorovodSession:
+    """Horovod of this process. All ranks call `start`, each calls `stop` when it likes."""
+
+    def __init__(self, place: RankInfo) -> None:
+        self.place = place
+        self.up = False
+        self._ending: threading.Thread | None = None
+        self._listeners = Listeners()
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        """`horovod.torch`, ready. Collective, unless it is ready already. What is given is `hvd.init`'s."""
+        import horovod.torch as hvd
+
+        if self.up:
+            return hvd
+        if self._ending is not None:
+            self._ending.join()
+            self._ending = None
+        if hvd.is_initialized():  # a cell's own, under another strategy
+            hvd.shutdown()
+        with _rendezvous(self.place) as port, _settings(self.place, port):
+            hvd.init(*args, **kwargs)
+            dist.barrier()  # then nobody needs the rendezvous any more
+        atexit.unregister(hvd.shutdown)  # each `init` registers it
+        atexit.register(hvd.shutdown)
+        self._listeners.listen(START, "horovod", self._goes_on(hvd))
+        self._listeners.listen(WAIT, "horovod", self._can_be_interrupted(hvd))
+        self.up = True
+        return hvd
+
+    def stop(self) -> None:
+        """Whoever waits for something of Horovod's, here or on another rank, gets an error now. Not collective."""
+        import horovod.torch as hvd
+
+        if not self.up:
+            return
+        self.up = False
+        self._listeners.close()
+        self._ending = threading.Thread(target=hvd.shutdown, name="horovod-shutdown", daemon=True)
+        self._ending.start()
+        self._ending.join(SOON)  # a rank that is stopped would keep this one for as long
+        if self._ending.is_alive():
+            return
+        self._ending = None
+        atexit.unregister(hvd.shutdown)
+        forget_sent()
+
+    def _goes_on(self, hvd: Any) -> Any:
+        """A cell's own `hvd.init()` would not find the other ranks: each would train alone."""
+
+        def make(old: Any) -> Any:
+            def init(*args: Any, **kwargs: Any) -> None:
+                if args or kwargs or not hvd.is_initialized():  # process sets; or the cell has shut it down
+                    self.stop()
+                    self.start(*args, **kwargs)
+
+            return init
+
+        return make
+
+    def _can_be_interrupted(self, hvd: Any) -> Any:
+        """Waiting in Horovod is done in C, at full speed and deaf to interrupts: do it here."""
+
+        def make(old: Any) -> Any:
+            def wait(handle: int) -> None:
+                nap, last = NAPS
+                while not hvd.poll(handle):
+                    time.sleep(nap)
+                    nap = min(nap * 1.5, last)
+                old(handle)
+
+            return wait
+
+        return make
+
+
+@contextmanager
+def _rendezvous(place: RankInfo) -> Iterator[int]:
+    """Rank 0 serves it, for as long as the ranks meet; what is yielded is its port. Collective."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    class Server(RendezvousHTTPServer):
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask for this machine's name, over the network
+            self.server_name, self.server_port = self.server_address[:2]
+
+    server = None
+    if place.rank == 0:
+        server = Server((LOOPBACK, 0), RendezvousHandler, 0)
+        local = place.world_size // place.nodes
+        server.scope_size = {"global": place.world_size}
+        server.scope_size |= {f"local_{_host(node)}": local for node in range(place.nodes)}
+        server.scope_size |= {f"cross_{i}": place.nodes for i in range(local)}
+        threading.Thread(target=server.serve_forever, args=(0.01,), name="horovod-rendezvous", daemon=True).start()
+    try:
+        port = torch.tensor([server.server_port if server is not None else 0])
+        dist.broadcast(port, 0)
+        yield int(port)
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def _host(node: int) -> str:
+    return f"node{node}"
+
+
+@contextmanager
+def _settings(place: RankInfo, port: int) -> Iterator[None]:
+    """Horovod reads them once. A user's own count where they are not about who and where the ranks are."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    cpu = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": loopback}
+    ours = cpu | {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_HOSTNAME": _host(place.node),
+        "HOROVOD_RANK": str(place.rank),
+        "HOROVOD_SIZE": str(place.world_size),
+        "HOROVOD_LOCAL_RANK": str(place.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(place.world_size // place.nodes),
+        "HOROVOD_CROSS_RANK": str(place.node),
+        "HOROVOD_CROSS_SIZE": str(place.nodes),
+    }
+    for name, usual in {
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": NEVER,
+        "HOROVOD_STALL_CHECK_DISABLE": "1",  # that a rank waits is said by nbtrain
+        "HOROVOD_LOG_LEVEL": "fatal",  # it would print to the cell's output when a rank is gone, which is said, too
+    }.items():
+        ours[name] = os.environ.get(name, usual)
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,342 @@
+"""Averages gradients over the ranks at the end of every backward, without wrapping the model.
+
+Hooks on the parameters fill buckets in a fixed order; a full bucket is sent while the backward goes on.
+Averaging is idempotent (what is averaged already stays what it is), so several backwards before a
+step, two forwards, own methods and gradient penalties are right without anybody being told about them.
+Each bucket carries one flag per parameter that says whether a rank used it: what nobody used keeps the
+gradient it had (None, mostly), exactly as in one process, and needs no collective of its own.
+
+What strategies have in common that keep the whole model on every rank and average its gradients.
+
+A component that is whole on every rank, its gradients averaged: what ddp and its kin set up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter, eq
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbtrain.compat import engine, tensors
+from nbtrain.compat.layers import NormLayer
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.base import Component, Prepared, is_lazy
+from nbtrain.strategies.kit.gradient_wire import Dtype, Wire
+
+TRAINABLE = attrgetter("requires_grad")
+TOO_EARLY = (
+    "a parameter has a register_post_accumulate_grad_hook, which sees this rank's gradient before it is averaged: "
+    "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
+)
+
+
+class Bucket:
+    """Parameters whose gradients travel together: one dtype, one device."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.keys = list(map(id, parameters))
+        self.ids = frozenset(self.keys)
+        # A flat buffer gives contiguous views; where the parameter is laid out otherwise its gradient should be too.
+        self.contiguous = all(p.is_contiguous() for p in parameters)
+        # Per parameter: used, and then: sparse. Made once for the usual case: on a GPU this is a transfer.
+        self.all_used = parameters[0].new_tensor([1.0] * len(parameters) + [0.0] * len(parameters))
+        self.shapes = [*parameters, self.all_used]
+
+
+class GradSync:
+    """The averaging of one component's gradients. Lives until `close`."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        bucket_mb: float = 25,
+        norms: Iterable[NormLayer] = (),
+        comm_dtype: Dtype = "none",
+        wire: Wire | None = None,
+    ) -> None:
+        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model.
+        `comm_dtype`: what gradients are averaged in, where it is not what they are in. `wire`: by what, otherwise."""
+        self.wire = wire or Wire(comm_dtype)
+        self.parameters = list(parameters)
+        self.norms = list(norms)
+        self.ids = frozenset(map(id, self.parameters))
+        self.capacity = int(bucket_mb * 2**20)
+        self.on = True
+        self.handles: dict[int, Any] = {}
+        self.pending: set[int] = set()  # arrived while `no_sync` was on
+        self.held_back = False  # a backward inside of `no_sync` has been since the last that was communicated
+        self.averaged: dict[int, ref[torch.Tensor]] = {}
+        """id of a parameter → its gradient, averaged since the last step: any other one is the rank's own"""
+        self.asked: dict[int, int] = {}
+        """id of a parameter → how often its gradient was written to when `torch.autograd.grad` was asked for another"""
+        self.where: dict[int, int] = {}
+        self.spent: set[int]  # stepped while the backward goes on, by a hook
+        self.under_way: list[tuple[Bucket, Callable[[], torch.Tensor], bool]] = []
+        self.build()
+        self.step_handle = register_optimizer_step_pre_hook(self.before_step)
+
+    def build(self) -> None:
+        """Deal the trainable parameters out to buckets; again when some were frozen or thawed. What was frozen while
+        its gradient was held back takes part once more."""
+        self.trainable = [p.requires_grad for p in self.parameters]
+        late = self.where if self.held_back else {}
+        dealt = [p for p in self.parameters if p.requires_grad or id(p) in late]
+        self.stale = not all(map(TRAINABLE, dealt))
+        groups: list[list[torch.Tensor]] = []
+        room = 0
+        for p in reversed(dealt):  # about the order of arrival
+            size = p.numel() * p.element_size()
+            last = groups[-1][0] if groups else None
+            if last is None or room < size or (last.dtype, last.device) != (p.dtype, p.device):
+                groups.append([])
+                room = self.capacity
+            groups[-1].append(p)
+            room -= size
+            if id(p) not in self.handles:
+                if tensors.hook_tables(p)[1]:
+                    raise NotSupported(TOO_EARLY)
+                self.handles[id(p)] = p.register_post_accumulate_grad_hook(self.arrived)
+        self.buckets = [Bucket(group) for group in groups]
+        self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self.reset()
+
+    def begin(self) -> None:
+        """A backward begins: which parameters it is for is decided now, so that what was thawed is averaged by its
+        end, as all else."""
+        if not self.armed and (self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable))):
+            self.build()
+
+    def reset(self) -> None:
+        """Forget a backward under way: at its end, or because it raised."""
+        self.wire.forget()
+        self.missing = [len(bucket.parameters) for bucket in self.buckets]
+        self.got: set[int] = set()
+        self.spent = set()
+        self.under_way = []
+        self.armed = False
+
+    def arrived(self, p: torch.Tensor) -> None:
+        """Autograd has put a gradient into `p.grad`."""
+        key = id(p)
+        self.averaged.pop(key, None)
+        if not self.armed:
+            if not self.on:
+                self.pending.add(key)
+                return
+            self.armed = True
+            engine.after_backward(self.finish)
+        got = self.got
+        index = self.where.get(key)
+        if index is None or key in got:
+            return
+        got.add(key)
+        self.missing[index] -= 1
+        if self.missing[index]:
+            return
+        # In this order on every rank, whatever order the gradients came in: collectives must pair up.
+        while len(self.under_way) < len(self.buckets) and not self.missing[len(self.under_way)]:
+            self.launch()
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Send the next bucket."""
+        bucket = self.buckets[len(self.under_way)]
+        used = self.got | self.pending if self.pending else self.got
+        grads: list[Any] = [p.grad for p in bucket.parameters]
+        whole = bucket.ids <= used and not any(g is None or g.is_sparse for g in grads)
+        flags = bucket.all_used
+        if not whole:
+            marks = [id(p) in used for p in bucket.parameters]
+            sparse = [g is not None and g.is_sparse for g in grads]
+            flags = flags.new_tensor([*map(float, marks), *map(float, sparse)])
+            grads = [
+                p.new_zeros(p.shape) if g is None or g.is_sparse else g
+                for p, g in zip(bucket.parameters, grads, strict=True)
+            ]
+        self.under_way.append((bucket, self.wire.average([*grads, flags]), whole))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward has ended: send what this rank did not use, wait, hand the gradients out."""
+        try:
+            while len(self.under_way) < len(self.buckets):
+                self.launch()
+            statistics = self.launch_statistics()
+            for bucket, wait, whole in self.under_way:
+                self.hand_out(bucket, wait(), whole)
+            for kept, flat, work in statistics:
+                work.wait()
+                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
+                    if norm.training:  # the others have not changed, and are not to by rounding
+                        buffer.copy_(mean.view_as(buffer))
+        finally:
+            self.pending.clear()
+            self.held_back = False
+            self.reset()
+
+    def launch_statistics(self) -> list[tuple[list[tuple[NormLayer, torch.Tensor]], torch.Tensor, Any]]:
+        """One message per dtype and device."""
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
+        for norm in self.norms:
+            for buffer in (norm.running_mean, norm.running_var):
+                if buffer is not None:
+                    groups.setdefault((buffer.dtype, buffer.device), []).append((norm, buffer))
+        sent = []
+        for group in groups.values():
+            flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
+            sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
+        return sent
+
+    def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
+        views = tensors.unflatten(flat, bucket.shapes)
+        if whole and bucket.contiguous and not self.spent:  # no need to look at the flags, and no wait for the device
+            for p, g in zip(bucket.parameters, views, strict=False):
+                p.grad = g
+            self.averaged.update(zip(bucket.keys, map(ref, views), strict=False))
+            return
+        count = len(bucket.parameters)
+        used, sparse = [True] * count, [False] * count
+        if not whole:
+            tail = views[-1]
+            flags = (tail.real if tail.is_complex() else tail).gt(0).tolist()
+            used, sparse = flags[:count], flags[count:]
+        for p, g, some, thin in zip(bucket.parameters, views, used, sparse, strict=False):
+            if not some or id(p) in self.spent:
+                continue
+            if thin:
+                if p.grad is None:  # not used here, but elsewhere: this rank must take part
+                    indices = torch.empty(1, 0, dtype=torch.int64, device=p.device)
+                    p.grad = torch.sparse_coo_tensor(indices, p.new_empty(0, *p.shape[1:]), p.shape)
+                self.average(p)
+            elif p.grad is None:
+                p.grad = torch.empty_like(p).copy_(g)
+            else:
+                p.grad.copy_(g)
+            self.averaged[id(p)] = ref(p.grad)
+
+    @torch.no_grad()
+    def average(self, p: torch.Tensor) -> None:
+        """One gradient by itself."""
+        grad = p.grad
+        assert grad is not None
+        if not grad.is_sparse:
+            grad.copy_(self.wire.average([grad.detach()])().view(grad.shape))
+        elif dist.get_backend() == "gloo" and not grad.is_cuda:
+            thin = grad.coalesce()
+            dist.all_reduce(thin)
+            p.grad = thin / dist.get_world_size()
+        else:  # NCCL has no sparse tensors
+            dense = grad.to_dense()
+            dist.all_reduce(dense)
+            p.grad = dense.div_(dist.get_world_size()).to_sparse(grad.sparse_dim())
+        assert p.grad is not None
+        self.averaged[id(p)] = ref(p.grad)
+
+    def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average what came another way: from `torch.autograd.grad`, or by hand. What is averaged already and has been
+        edited stays what it is."""
+        for p in parameters:
+            if (grad := p.grad) is None or (key := id(p)) not in self.ids:
+                continue
+            before = self.averaged.get(key)
+            added_to = self.asked and self.asked.get(key, tensors.version(grad)) != tensors.version(grad)
+            if before is None or before() is not grad or added_to:
+                self.average(p)
+            self.asked.pop(key, None)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """`torch.autograd.grad` gave this rank's own gradients of these: who adds them to `p.grad` in place makes that
+        the rank's own, too."""
+        for p in parameters:
+            if id(p) in self.averaged and p.grad is not None:
+                self.asked[id(p)] = tensors.version(p.grad)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = set(map(id, held))
+        if self.ids.isdisjoint(keys):
+            return
+        self.catch_up(held)
+        for key in keys:
+            self.averaged.pop(key, None)
+        if self.armed:
+            self.spent |= keys
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.on = self.on, False
+        self.held_back = True
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def close(self) -> None:
+        for handle in (*self.handles.values(), self.step_handle):
+            handle.remove()
+        self.handles.clear()
+
+
+def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
+    """Layers whose running statistics are to be averaged, too: SyncBatchNorm does so itself."""
+    parts = {id(part): part for module in modules for part in module.modules()}
+    return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
+
+
+def replicas_of(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
+    """What should be equal on every rank when a cell has ended, by name."""
+    for where, module in component.modules.items():
+        for path, part in module.named_modules():
+            at = f"{where}.{path}" if path else where
+            for name, parameter in part.named_parameters(recurse=False):
+                if not is_lazy(parameter):
+                    yield f"{at}.{name}", parameter
+            for name, buffer in part.named_buffers(recurse=False):
+                if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
+                    yield f"{at}.{name}", buffer
+    yield from component.loose.items()
+
+
+class Replicated(Prepared):
+    """`wire`: by what gradients travel."""
+
+    hooks_see_own_gradients = averages_before_step = True
+
+    def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
+        super().__init__(component)
+        norms = norms_of(component.modules.values())
+        self.sync = GradSync(component.parameters(), bucket_mb, norms, wire=wire)
+
+    def backward(self) -> AbstractContextManager[float]:
+        self.sync.begin()
+        return nullcontext(1.0)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+        """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""
+        self.sync.catch_up(parameters)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        self.sync.catch_up(parameters)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.sync.no_sync()
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return replicas_of(self.component)
+
+    def reset(self) -> None:
+        self.sync.reset()
+
+    def close(self) -> None:
+        self.sync.close()

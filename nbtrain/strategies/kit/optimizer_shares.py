@@ -1,0 +1,450 @@
+"""An optimizer's state, dealt out: that of a parameter is on the rank that steps it, its owner, and nowhere else.
+
+The others have stand-ins for its tensors, which show their shape over one number; step counts they keep themselves.
+While a cell runs, who touches one of them between two steps has it whole (`brought`). What a cell takes out of the
+state, or puts into it, is seen before the next step: all ranks do the same, so each can tell by itself.
+What an owner's optimizer has made they are told after the first step with a gradient, and whenever it may be other than
+it was: for torch's own optimizers that can be known on every rank alike, of others the owners say so after each step.
+
+A rank steps its share: during a step an optimizer's groups hold the rank's own parameters, outside of it all.
+
+So the user's own optimizer does the work, whatever class it is of; schedulers, clipping, closures and what is hooked to
+its step find the groups that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbtrain.compat import tensors
+from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.kit.owned_reads import FetchedTensor, Shared, bring, hand_out, put_away, take_back
+from nbtrain.strategies.kit.owned_tensors import Owned, stand_in
+
+Described = tuple[tuple[Any, ...], ...]
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """Not every backend knows every type."""
+    return flat.view(torch.uint8)
+
+
+class Ledger:
+    """What all ranks know of one optimizer's state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.plain = type(optimizer).__module__.startswith("torch.optim")
+        """it is torch's own: what it keeps depends on options and on which parameters have had gradients"""
+        self.seen: set[int] = set()
+        """ids of parameters of which the owner has told"""
+        self.told: dict[int, Described] = {}
+        """what it has told, or the others expect by now"""
+        self.options: Any = None
+        self.held: list[Any] = []
+        """all that was in the state after the last step"""
+        self.owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """id of a tensor that was dealt out → (it, its parameter)"""
+
+    def look(self, optimizer: Optimizer) -> bool:
+        """Whether options may have changed what it keeps since the last time."""
+        before, self.options = self.options, _switches(optimizer) if self.plain else _options(optimizer)
+        return before is not None and before != self.options
+
+
+class SharedOut:
+    """Of one component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
+
+    def __init__(self, strategy: str, owner: Callable[[torch.Tensor], int | None]) -> None:
+        self.strategy = strategy
+        self.owner = owner
+        self.rank = dist.get_rank()  # a cell may destroy the group
+        self.ledgers: WeakKeyDictionary[Optimizer, Ledger] = WeakKeyDictionary()
+        self.whole: dict[int, tuple[torch.Tensor, Shared]] = {}
+        """those that the cell has edited since the last step, or may have"""
+        self.handed = False
+        """a cell runs"""
+
+    # -- before a cell -------------------------------------------------------------------
+
+    def enter(self, optimizers: Iterable[Optimizer]) -> None:
+        """A cell is about to run. Collective."""
+        self.handed = True
+        for optimizer in optimizers:
+            self.renew(optimizer)
+
+    def leave(self) -> None:
+        """The state looks as the notebook knows it."""
+        self.handed = False
+        self.put_away()
+        for ledger in self.ledgers.values():
+            for tensor, _ in ledger.owned.values():
+                take_back(tensor)
+
+    def put_away(self) -> None:
+        """What was whole for a while is with its owner again."""
+        while self.whole:
+            _, (tensor, shared) = self.whole.popitem()
+            put_away(tensor, shared, self.rank)
+
+    @torch.no_grad()
+    def renew(self, optimizer: Optimizer) -> None:
+        """The state may be another than it was: what is in it is dealt out, what is not any more becomes whole, for
+        who holds it still. Collective."""
+        for tensor, p in self._left(optimizer):
+            take_back(tensor)
+            bring(tensor, self._shared(p))
+        self.cut(optimizer)
+
+    def edited(self, optimizer: Optimizer) -> bool:
+        """Whether something was put into the state, or taken out of it, since the last step."""
+        ledger = self._ledger(optimizer)
+        held = _values(optimizer)
+        return len(held) != len(ledger.held) or not all(map(is_, held, ledger.held))
+
+    def _left(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What was dealt out and is in the state no more."""
+        ledger = self.ledgers.get(optimizer)
+        if ledger is None:
+            return []
+        now = set(map(id, _values(optimizer)))
+        return [pair for key, pair in ledger.owned.items() if key not in now]
+
+    def _shared(self, p: torch.Tensor) -> Shared:
+        owner = self.owner(p)
+        assert owner is not None
+        return Shared(self.strategy, owner, p.device, self.whole)
+
+    @torch.no_grad()
+    def cut(self, optimizer: Optimizer) -> None:
+        """What has come of other ranks' parameters is let go of. Not collective."""
+        before = self.ledgers.get(optimizer)
+        same = before is not None and not self.edited(optimizer)
+        ledger = self.ledgers[optimizer] = Ledger(optimizer)
+        if before is not None and same:  # what somebody else has put there, a step may add to
+            ledger.seen = before.seen
+        for p, key, value in self._entries(optimizer):
+            if _what(p, key, value)[0] == "nested":
+                raise self._nested(optimizer, key, value)
+            if self._divided(key, value):
+                take_back(value)
+                self.whole.pop(id(value), None)
+                if self.owner(p) != self.rank and _has_memory(value):
+                    value.data = stand_in(value)
+        for p in held_by(optimizer):
+            if self.owner(p) == self.rank and optimizer.state.get(p):
+                ledger.told[id(p)] = _described(p, optimizer.state[p])
+        self._note(optimizer, ledger)
+
+    def _note(self, optimizer: Optimizer, ledger: Ledger) -> None:
+        """What is in the state now."""
+        ledger.held = _values(optimizer)
+        ledger.owned = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
+        if self.handed:
+            for tensor, p in ledger.owned.values():
+                hand_out(tensor, self._shared(p))
+
+    # -- a step --------------------------------------------------------------------------
+
+    def stepping(self, optimizer: Optimizer) -> bool:
+        """Before a step. Whether its state may be other than it was."""
+        return self._ledger(optimizer).look(optimizer)
+
+    @torch.no_grad()
+    def stepped(self, optimizer: Optimizer, changed: bool) -> None:
+        """After a step. Collective, with gradients of the same parameters on every rank."""
+        ledger = self._ledger(optimizer)
+        held = [p for p in held_by(optimizer) if p.grad is not None and self.owner(p) is not None]
+        new = [p for p in held if id(p) not in ledger.seen]
+        self._count(optimizer, ledger, held)
+        if ledger.plain:
+            if not (new or changed):
+                ledger.held = _values(optimizer)
+                return
+            mine = [p for p in (held if changed else new) if self.owner(p) == self.rank]
+            ledger.seen.update(map(id, new))
+            self._tell(optimizer, {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state})
+            self._note(optimizer, ledger)
+            return
+        mine = [p for p in held_by(optimizer) if self.owner(p) == self.rank]
+        found = {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state}
+        news = {key: what for key, what in found.items() if ledger.told.get(key, ()) != what}
+        ledger.told = found
+        other = ledger.look(optimizer)
+        flag = torch.tensor(
+            float(bool(news) or other), device=held[0].device if held else mine[0].device if mine else None
+        )
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag.item():
+            self._tell(optimizer, news, ledger.options)
+        self._note(optimizer, ledger)
+
+    def _count(self, optimizer: Optimizer, ledger: Ledger, held: list[torch.Tensor]) -> None:
+        """The steps of other ranks' parameters."""
+        skipped = getattr(
+            optimizer, "found_inf", None
+        )  # a GradScaler's: a fused kernel has left the step out by itself
+        by: Any = 1 if skipped is None else 1 - skipped.reshape(())
+        for p in held:
+            state = optimizer.state.get(p)
+            if not state or "step" not in state:
+                continue
+            if self.owner(p) != self.rank:
+                count = state["step"]
+                if isinstance(count, torch.Tensor):
+                    count += by.to(count.device) if isinstance(by, torch.Tensor) else by
+                else:
+                    state["step"] = count + (int(by) if isinstance(count, int) else float(by))
+            elif not ledger.plain and (before := ledger.told.get(id(p))):
+                ledger.told[id(p)] = tuple(
+                    (key, kind, value + 1, *more) if key == "step" and kind != "tensor" else (key, kind, value, *more)
+                    for key, kind, value, *more in before
+                )
+
+    def _tell(self, optimizer: Optimizer, mine: dict[int, Described], options: Any = None) -> None:
+        """The others what this rank's state is now; and take in theirs."""
+        held = held_by(optimizer)
+        odd = next((key for what in mine.values() for key, kind, *_ in what if kind == "nested"), None)
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, ({i: mine[id(p)] for i, p in enumerate(held) if id(p) in mine}, options, odd))
+        odd = next((odd for *_, odd in told if odd is not None), None)
+        if odd is not None:
+            raise self._nested(optimizer, odd, None)
+        if any(others != told[0][1] for _, others, _ in told):
+            raise NotSupported(
+                f"{type(optimizer).__name__} under {self.strategy}: its step changes options of its groups by what it "
+                "finds in all parameters together, and here a rank steps some of them only. Under --strategy ddp it "
+                "works"
+            )
+        for rank, (theirs, *_) in enumerate(told):
+            for i, what in theirs.items() if rank != self.rank else ():
+                self._take(optimizer, held[i], what)
+        state = dict(optimizer.state)
+        order = {id(p): i for i, p in enumerate(held)}
+        optimizer.state.clear()  # in the order in which one process makes it
+        optimizer.state.update(sorted(state.items(), key=lambda item: order.get(id(item[0]), len(order))))
+
+    def _take(self, optimizer: Optimizer, p: torch.Tensor, what: Described) -> None:
+        before = dict(optimizer.state.get(p) or {})
+        state = optimizer.state[p]
+        state.clear()
+        for key, kind, value, *more in what:
+            there = before.get(key)
+            if kind == "plain":
+                state[key] = value
+                continue
+            dtype, beside = more
+            device = p.device if beside else torch.device("cpu")
+            if kind == "count":
+                if not isinstance(there, torch.Tensor):
+                    there = torch.zeros((), dtype=dtype, device=device)
+                there.fill_(value)
+            elif not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != (value, dtype):
+                there = stand_in(torch.empty((), dtype=dtype, device=device).expand(value))
+            state[key] = there
+
+    # -- between cells -------------------------------------------------------------------
+
+    def pieces(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, Owned]]:
+        for optimizer in optimizers:
+            found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
+            for value, p in (*found.values(), *self._left(optimizer)):
+                mine = self.owner(p) == self.rank
+                yield value, Owned(lambda value=value: value, mine, mine)  # type: ignore[misc]
+
+    @torch.no_grad()
+    def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
+        """On every rank, in place. Collective."""
+        for optimizer in optimizers:
+            found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
+            for value, p in (*found.values(), *self._left(optimizer)):
+                bring(value, self._shared(p))
+                if value.shape == p.shape and value.stride() != p.stride():
+                    value.data = torch.empty_like(p, dtype=value.dtype).copy_(value)
+
+    # -- parts ---------------------------------------------------------------------------
+
+    def _ledger(self, optimizer: Optimizer) -> Ledger:
+        if optimizer not in self.ledgers:
+            self.cut(optimizer)
+        return self.ledgers[optimizer]
+
+    def _entries(self, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
+        """Of parameters that have an owner, in the same order on all ranks."""
+        for p in held_by(optimizer):
+            state = optimizer.state.get(p)
+            if state and self.owner(p) is not None:
+                for key in sorted(state, key=str):
+                    yield p, key, state[key]
+
+    def _divided(self, key: str, value: Any) -> TypeGuard[torch.Tensor]:
+        if not isinstance(value, torch.Tensor) or (key == "step" and value.dim() == 0):
+            return False
+        return type(value) in (torch.Tensor, FetchedTensor)
+
+    def _nested(self, optimizer: Optimizer, key: str, value: Any) -> NotSupported:
+        what = "" if value is None else f" is a {type(value).__name__}, and"
+        return NotSupported(
+            f"{type(optimizer).__name__} under {self.strategy}: its state {key!r}{what} is none of what can be dealt "
+            "out to ranks (tensors and numbers for each parameter). Under --strategy ddp it works"
+        )
+
+
+def _described(p: torch.Tensor, state: dict[str, Any]) -> Described:
+    return tuple((key, *_what(p, key, value)) for key, value in state.items())
+
+
+def _what(p: torch.Tensor, key: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, PLAIN):
+        return "plain", value
+    if not isinstance(value, torch.Tensor):
+        return "nested", type(value).__name__
+    beside = value.device == p.device
+    if key == "step" and value.dim() == 0:
+        return "count", float(value), value.dtype, beside
+    return "tensor", value.shape, value.dtype, beside
+
+
+def _values(optimizer: Optimizer) -> list[Any]:
+    """All that is in its state."""
+    return list(chain.from_iterable(map(_of_entry, optimizer.state.values())))
+
+
+def _of_entry(entry: Any) -> Iterable[Any]:
+    return entry.values() if isinstance(entry, dict) else (entry,)
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    return value.untyped_storage().nbytes() > value.element_size()
+
+
+def _switches(optimizer: Optimizer) -> Any:
+    """Options that say whether something is kept: a momentum that is none, or some."""
+    return [
+        [bool(value) for key, value in group.items() if key != "lr" and isinstance(value, (bool, int, float))]
+        for group in optimizer.param_groups
+    ]
+
+
+def _options(optimizer: Optimizer) -> Any:
+    return [
+        [(key, value) for key, value in group.items() if isinstance(value, PLAIN)] for group in optimizer.param_groups
+    ]
+
+
+METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+
+class ShareSteps:
+    """Of one component's optimizers. `send(optimizer)`: called after a step, has all ranks take the owners' parameters.
+    `ready(optimizer)`: called before it. Both are collective."""
+
+    def __init__(
+        self, state: SharedOut, send: Callable[[Optimizer], None], ready: Callable[[Optimizer], None] = lambda _: None
+    ) -> None:
+        self.state, self.send, self.ready = state, send, ready
+        self._trimmed: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        """groups that hold less than they should, and what they should hold"""
+        self._covered: list[tuple[Optimizer, str]] = []
+        """methods that see whole groups meanwhile"""
+        self._handles: list[Any] = []
+        self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
+        """of each optimizer: they have to be the last before a step, and the first after it"""
+        self._changed = False
+        self._plain: Any = None
+        """the context in which an owner's state is of ordinary tensors: that of a step"""
+
+    def enter(self, optimizers: Iterable[Optimizer]) -> None:
+        self._handles.append(register_optimizer_step_pre_hook(self._arrange))
+        optimizers = list(optimizers)
+        self.state.enter(optimizers)
+        for optimizer in optimizers:
+            before = optimizer.register_step_pre_hook(self._trim)
+            after = optimizer.register_step_post_hook(self._stepped)
+            self._hooks[optimizer] = before, after
+            loaded = optimizer.register_load_state_dict_post_hook(self.state.renew)
+            self._handles += [before, after, loaded]
+
+    def leave(self) -> None:
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._hooks.clear()
+        self.state.leave()
+
+    def restore(self) -> None:
+        """Groups are complete. Called before a backward and a clipping, too: a step may have raised, and the loop gone
+        on."""
+        if self._plain is not None:
+            self._plain.__exit__(None, None, None)
+            self._plain = None
+        while self._trimmed:
+            group, parameters = self._trimmed.pop()
+            group["params"] = parameters
+        while self._covered:
+            optimizer, name = self._covered.pop()
+            vars(optimizer).pop(name, None)
+
+    def _arrange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if hooks := self._hooks.get(optimizer):
+            before, after = hooks
+            call_last_before_step(optimizer, before)
+            call_first_after_step(optimizer, after)
+
+    def _trim(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self.restore()
+        self.ready(optimizer)
+        self.state.put_away()
+        if self.state.edited(optimizer):
+            self.state.renew(optimizer)
+        self._changed = self.state.stepping(optimizer)
+        self._keep_mine(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        whole = self._on_whole(optimizer, closure)
+        return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+
+    def _keep_mine(self, optimizer: Optimizer) -> None:
+        self._plain = tensors.as_plain_tensors()
+        self._plain.__enter__()
+        mine = (self.state.rank, None)
+        for group in optimizer.param_groups:
+            self._trimmed.append((group, group["params"]))
+            group["params"] = [p for p in group["params"] if self.state.owner(p) in mine]
+        for name in METHODS:  # a step may raise, and the loop catch it: no hook of torch's says so
+            if name not in vars(optimizer):
+                vars(optimizer)[name] = self._on_whole(optimizer, getattr(optimizer, name))
+                self._covered.append((optimizer, name))
+
+    def _on_whole(self, optimizer: Optimizer, function: Callable[..., Any]) -> Callable[..., Any]:
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            self.restore()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._keep_mine(optimizer)
+
+        return whole
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore()
+        self.send(optimizer)
+        self.state.stepped(optimizer, self._changed)

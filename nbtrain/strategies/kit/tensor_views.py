@@ -1,0 +1,257 @@
+"""What shows a tensor in pieces goes on doing so: rows that torch copies out of it, and the memory that it leaves.
+
+`r = w.data[1]` is a view in one process, and a copy where the row lies on another rank. What is written to the copy, or
+to anything that shows it, is written to the tensor, and who reads it after the tensor was written to has it anew. Who
+keeps `d = p.data` keeps the numbers when `p.data = other` gives the parameter other memory.
+
+Both need every rank, as an operation on tensors in pieces may. Nothing is watched before rows have been copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nbtrain.compat import dtensor, fsdp2
+from nbtrain.compat.dtensor import local as local_part
+from nbtrain.intercept import Listeners
+from nbtrain.strategies.kit.new_tensors import computed, put_together, take
+
+WRITE_TOO = frozenset({
+    "__setitem__", "__imul__", "__iadd__", "__isub__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__",
+    "__ifloordiv__", "__imod__",
+})  # fmt: skip
+"""Functions that write to their first argument, besides those whose name ends with `_`."""
+PLAINLY = frozenset({
+    "__get__", "__set__", "__delete__", "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex",
+    "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset",
+    "stride",
+})  # fmt: skip
+"""No question about numbers, so one rank may ask it: `r.shape`, and `r.T`, which shows what it is of."""
+
+Function = Callable[..., Any]
+Compute = Callable[[Any, Any, Any], Any]
+
+
+# --- how often something was written ---------------------------------------------------------------
+
+
+counts = [0, 0]
+"""How often something was written to tensors in pieces, at most; and to gradients by a backward, or to clip them."""
+
+
+def written_by(name: str, args: Any, kwargs: Any) -> list[DTensor]:
+    """The tensors in pieces that the function of this name writes to."""
+    places = [kwargs["out"]] if kwargs and kwargs.get("out") is not None else []
+    if args and (name in WRITE_TOO or (name.endswith("_") and not name.endswith("__"))):
+        places.append(args[0])
+    return [one for one in tensors_in(places, {}) if isinstance(one, DTensor)]
+
+
+def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from (inner for inner in one if isinstance(inner, torch.Tensor))
+
+
+# --- rows that were copied -------------------------------------------------------------------------
+
+
+class _Copy:
+    __slots__ = ("apart", "of", "origin", "stood")
+
+    def __init__(self, origin: DTensor, of: Function, apart: bool) -> None:
+        self.origin = origin
+        """what it was taken from"""
+        self.of = of
+        """how it lies in the origin's whole"""
+        self.apart = apart
+        """it has memory of its own"""
+        self.stood = tuple(counts)
+
+
+class _Copies:
+    def __init__(self) -> None:
+        self.taken: Any = WeakTensorKeyDictionary()
+        """this rank's part of a copy → where it is from"""
+        self._listeners: Listeners | None = None
+        self._watching = False
+        self._met: set[int] = set()
+        """parts of the copies that the function of torch is about which runs now"""
+        self._passed: set[int] = set()
+        """and those of which it is done already"""
+
+    def put(self, listeners: Listeners) -> None:
+        self.taken.clear()
+        self._listeners, self._watching = listeners, False
+        listeners.hook(dtensor.compute_by(dtensor.ROWS, self.rows))
+
+    def rows(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """An operation whose result shows a tensor, or is a copy where it cannot."""
+        tensor: DTensor = args[0]
+        try:
+            found = dtensor.plainly(op, args, kwargs)
+        except RuntimeError:  # in this shape the rows cannot be divided, or not be told apart
+            found = computed(op, args, kwargs)
+        if not local_part(tensor).is_meta:
+            for number, part in enumerate([found] if isinstance(found, torch.Tensor) else found):
+                # What shows rows that were copied lies in the copy: what is written to it is to go the same way.
+                apart = not _shares_memory(part, tensor)
+                if apart or local_part(tensor) in self.taken:
+                    self._note(part, tensor, op, args[1:], kwargs, None if part is found else number, apart)
+        return found
+
+    def _note(
+        self, part: Any, tensor: DTensor, op: Any, rest: Any, kwargs: Any, number: int | None, apart: bool
+    ) -> None:
+        def of(whole: torch.Tensor) -> torch.Tensor:
+            found: Any = op(whole, *rest, **kwargs)
+            return found if number is None else found[number]  # type: ignore[no-any-return]
+
+        shown = self.taken.get(local_part(tensor))
+        copy = self.taken[local_part(part)] = _Copy(tensor, of, apart)
+        if shown is not None:  # an attribute (`r.T`) shows rows as they are, and nobody has looked whether they are new
+            copy.stood = shown.stood
+        if not self._watching and self._listeners is not None:
+            self._watching = True
+            self._listeners.hook(dtensor.compute_by(dtensor.SHOWING, self.rows))
+            self._listeners.hook(dtensor.compute_by(dtensor.writing_operations(), self.passing_on(self._write)))
+            self._listeners.listen(dtensor.FUNCTION, "values", self._listener)
+
+    def passing_on(self, compute: Compute) -> Compute:
+        """What an operation writes to copied rows is written to what they are of, too."""
+
+        def passing(op: Any, args: Any, kwargs: Any) -> Any:
+            written = [one for one in dtensor.written(op, args, kwargs) if self._is_copy(one)] if self.taken else []
+            for one in written:
+                if id(local_part(one)) not in self._met:
+                    self.refresh(one)
+            found = compute(op, args, kwargs)
+            for one in written:
+                self._pass_on(one)
+                self._passed.add(id(local_part(one)))
+            return found
+
+        return passing
+
+    def _write(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """torch would not write by pieces to what lies whole on every rank."""
+        return (computed if self._is_copy(args[0]) else dtensor.plainly)(op, args, kwargs)
+
+    def _is_copy(self, one: Any) -> bool:
+        return isinstance(one, DTensor) and local_part(one) in self.taken
+
+    def _listener(self, plainly: Function) -> Function:
+        """Around functions of torch, of which one may be several operations, or one that is on many tensors."""
+
+        def function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(func, "__name__", "")
+            if name in PLAINLY or not self.taken:
+                return plainly(func, types, args, kwargs)
+            given = (one for one in tensors_in(args, kwargs) if isinstance(one, DTensor))
+            met = {id(local_part(one)): one for one in given if self._is_copy(one)}
+            if not met:
+                return plainly(func, types, args, kwargs)
+            before, self._met = self._met, self._met | met.keys()
+            try:
+                for number, one in met.items():
+                    if number not in before:
+                        self.refresh(one)
+                found = plainly(func, types, args, kwargs)
+                for one in written_by(name, args, kwargs):
+                    if id(local_part(one)) not in self._passed:
+                        self._pass_on(one)
+            finally:
+                self._met = before
+                self._passed -= met.keys()
+            return found
+
+        return function
+
+    @torch.no_grad()
+    def refresh(self, part: DTensor) -> None:
+        """Collective where its origin may have been written to since."""
+        copy = self.taken.get(local_part(part))
+        if copy is not None and copy.stood != tuple(counts):
+            self.refresh(copy.origin)
+            if copy.apart:
+                take(part, copy.of(put_together(copy.origin)))
+            copy.stood = tuple(counts)
+
+    @torch.no_grad()
+    def _pass_on(self, part: DTensor) -> None:
+        copy = self.taken.get(local_part(part))
+        if copy is not None:
+            if copy.apart:
+                whole = put_together(copy.origin)
+                copy.of(whole).copy_(put_together(part))
+                take(copy.origin, whole)
+            copy.stood = tuple(counts)
+            self._pass_on(copy.origin)
+
+    def leave(self, tensor: DTensor) -> None:
+        """It is about to have other memory: what shows the memory that it has goes on showing that."""
+        stays: DTensor | None = None
+        for copy in list(self.taken.values()):
+            if copy.origin is tensor:
+                stays = copy.origin = tensor.detach() if stays is None else stays
+        own = self.taken.pop(local_part(tensor), None)
+        if stays is not None and own is not None:
+            self.taken[local_part(stays)] = own
+
+
+_copies = _Copies()
+
+
+def fresh(tensor: DTensor) -> None:
+    """It is about to be read otherwise than by a function of torch."""
+    if _copies.taken:
+        _copies.refresh(tensor)
+
+
+def passing_on(compute: Compute) -> Compute:
+    return _copies.passing_on(compute)
+
+
+def _shares_memory(part: Any, tensor: DTensor) -> bool:
+    mine = local_part(part).untyped_storage()
+    return mine.nbytes() == 0 or mine.data_ptr() == local_part(tensor).untyped_storage().data_ptr()
+
+
+# --- memory that is left ---------------------------------------------------------------------------
+
+_weights: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""id of a parameter → what torch gathers of it. No weak reference to the parameter itself: torch refuses to swap a
+tensor that has one, and so moves a model in pieces (`model.to`)."""
+
+
+def know(weight: Any) -> None:
+    """A weight of fully_shard's."""
+    _weights[id(fsdp2.sharded(weight))] = weight
+
+
+@torch.no_grad()
+def give(tensor: DTensor, part: torch.Tensor) -> None:
+    """From now on this is the rank's part of it, the very memory: who holds the part that it had keeps that."""
+    counts[0] += 1
+    mine = local_part(tensor)
+    if part.device != mine.device or part.stride() != mine.stride() or type(part) is not type(mine):
+        part = torch.empty_like(mine).copy_(part)
+    _copies.leave(tensor)
+    weight = _weights.get(id(tensor))
+    if weight is None or fsdp2.sharded(weight) is not tensor:
+        mine.data = part
+    else:
+        fsdp2.give_memory(weight, part)
+
+
+def put(listeners: Listeners) -> None:
+    """While a cell runs."""
+    _copies.put(listeners)

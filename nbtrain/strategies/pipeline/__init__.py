@@ -1,0 +1,452 @@
+"""`pipeline`: each rank holds some layers of a model, a stage; every batch goes through all of them, cut into
+micro-batches, so that the stages work at the same time.
+
+The loop is the plain one, on every rank: all see the same batches, the output of the last stage goes to all of them,
+and each computes the same loss, whose backward runs the stages the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbtrain.compat import layers, tensors
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.kit.stage_tensors import Placing
+from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
+from nbtrain.strategies.pipeline.by_parts import OneByOne
+from nbtrain.strategies.pipeline.calls import StageCalls
+from nbtrain.strategies.pipeline.criterion import Loss
+from nbtrain.strategies.pipeline.cut import Line, callable_by_itself, cut, describe, find_owners, make_lines, size
+from nbtrain.strategies.pipeline.estimate import estimate
+from nbtrain.strategies.pipeline.functional_call import Functional
+from nbtrain.strategies.pipeline.gradient_norm import clip_norm
+from nbtrain.strategies.pipeline.holding import Holding
+from nbtrain.strategies.pipeline.hooks import Hooks
+from nbtrain.strategies.pipeline.stage import StagePlace
+from nbtrain.strategies.pipeline.stage_errors import is_everywhere
+from nbtrain.strategies.pipeline.state_dicts import Dicts
+from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
+
+KEPT = "_nbtrain_staged"
+MIDST = (
+    "something was set up in the middle of a model's forward or backward, which under pipeline cannot be laid aside: "
+    "do it between steps, or use --strategy ddp"
+)
+ONE_RANK = (
+    "SyncBatchNorm asks all ranks for their share of a batch, and under pipeline one rank alone has the layer: leave "
+    "it a BatchNorm (--microbatches 1 gives it whole batches), or use --strategy ddp"
+)
+ONE_VECTOR = (
+    "LBFGS works on one vector of all parameters, and under pipeline each rank has those of its own stage. --strategy "
+    "ddp can"
+)
+
+
+class Staged(Prepared):
+    """A component whose models are in stages."""
+
+    def __init__(self, component: Component, options: Pipeline.Options) -> None:
+        super().__init__(component)
+        self.loss: Loss | None = None
+        self.options = options
+        _check(component)
+        device = next((p.device for p in component.parameters()), torch.device("cpu"))
+        self.place = StagePlace(device)
+        roots = _outermost(component.modules.values())
+        self.lines, small = make_lines(roots, self.place.ranks, options.balance)
+        for model in small:
+            self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
+        self.hooks = Hooks(self.lines)
+        self.promoted: set[int] = set()
+        self.calls = [
+            StageCalls(
+                line,
+                self.place,
+                options.microbatches,
+                lambda: self._inside() or self.functional.inside,
+                lambda t: id(t) in self.owners.of,
+                self._share,
+                self._move,
+                self._reorder,
+                self._hooked,
+            )
+            for line in self.lines
+        ]
+        if options.loss is not None:
+            named, function = options.criterion()
+            self.loss = Loss(named, function, component.parameters)
+            for calls in self.calls:
+                calls.loss = self.loss
+        if options.balance in ("time", "memory"):
+            for calls in self.calls:
+                calls.measure = options.balance
+        self.handles: list[Any] = []
+        self.functional = Functional(line.root for line in self.lines)
+        self.stepping = False
+        """a closure's backward runs inside of a step"""
+        self.asked = AutogradRefusals(component.parameters(), self._inside)
+        self.placing = Placing(self.place.rank, self._inside, device)
+        self.place.lifted, self.place.plain = self.placing.lifted, self.placing.plain
+        self.steps: list[Any] = []
+        """what ends with a step that is under way"""
+        self._hold()
+        self._describe()
+
+    def _hold(self) -> None:
+        """As the lines are cut now."""
+        component, place = self.component, self.place
+        self.hooks.look()
+        self.owners = find_owners(self.lines, component.parameters(), component.buffers(), self.promoted)
+        self.holding = Holding(self.owners, component.optimizers.values(), place.rank, self.placing)
+        self.holding.hide()
+        self.dicts = Dicts(self.holding)
+        foreign = [p for p in component.parameters() if self.holding.foreign(p)]
+        place.accumulates = lambda: self.asked.accumulates
+        units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
+        accumulates = place.accumulates
+        self.one_by_one = OneByOne(units, place.rank, self._busy, place.stream, accumulates, self._look)
+        self.one_by_one.lifted, self.one_by_one.failures = self.placing.lifted, place.failures
+        own = [p for p in component.parameters() if not self.holding.foreign(p)]
+        self.shared = SharedGradients(
+            self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
+        )
+        self.shared.failures = place.failures
+
+    def _share(self, needed: list[torch.Tensor]) -> None:
+        """Every rank has these from now on. Collective; in the middle of a cell."""
+        self.placing.off()
+        self.holding.gather(needed)
+        self.promoted |= {id(t) for t in needed}
+        self._hold_anew()
+
+    def _move(self, line: Line, counts: list[int]) -> None:
+        """The stages are these from now on. Collective; in the middle of a cell."""
+        self.placing.off()
+        self.holding.gather()
+        line.counts = counts
+        self._hold_anew()
+        if self.place.rank == 0:
+            print(f"balanced by {self.options.balance}: {_described(line)}")
+
+    def _reorder(self, line: Line, order: list[int]) -> None:
+        """The parts are called in this order; those that are not come last. Collective; in the middle of a cell."""
+        self.placing.off()
+        self.holding.gather()
+        left = [number for number in range(len(line.parts)) if number not in set(order)]
+        line.parts = [line.parts[number] for number in (*order, *left)]
+        if not self.options.balance[:1].isdigit():
+            line.counts = cut([size(part) for part in line.parts], self.place.ranks)
+        self._hold_anew()
+        if self.place.rank == 0:
+            name = type(line.root).__name__
+            print(f"{name} calls its parts in another order than it registers them: {_described(line)}")
+
+    def _look(self) -> None:
+        """Hooks of the user's may have come, or gone."""
+        if self.hooks.look():
+            units = self.hooks.apart(pair for each in self.lines for pair in each.owners())
+            self.one_by_one.take(units)
+            for calls in self.calls:
+                if (found := self.hooks.below(calls.line.root)) is not None:
+                    calls.tell_of_hook(found)
+
+    def _hooked(self, line: Line) -> nn.Module | None:
+        """A module of it that has one."""
+        self._look()
+        return self.hooks.below(line.root)
+
+    def _hold_anew(self) -> None:
+        self.shared.leave()
+        self.one_by_one.leave()
+        self.dicts.off()
+        self._hold()
+        self.shared.enter()
+        self.one_by_one.enter()
+        self.dicts.on()
+        self._place()
+
+    def _place(self) -> None:
+        """From now on tensors of one rank are read and written on all."""
+        self.placing.on(self.holding.places())
+        self.placing.learn(self.holding.states())
+
+    def _busy(self) -> bool:
+        """Units are called as they are."""
+        return self.place.inside or self.functional.inside
+
+    def _inside(self) -> bool:
+        return self.place.inside or self.one_by_one.inside
+
+    def _describe(self) -> None:
+        for line in self.lines:
+            self.notes.append(_described(line))
+            norms = [m for m in line.root.modules() if isinstance(m, layers.NormLayer) and m.track_running_stats]
+            if norms:
+                self.notes.append(
+                    f"{type(norms[0]).__name__} in training normalises each micro-batch by itself; --microbatches says "
+                    "how many there are of a batch"
+                )
+
+    def let_go(self) -> Callable[[], Prepared | None]:
+        inside = bool(self.handles)
+        self._stop()  # what is open to all holds this one
+        for line in self.lines:
+            vars(line.root)[KEPT] = self
+        alive = ref(self)
+
+        def hold_again() -> Prepared | None:
+            this = alive()
+            if this is not None:
+                for line in this.lines:
+                    vars(line.root).pop(KEPT, None)
+                if inside:
+                    this.enter()
+            return this
+
+        return hold_again
+
+    # --- a cell ----------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        if self.handles:
+            return
+        self.holding.hide_states()
+        self.holding.tell_gradients(self.place.device)
+        self.place.stream.begin()
+        self.dicts.on()
+        self.asked.on()
+        self.functional.on()
+        self.one_by_one.enter()
+        self.shared.enter()
+        for calls in self.calls:
+            calls.enter()
+        self.handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        if self.loss is not None:
+            self.loss.enter()
+        self._place()
+
+    def leave(self) -> None:
+        self._stop()
+        self.reset()
+        self.holding.let_gradients_go()
+
+    def pause(self) -> None:
+        if self._inside():
+            raise NotSupported(MIDST)
+        self._stop()
+
+    def _stop(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+        self.steps.clear()
+        self.placing.off()
+        if self.loss is not None:
+            self.loss.leave()
+        for calls in self.calls:
+            calls.leave()
+        self.shared.leave()
+        self.one_by_one.leave()
+        self.asked.off()
+        self.functional.off()
+        self.dicts.off()
+
+    def reset(self) -> None:
+        self.place.inside = self.stepping = False
+        self.place.channel.forget()
+        self.place.failures.forget()
+        self.holding.put_back()
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[float]:
+        self.holding.check_half(self.place.device)
+        self.holding.set_aside()
+        try:
+            with self.shared.backward():
+                yield 1.0
+        except Exception as error:
+            if is_everywhere(error):  # a cell may catch it, and look at what gradients there are
+                self.holding.put_back()
+                self.holding.tell_gradients(self.place.device)
+                self.holding.half = self.holding.own_gradients()
+            raise
+        finally:
+            self.holding.put_back()
+        self.holding.tell_gradients(self.place.device)
+        if self.stepping:
+            self.holding.set_aside()
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        held = list(parameters)
+        if not any(id(p) in self.owners.of for p in held):
+            return None
+        foreign = {id(p) for p in self.owners.owned if self.holding.foreign(p)}
+        with tensors.as_plain_tensors():
+            return clip_norm(held, set(self.owners.of), foreign, max_norm, norm_type, self.place.device)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holding.knows(optimizer):
+            self.holding.check_half(self.place.device)
+            self.holding.missed(optimizer)
+        if self.holding.learns(optimizer) and self._per_parameter(optimizer):
+            self.stepping = True
+            self.holding.set_aside()
+            lifted = self.placing.lifted(lambda: self.holding.stepped(optimizer))
+            lifted.__enter__()
+            self.steps.append((optimizer, lifted))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.holding.knows(optimizer):
+            if self.steps and self.steps[-1][0] is optimizer:
+                self.steps.pop()[1].__exit__(None, None, None)
+            self.stepping = False
+            self.holding.put_back()
+            self.holding.tell_states(optimizer, self.place.device)
+
+    def _per_parameter(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
+        anybody else's nobody knows, so that they read and write on all ranks."""
+        if self.steps and self.steps[-1][0] is optimizer:
+            return False
+        return type(optimizer).__module__.startswith("torch.optim.")
+
+    # --- between cells ---------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        return self.holding.pieces()
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = {id(p) for p in self.owners.shared}
+        for where, module in self.component.modules.items():
+            for name, p in module.named_parameters():
+                if id(p) in mine and not is_lazy(p):
+                    yield f"{where}.{name}", p
+        yield from self.component.loose.items()
+
+    def grow(self, component: Component) -> bool:
+        if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
+            return False
+        known = {id(p) for p in self.component.parameters()}
+        held = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
+        if any(id(p) not in known for p in held):
+            return False
+        _check(component)
+        self.component = component
+        self.holding.optimizers = list(component.optimizers.values())
+        self.holding.hide_states()
+        return True
+
+    def close(self) -> None:
+        self.holding.gather()
+        self.drop()
+
+    def drop(self) -> None:
+        self._stop()
+        self.reset()
+
+
+class Pipeline(Strategy):
+    """A model in stages."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options:
+        microbatches: int = 0
+        """how many parts of a batch are under way at a time; 0: four for each rank, of two samples at least"""
+        balance: str = "auto"
+        """how stages are cut: auto (by parameters), by measured time or memory, or so many parts in each: 2,3,2,1"""
+        loss: Any = None
+        """the criterion, called as criterion(model(x), y): forwards and backwards of micro-batches take turns (1F1B)"""
+
+        def __post_init__(self) -> None:
+            if self.microbatches < 0:
+                raise UsageError(f"--microbatches {self.microbatches}: a batch is cut into one part, or more")
+            counts = self.balance.split(",")
+            if self.balance not in ("auto", "time", "memory") and not all(c.isdigit() and int(c) > 0 for c in counts):
+                raise UsageError(
+                    f"--balance {self.balance}: it is auto, time, memory, or how many parts each stage has: 2,3,2,1"
+                )
+            of_torch = str(getattr(self.loss, "__module__", "")).startswith("torch.") and callable(self.loss)
+            if self.loss is not None and not (isinstance(self.loss, nn.Module | str) or of_torch):
+                raise UsageError(
+                    "--loss takes a module (nn.CrossEntropyLoss() or one of yours) or a function of torch's "
+                    "(F.cross_entropy) that the loop calls with the model's output and the targets; put a function of "
+                    "yours into a module's forward, or leave --loss out"
+                )
+
+        def criterion(self) -> tuple[str, Any]:
+            """The name of its class, or the function of torch's that it is."""
+            if isinstance(self.loss, str):
+                return self.loss, None
+            if isinstance(self.loss, nn.Module):
+                return type(self.loss).__name__, None
+            return "", self.loss
+
+    def share(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Every rank sees every batch: it is the model that is divided."""
+        return 0, 1
+
+    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
+        return "hollow"
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return estimate(self.options, profile, world)
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UsageError("the strategy pipeline needs ranks: write --devices 2, or --strategy single for one")
+        if self.options.loss is not None and precision not in ("32", "bf16-mixed"):
+            raise UsageError(
+                f"--loss with --precision {precision}: gradients are there before the loss is scaled; take bf16-mixed, "
+                "or leave --loss out"
+            )
+        return Staged(component, self.options)
+
+
+def _described(line: Line) -> str:
+    names = {id(m): name for name, m in line.root.named_modules()}
+    return describe(line, len(line.counts), lambda m: names[id(m)])
+
+
+def _check(component: Component) -> None:
+    for where, module in component.modules.items():
+        lazy = next((name for name, p in module.named_parameters() if is_lazy(p)), None)
+        if lazy is not None:
+            raise NotSupported(
+                f"{where}.{lazy} has no shape yet, so that pipeline cannot cut the model into stages: call the model "
+                "once on a batch in the notebook, or use --strategy ddp"
+            )
+        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            raise NotSupported(ONE_RANK)
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in component.optimizers.values()):
+        raise NotSupported(ONE_VECTOR)
+
+
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Models that are parts of no other one, and have something to hold. Lists of modules are taken apart."""
+    todo = list({id(m): m for m in modules}.values())
+    outer = [
+        m for m in todo if not any(m is not other and any(m is part for part in other.modules()) for other in todo)
+    ]
+    found: list[nn.Module] = []
+    while outer:
+        module = outer.pop(0)
+        if callable_by_itself(module):
+            found.append(module)
+        else:
+            outer[:0] = module.children()
+    return [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]

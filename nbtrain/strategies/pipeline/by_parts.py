@@ -1,0 +1,463 @@
+"""Parts of a model in stages that a cell calls by itself: `model.encode(x)`, `model.blocks[1](h)`, a whole forward that
+cannot be cut.
+
+Each rank runs the same code. Where it comes to a unit, its owner computes it, and what it returns goes to all; in the
+backward the owner has its graph, and the gradients of what it was given go to all. Outside of units every rank has all
+numbers and does everything itself, so that what a loop does between the units is right whatever it is. Slow: the
+stages wait for each other.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
+from nbtrain.strategies.pipeline.channel import pickled
+from nbtrain.strategies.pipeline.hooks import has_users_hook
+from nbtrain.strategies.pipeline.stage_errors import Failures, StageFailure
+
+ALONE = (
+    "Under pipeline a model is spread over all ranks, so that calling it, or a part of it, needs every rank: evaluate "
+    "on every rank (all see the same batches), not below `if rank == 0:`. Under --strategy ddp a rank may run a "
+    "forward alone"
+)
+IN_PLACE = (
+    "{name} changes a tensor that it is given in place, which under pipeline the other ranks would not see: let it "
+    "make a new one (inplace=False), or use --strategy ddp"
+)
+UNSENDABLE = (
+    "what {name} returns cannot be sent to the other ranks under pipeline ({why}): return tensors in tuples, lists or "
+    "dicts, or use --strategy ddp"
+)
+APART = (
+    "the ranks call different things, or {name} with different batches: under pipeline every rank sees the same ones, "
+    "and calls the same parts of a model in the same order. Do it on every rank, not below `if rank == 0:`, let "
+    "nothing of a batch depend on the rank, and let no rank draw random numbers alone (below `if rank == 0:` write "
+    "`with torch.random.fork_rng():` around it); or use --strategy ddp"
+)
+HEAD = 1024
+"""bytes that go before what a unit returned and say what that is; more of them if these do not do"""
+
+
+class OneByOne:
+    """The units of a component. `enter` and `leave` with each cell; what was computed outlives a pause."""
+
+    def __init__(
+        self,
+        units: Iterable[tuple[nn.Module, int]],
+        rank: int,
+        busy: Callable[[], bool],
+        stream: OwnStream,
+        accumulates: Callable[[], bool] = lambda: True,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`units`: (module, the rank that owns it). `busy`: stages are being run, calls are theirs. `accumulates`: a
+        backward that runs now leaves gradients in parameters. `look`: other units may be to be taken, for their
+        hooks."""
+        self.units: dict[int, tuple[nn.Module, int]] = {}
+        self.rank = rank
+        self.busy = busy
+        self.stream = stream
+        self.accumulates = accumulates
+        self.look = look
+        self.inside = False
+        """this rank runs a unit of its own, or its backward"""
+        self.lifted: Callable[[], Any] = nullcontext
+        """this rank's weights are ordinary tensors meanwhile"""
+        self.failures = Failures(rank)
+        self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+        self.take(units)
+
+    def take(self, units: Iterable[tuple[nn.Module, int]]) -> None:
+        """These are the units from now on."""
+        worn = bool(self._worn)
+        self.leave()
+        # Without anything to hold, a module is none of a rank's: it is run by all, in the stream of all.
+        self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
+        self.numbers = {number: i for i, number in enumerate(self.units)}
+        if worn:
+            self.enter()
+
+    def enter(self) -> None:
+        self.leave()
+        for module, _ in self.units.values():
+            plain = type(module)
+            dress = self._dress(plain)
+            module.__class__ = dress
+            self._worn.append((module, plain, dress))
+
+    def leave(self) -> None:
+        """Forgives a cell that was cut short in the middle of a unit."""
+        self.inside = False
+        while self._worn:
+            module, plain, dress = self._worn.pop()
+            if type(module) is dress:
+                module.__class__ = plain
+
+    def _dress(self, plain: type[nn.Module]) -> type[nn.Module]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return plain.__call__(module, *args, **kwargs)
+
+        def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            as_it_is = partial(layers.call_as_class_does, plain, module)
+            if self.inside or self.busy():
+                return as_it_is(*args, **kwargs)
+            self.look()  # this module may have a hook inside since, and be no unit any more
+            if id(module) not in self.units:
+                return as_it_is(*args, **kwargs)
+            if has_users_hook(module):  # they run on every rank, and its forward on its own
+                with self._own_forward(module):
+                    return as_it_is(*args, **kwargs)
+            return self._call(module, as_it_is, args, kwargs)
+
+        @wraps(plain.forward)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            as_it_is = partial(plain.forward, module)
+            if self.inside or id(module) not in self.units or self.busy() or not has_users_hook(module):
+                return as_it_is(*args, **kwargs)
+            return self._call(module, as_it_is, args, kwargs)
+
+        def reduce(module: nn.Module, version: int) -> Any:
+            return _rebuild, (plain, dict(vars(module)))
+
+        compiler.mark_outside_graphs(call)  # it has its own class for a compiler to see
+        body = {
+            "__call__": call,  # below it is what `--precision` does around calls: that is to be done on all ranks
+            modules.CALL: call_impl,
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "__doc__": plain.__doc__,
+        }
+        return type(plain.__name__, (plain,), body)
+
+    def _call(self, module: nn.Module, as_it_is: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        _, owner = self.units[id(module)]
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._meet(module, given)
+        call = PartCall(self, module, as_it_is, owner, leaves, tree)
+        anchor = torch.zeros((), requires_grad=True)
+        outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)  # type: ignore[no-untyped-call]
+        made = iter(outputs)
+        return pytree.tree_map(lambda leaf: next(made) if leaf is TENSOR else leaf, call.returned)
+
+    @contextmanager
+    def _own_forward(self, module: nn.Module) -> Iterator[None]:
+        """A forward that hangs on the module itself, past its class, is the owner's meanwhile."""
+        attributes = vars(module)
+        own = attributes.get("forward")
+        if own is None:
+            yield
+            return
+        attributes["forward"] = lambda *args, **kwargs: self._call(module, own, args, kwargs)
+        try:
+            yield
+        finally:
+            attributes["forward"] = own
+
+    def _meet(self, module: nn.Module, given: list[torch.Tensor]) -> None:
+        """All ranks are here, with the same: who takes over what the owner returns is to have asked for that."""
+        number = self.numbers[id(module)] + 1
+        for t in given:
+            number = zlib.crc32(repr((tuple(t.shape), t.dtype)).encode(), number)
+            if t.device.type == "cpu" and t.numel() and t.layout is torch.strided:
+                some = t.detach().reshape(-1)[: 1 << 16]
+                sum_of_some = some.sum(dtype=torch.float64 if t.is_floating_point() else None)
+                number = zlib.crc32(repr(sum_of_some.item()).encode(), number)
+        failed = int(self.failures.found is not None)
+        device = next(iter([*module.parameters(), *module.buffers()])).device
+        both = torch.tensor([number, -number, failed], device=device)
+        try:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        except NotSupported as error:
+            raise NotSupported(f"{error}. {ALONE}") from None
+        largest, smallest, failed = both.tolist()
+        if failed:
+            self.failures.agree()
+        if largest != -smallest:
+            raise NotSupported(APART.format(name=type(module).__name__))
+
+    def share(self, buffer: torch.Tensor, owner: int) -> None:
+        """The owner's bytes go to all."""
+        try:
+            dist.broadcast(buffer, owner)
+        except NotSupported as error:
+            raise NotSupported(f"{error}. {ALONE}") from None
+
+
+class TensorMark:
+    """Stands where a tensor was."""
+
+    def __reduce__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = TensorMark()
+
+
+class PartCall:
+    """One call of one unit, on one rank."""
+
+    def __init__(
+        self,
+        units: OneByOne,
+        module: nn.Module,
+        as_it_is: Callable[..., Any],
+        owner: int,
+        leaves: list[Any],
+        tree: Any,
+    ) -> None:
+        self.units = units
+        self.name = type(module).__name__
+        self.device = next(iter([*module.parameters(), *module.buffers()])).device
+        self.as_it_is = as_it_is
+        self.owner = owner
+        self.mine = owner == units.rank
+        self.leaves = leaves
+        self.tree = tree
+        self.returned: Any = None
+        """with TENSOR in the places of tensors"""
+        self.kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        """on the owner: what its graph starts from, and where it ends"""
+
+    # --- forward -------------------------------------------------------------------------------
+
+    def forward(self, given: list[torch.Tensor], graph: bool) -> tuple[list[torch.Tensor], list[bool]]:
+        """What it returned, and which of that has a gradient, on every rank."""
+        outputs, said = self._compute(given, graph) if self.mine else ([], b"")
+        said = self._tell(said)
+        refused, self.returned, layouts = pickle.loads(said)
+        if isinstance(refused, StageFailure):
+            self.units.failures.fail(refused)
+        if refused:
+            raise NotSupported(refused)
+        sizes = [one.bytes for one in layouts]
+        wire = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = wire.split(sizes)
+        if self.mine:
+            for part, out, layout in zip(parts, outputs, layouts, strict=True):
+                part.copy_(layout.flat(out).view(torch.uint8))
+        if wire.numel():
+            self.units.share(wire, self.owner)
+        if not self.mine:
+            outputs = [layout.of_bytes(part) for part, layout in zip(parts, layouts, strict=True)]
+        return outputs, [layout.has_gradient for layout in layouts]
+
+    def _compute(self, given: list[torch.Tensor], graph: bool) -> tuple[list[torch.Tensor], bytes]:
+        starts = [t.detach().requires_grad_(graph and t.requires_grad) for t in given]
+        before = [_version(t) for t in given]
+        units, outputs = self.units, []
+        units.inside = True
+        try:
+            # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
+            with units.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
+                handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])  # type: ignore[no-untyped-call]
+                args, kwargs = pytree.tree_unflatten(
+                    [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
+                )
+                returned = self.as_it_is(*args, **kwargs)
+        except Exception as error:  # whatever the user's module raises: the others wait for what it returns
+            return [], pickle.dumps((units.failures.take(error), None, []))
+        finally:
+            units.inside = False
+        outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        refused = ""
+        if [_version(t) for t in given] != before:
+            refused = IN_PLACE.format(name=self.name)
+        thick = all(out.layout is torch.strided for out in outputs)
+        if not thick:
+            refused = UNSENDABLE.format(name=self.name, why="a sparse tensor")
+        layouts = [MemoryLayout(out) for out in outputs] if thick else []
+        others = pytree.tree_map(lambda leaf: TENSOR if isinstance(leaf, torch.Tensor) else leaf, returned)
+        try:
+            said = pickled((refused, others, layouts))
+        except Exception as error:  # whatever an object of the user's says
+            said = pickle.dumps((UNSENDABLE.format(name=self.name, why=error), None, []))
+        if any(out.requires_grad for out in outputs):
+            self.kept = starts, outputs
+        taken = {t.untyped_storage().data_ptr() for t in given if t.layout is torch.strided}
+        return [_of_its_own(out.detach(), taken) for out in outputs], said
+
+    def _tell(self, said: bytes) -> bytes:
+        """The owner's, on all ranks."""
+        head = torch.zeros(HEAD, dtype=torch.uint8)
+        if self.mine:
+            first = len(said).to_bytes(8, "little") + said[: HEAD - 8]
+            head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        head = head.to(self.device)
+        self.units.share(head, self.owner)
+        found = head.cpu().numpy().tobytes()
+        length = int.from_bytes(found[:8], "little")
+        if (more := length + 8 - HEAD) > 0:
+            rest = torch.empty(more, dtype=torch.uint8)
+            if self.mine:
+                rest.copy_(torch.frombuffer(bytearray(said[HEAD - 8 :]), dtype=torch.uint8))
+            rest = rest.to(self.device)
+            self.units.share(rest, self.owner)
+            found += rest.cpu().numpy().tobytes()
+        return found[8 : 8 + length]
+
+    # --- backward ------------------------------------------------------------------------------
+
+    def backward(self, grads: list[torch.Tensor | None], wanted: list[tuple[bool, Any]]) -> list[torch.Tensor | None]:
+        """`wanted`: for each tensor that it was given, whether its gradient is, and the layout of it."""
+        found: list[torch.Tensor | None] = [None] * len(wanted)
+        failures = self.units.failures
+        if self.mine and failures.found is None:
+            try:
+                found = self._differentiate(grads)
+            except Exception as error:  # a hook's, or an autograd function's of the user's
+                failures.take(error)
+        taken = self._share(found, wanted)
+        if not self.units.accumulates():  # no backward of all parameters follows, where ranks would hear of a failure
+            failed = torch.tensor([int(failures.found is not None)], device=self.device)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if failed.item():
+                failures.agree()
+        return taken
+
+    def _share(self, found: list[torch.Tensor | None], wanted: list[tuple[bool, Any]]) -> list[torch.Tensor | None]:
+        """The owner's, on every rank."""
+        sizes = [layout.bytes for wants, layout in wanted if wants]
+        if not sizes:
+            return [None] * len(wanted)
+        wire = torch.zeros(len(sizes) + sum(sizes), dtype=torch.uint8, device=self.device)
+        there, *parts = wire.split([len(sizes), *sizes])
+        if self.mine:
+            pairs = [(g, layout) for g, (wants, layout) in zip(found, wanted, strict=True) if wants]
+            there.copy_(torch.tensor([g is not None for g, _ in pairs], dtype=torch.uint8))
+            for part, (g, layout) in zip(parts, pairs, strict=True):
+                if g is not None:
+                    part.copy_(layout.flat(g.to_dense() if g.is_sparse else g).view(torch.uint8))
+        self.units.share(wire, self.owner)
+        flags = iter(there.tolist())
+        bytes_of = iter(parts)
+        taken: list[torch.Tensor | None] = []
+        for wants, layout in wanted:
+            part = next(bytes_of) if wants else None
+            taken.append(layout.of_bytes(part) if part is not None and next(flags) else None)
+        return taken
+
+    def _differentiate(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        assert self.kept is not None
+        starts, outputs = self.kept
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        units, again = self.units, engine.keeps_graph()
+        ends, given = [o for o, _ in pairs], [g for _, g in pairs]
+        units.inside = True
+        try:
+            with units.lifted(), units.stream():  # what it draws, in a part computed again say, it draws alone
+                return self._found(ends, given, starts, again)
+        finally:
+            units.inside = False
+            for start in starts:
+                start.grad = None
+            if not again:
+                self.kept = None
+
+    def _found(self, ends: list[Any], given: list[Any], starts: list[Any], again: bool) -> list[torch.Tensor | None]:
+        if not ends:
+            return [None] * len(starts)
+        if self.units.accumulates():
+            torch.autograd.backward(ends, given, retain_graph=again)
+            return [start.grad for start in starts]
+        wanted = [start for start in starts if start.requires_grad]
+        if not wanted:
+            return [None] * len(starts)
+        found = iter(torch.autograd.grad(ends, wanted, given, retain_graph=again, allow_unused=True))
+        return [next(found) if start.requires_grad else None for start in starts]
+
+
+class Through(torch.autograd.Function):
+    """Ties what a call returned to what it was given, on every rank. The anchor has a gradient even where nothing else
+    has, so that the unit's parameters get theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PartCall, graph: bool, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        outputs, differ = call.forward(list(given), graph)
+        ctx.mark_non_differentiable(*(out for out, has in zip(outputs, differ, strict=True) if not has))
+        if graph:
+            ctx.call = call
+            ctx.layouts = [(MemoryLayout(t) if t.requires_grad else None) for t in given]
+            ctx.save_for_backward(anchor)  # a second backward is torch's to refuse where no graph was retained
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise NotSupported(AGAIN)
+        _ = ctx.saved_tensors
+        pairs = zip(ctx.needs_input_grad[3:], ctx.layouts, strict=True)
+        wanted = [(needs and layout is not None, layout) for needs, layout in pairs]
+        return None, None, None, *ctx.call.backward(list(grads), wanted)
+
+
+class EditedAlias(torch.autograd.Function):
+    """The same numbers, as something that may be edited in place: then at least it can be told."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+class MemoryLayout:
+    """How a tensor lies in memory: densely as it does on its owner, or row by row."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.stride = torch.empty_like(tensor, device="meta").stride()  # its own, where that is dense
+        self.has_gradient = tensor.requires_grad
+        self.bytes = tensor.numel() * tensor.element_size()
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.stride() != self.stride:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+    def of_bytes(self, wire: torch.Tensor) -> torch.Tensor:
+        # Of its own: the wire may hold several, and what is edited in place is not to be the next one's.
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=wire.device)
+        found.as_strided((found.numel(),), (1,)).view(torch.uint8).copy_(wire)
+        return found
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _of_its_own(out: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """What a unit only passes on would be edited in place on its owner alone, where it is edited."""
+    return out.clone() if out.untyped_storage().data_ptr() in taken else out
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensors.version(tensor)
+
+
+def saved_as_they_are() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+def _rebuild(plain: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    module = plain.__new__(plain)
+    vars(module).update(attributes)
+    return module

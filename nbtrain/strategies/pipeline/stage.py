@@ -1,0 +1,191 @@
+"""A model's forward and backward on the stage of one rank, micro-batch by micro-batch.
+
+A graph begins in a stage with a `StageInput`, which keeps the gradient that the stage before is to have, and ends with
+what goes to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain import intercept
+from nbtrain.compat import pytree
+from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
+from nbtrain.strategies.pipeline.channel import StageChannel, Wires, packed
+from nbtrain.strategies.pipeline.program import Program, Step
+from nbtrain.strategies.pipeline.stage_errors import Failures
+
+
+class StagePlace:
+    """Where a rank stands: shared by all models of a component."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.channel = StageChannel(device)
+        self.failures = Failures(self.rank)
+        self.stream = OwnStream(self.rank + 1)
+        self.inside = False
+        """a stage computes, or its backward does"""
+        self.accumulates: Callable[[], bool] = lambda: True
+        """a backward leaves gradients in parameters"""
+        self.lifted: Callable[[], Any] = nullcontext
+        """this rank's weights are ordinary tensors meanwhile"""
+        self.plain: Callable[[], Any] = nullcontext
+        """all ranks' are"""
+        self.around: Callable[[Step, Any, Any], None] | None = None
+        """measures the steps"""
+
+    @property
+    def last(self) -> int:
+        return self.ranks - 1
+
+    @contextmanager
+    def computing(self, graph: bool) -> Iterator[None]:
+        before, self.inside = self.inside, True
+        try:
+            # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
+            with self.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), self.stream():
+                yield
+        finally:
+            self.inside = before
+
+
+@dataclass(slots=True)
+class Box:
+    """What an `StageInput` gives, and what comes back to it."""
+
+    tensor: torch.Tensor | None
+    anchor: torch.Tensor
+    grad: torch.Tensor | None = None
+
+
+class StageInput(torch.autograd.Function):
+    """Not a leaf: what follows may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, box: Box, anchor: torch.Tensor) -> Any:
+        ctx.box = box
+        tensor, box.tensor = box.tensor, None
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        box = ctx.box
+        box.grad = grad if box.grad is None else box.grad + grad
+        return None, None
+
+
+@dataclass(slots=True)
+class Stretch:
+    """What a stage keeps of one micro-batch for its backward."""
+
+    inputs: list[Box | None] = field(default_factory=list)
+    """of what the model was given"""
+    boxes: list[Box] = field(default_factory=list)
+    """of what the stage before has sent"""
+    ends: list[torch.Tensor] = field(default_factory=list)
+    """with a graph, in the order in which they were sent"""
+
+
+def enter(tensor: torch.Tensor, boxes: list[Any]) -> Any:
+    anchor = torch.zeros((), requires_grad=True)
+    box = Box(tensor, anchor)
+    boxes.append(box)
+    return StageInput.apply(box, anchor)  # type: ignore[no-untyped-call]
+
+
+class Stage:
+    """One rank's part of one call."""
+
+    def __init__(self, place: StagePlace, program: Program, graph: bool) -> None:
+        self.place, self.program, self.graph = place, program, graph
+
+    def forward(self, given: list[Any]) -> tuple[Stretch, Any]:
+        """`given`: what the model is given of this micro-batch. On the last rank also what it returns, with its
+        graph. Nothing, where some stage has failed: the others are told all the same, for they wait."""
+        place, stretch = self.place, Stretch()
+        incoming = place.channel.receive(place.rank - 1) if place.rank else []
+        place.failures.know(incoming)
+        result: Any = None
+        wires: Wires | None = None
+        if place.failures.found is None:
+            try:
+                result, wires = self._compute(given, incoming, stretch)
+            except Exception as error:  # whatever the user's modules raise
+                place.failures.take(error)
+        if place.rank != place.last:
+            place.channel.put(wires or packed(place.failures.found), place.rank + 1)
+        return stretch, result
+
+    def _compute(self, given: list[Any], incoming: list[Any], stretch: Stretch) -> tuple[Any, Wires | None]:
+        """What the last stage returns; what others send."""
+        place = self.place
+        values: dict[int, Any] = {}
+        with place.computing(self.graph):
+            for number, leaf in enumerate(given):
+                if self.graph and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    values[number] = enter(leaf.detach().clone(), stretch.inputs)
+                else:
+                    values[number] = leaf
+                    stretch.inputs.append(None)
+            crossing = self.program.crossing[place.rank - 1] if place.rank else []
+            for number, value in zip(crossing, incoming, strict=True):
+                values[number] = pytree.tree_map_only(torch.Tensor, lambda t: self._enter(t, stretch), value)
+            self.program.run(place.rank, values, place.around)
+        if place.rank == place.last:
+            result = self.program.result(values)
+            stretch.ends = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            return result, None
+        leaving = [values[number] for number in self.program.crossing[place.rank]]
+        stretch.ends = [t for t in pytree.tree_leaves(leaving) if isinstance(t, torch.Tensor) and t.requires_grad]
+        return None, packed(leaving)
+
+    def _enter(self, tensor: torch.Tensor, stretch: Stretch) -> Any:
+        if tensor.requires_grad and self.graph:
+            return enter(tensor.detach(), stretch.boxes)
+        return tensor.detach()
+
+    def backward(self, stretch: Stretch, grads: list[Any] | None, again: bool) -> None:
+        """`grads`: of what the last stage returned; others are sent theirs. `again`: the graph is kept."""
+        place = self.place
+        if grads is None:
+            grads = place.channel.receive(place.rank + 1, back=True)
+        place.failures.know(grads)
+        wires: Wires | None = None
+        if place.failures.found is None:
+            try:
+                self._backward(stretch, grads, again)
+                wires = packed([box.grad for box in stretch.boxes]) if place.rank else None
+            except Exception as error:  # a hook's, or an autograd function's of the user's
+                place.failures.take(error)
+        if place.rank:
+            place.channel.put(wires or packed(place.failures.found), place.rank - 1, back=True)
+            for box in stretch.boxes:
+                box.grad = None
+
+    def _backward(self, stretch: Stretch, grads: list[Any], again: bool) -> None:
+        pairs = [
+            (end, grad) for end, grad in zip(stretch.ends, grads, strict=True) if grad is not None and end.requires_grad
+        ]
+        boxes = [*stretch.boxes, *(box for box in stretch.inputs if box is not None)]
+        for box in boxes:
+            box.grad = None
+        if pairs:
+            self._differentiate([end for end, _ in pairs], [grad for _, grad in pairs], boxes, again)
+
+    def _differentiate(self, ends: list[Any], grads: list[Any], boxes: list[Box], again: bool) -> None:
+        with self.place.computing(False):
+            if self.place.accumulates():
+                # The function itself: who listens to it counts the loop's calls.
+                given = [torch.ones_like(e) if g is None else g for e, g in zip(ends, grads, strict=True)]
+                intercept.original("torch.autograd.backward")(ends, given, retain_graph=again)
+            elif boxes:
+                torch.autograd.grad(ends, [box.anchor for box in boxes], grads, retain_graph=again, allow_unused=True)

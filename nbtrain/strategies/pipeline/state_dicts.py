@@ -1,0 +1,46 @@
+"""`optimizer.load_state_dict()` in a cell, of optimizers whose parameters are in stages: what is loaded every rank has
+whole, and keeps its own of. All else of it, and a model's, is reading and writing of tensors
+(`strategies/kit/stage_tensors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.pipeline.holding import Holding
+
+
+class Dicts:
+    """Of one component, while a cell runs."""
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+
+    def on(self) -> None:
+        _while.on(self)
+
+    def off(self) -> None:
+        _while.off(self)
+
+
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.optim.Optimizer.load_state_dict", "pipeline", _optimizer_load)
+
+
+_while: While[Dicts] = While(_put)
+_open = _while.owners
+
+
+def _optimizer_load(old: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = old(optimizer, *args, **kwargs)
+        for dicts in _open:
+            dicts.holding.learns(optimizer)
+            dicts.holding.hide_states()
+        return result
+
+    return load_state_dict

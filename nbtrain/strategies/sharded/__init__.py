@@ -1,0 +1,261 @@
+"""`sharded`: FairScale's OSS and ShardedDataParallel behind the plain loop.
+
+OSS says which rank owns which parameter, lays the parameters out in flat buffers and sends them from their owners after
+a step; ShardedDataParallel reduces each gradient to its owner. The user's own optimizer steps a rank's share, and calls
+of the model are not routed: gradients are found where they arrive. Buckets for gradients are off: FairScale's own
+default adds up gradients of several steps, where `optimizer.zero_grad()` sets them to None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from nbtrain.compat import fairscale
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
+from nbtrain.strategies.kit.estimate_kit import estimate, largest_share, ring, step_bytes, trainable
+from nbtrain.strategies.kit.gradient_average import GradSync, Replicated, norms_of, replicas_of
+from nbtrain.strategies.kit.gradient_wire import Wire
+from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.owned_tensors import Owned
+from nbtrain.strategies.kit.row_shards import sum_of_powers
+from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
+from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
+from nbtrain.strategies.sharded.reduce_to_owner import Reducing
+
+
+class Fair(Prepared):
+    """One component. Parameters that FairScale cannot divide are whole on every rank, as under ddp."""
+
+    hooks_see_own_gradients = True
+
+    divides_gradients = True
+
+    def __init__(self, component: Component, kinds: list[list[torch.Tensor]]) -> None:
+        super().__init__(component)
+        oss, parallel = library()
+        self.rank = dist.get_rank()
+        self.oss = [make_oss(oss, parameters) for parameters in kinds]
+        self.parameters = [p for parameters in kinds for p in parameters]
+        self.owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
+        rest = [p for p in component.parameters() if id(p) not in self.owners]
+        self.norms = GradSync([], norms=norms_of(component.modules.values()))
+        self.sync = GradSync(rest)
+        for p in self.parameters:
+            p.grad = None
+        self.reducing = Reducing(
+            make_parallel(parallel, self.parameters, self.oss), self.parameters, self.owners, self.norms
+        )
+        self.state = SharedOut("sharded", lambda p: self.owners.get(id(p)))
+        self.steps = ShareSteps(self.state, self._send, lambda optimizer: self.reducing.catch_up(held_by(optimizer)))
+        self.entered = False
+        for optimizer in self._divided():
+            self.state.cut(optimizer)
+        self.notes.append(OLD)
+
+    def _divided(self) -> list[Optimizer]:
+        return [one for one in self.component.optimizers.values() if not isinstance(one, LBFGS)]
+
+    # -- a cell --------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        if not self.entered:
+            self.entered = True
+            self.steps.enter(self._divided())
+
+    def leave(self) -> None:
+        self.pause()
+        self.reducing.leave()
+
+    def pause(self) -> None:
+        self.entered = False
+        self.steps.leave()
+
+    def reset(self) -> None:
+        self.steps.restore()
+        self.sync.reset()
+        self.reducing.forget()
+
+    @contextmanager
+    def backward(self) -> Iterator[float]:
+        self.steps.restore()
+        self.sync.begin()
+        with self.reducing.backward():
+            yield 1.0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.sync.no_sync())
+            before, self.reducing.on = self.reducing.on, False
+            self.reducing.held_back = True
+            try:
+                yield
+            finally:
+                self.reducing.on = before
+
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        held = list(parameters)
+        super().rescale(held, factor)
+        self.reducing.rescale(held, factor)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
+    @torch.no_grad()
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        parameters = list(parameters)
+        self.sync.catch_up(parameters)
+        self.reducing.catch_up(parameters)
+        if any(isinstance(p.grad, Elsewhere) for p in parameters):
+            raise NotSupported(
+                "clip_grad_value_: under sharded a rank has the gradients of its share only: write clip_grad_norm_, or "
+                "take --strategy zero1"
+            )
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        self.steps.restore()
+        held = list({id(p): p for p in parameters}.values())
+        self.sync.catch_up(held)
+        self.reducing.catch_up(held)
+        if not any(id(p) in self.owners for p in held):
+            return None
+        mine = [p.grad for p in held if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
+        total = sum_of_powers([g for g in mine if g is not None], norm_type).to(held[0].device)
+        largest = norm_type == float("inf")
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        norm = total if largest else total ** (1 / norm_type)
+        share = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in held:
+            if p.grad is not None and not isinstance(p.grad, Elsewhere):
+                p.grad.mul_(share.to(p.grad.device, p.grad.dtype))
+        return norm
+
+    def _send(self, optimizer: Optimizer) -> None:
+        mine = set(map(id, held_by(optimizer)))
+        for one in self.oss:
+            if any(id(p) in mine for p in fairscale.owners(one)):
+                fairscale.send(one)
+        together = [memory for one in self.oss for memory in fairscale.memory(one)]
+        for p in held_by(optimizer):
+            owner = self.owners.get(id(p))
+            if owner is not None and not self._sent_with_others(p, together):
+                flat = p.detach().contiguous().view(-1)
+                dist.broadcast(as_bytes(flat), owner)
+                p.data.copy_(flat.view(p.shape))
+
+    def _sent_with_others(self, p: torch.Tensor, together: list[tuple[int, int]]) -> bool:
+        """FairScale sends what can be trained, from where it has put it: not what a cell has given other memory
+        (`p.data = tensor`), nor a frozen parameter that was stepped all the same."""
+        if not p.requires_grad:
+            return p.grad is None
+        at = p.data_ptr()
+        return any(start <= at < stop for start, stop in together)
+
+    # -- between cells -------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        for p in self.parameters:  # they share their memory, which is nobody's business but FairScale's
+            yield p, Owned(lambda p=p: p, True, self.owners[id(p)] == self.rank)  # type: ignore[misc]
+        yield from self.state.pieces(self._divided())
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return replicas_of(self.component)
+
+    def grow(self, component: Component) -> bool:
+        held = [p for optimizer in component.optimizers.values() for p in held_by(optimizer)]
+        before = {id(optimizer) for optimizer in self.component.optimizers.values()}
+        new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in before]
+        if any(id(p) not in self.owners for p in held) or any(isinstance(one, LBFGS) for one in new):
+            return False
+        self.component = component
+        for optimizer in new:
+            self.state.cut(optimizer)
+        return True
+
+    def close(self) -> None:
+        self.state.make_whole(self._divided())
+        self.drop()
+
+    def drop(self) -> None:
+        self.leave()
+        self.sync.close()
+        self.norms.close()
+        self.reducing.close()
+        for p in self.parameters:
+            p.data = p.data.clone()
+        self.parameters, self.oss = [], []
+
+
+def divisible(component: Component) -> list[list[torch.Tensor]]:
+    """What each optimizer steps, by dtype: but for what has sparse gradients, and what an LBFGS works on as one
+    vector."""
+    seen = {
+        id(part.weight)
+        for module in component.modules.values()
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    for optimizer in component.optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            seen |= set(map(id, held_by(optimizer)))
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for number, optimizer in enumerate(component.optimizers.values()):
+        for p in held_by(optimizer):
+            if id(p) not in seen:
+                seen.add(id(p))
+                kinds.setdefault((number, p.dtype), []).append(p)
+    return list(kinds.values())
+
+
+def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
+    """As OSS deals them out: in their order, each to whom has least."""
+    load = [0] * ranks
+    found = []
+    for weight in weights:
+        found.append(load.index(min(load)))
+        load[found[-1]] += weight.numel
+    return found
+
+
+class Sharded(Strategy):
+    """Data parallel training of whole models, with gradients and the optimizer's state divided among the ranks."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options:
+        pass
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        if world.ranks == 1:
+            return estimate(profile, world)
+        weights = trainable(profile)
+        owners = _owners(weights, world.ranks)
+        state = largest_share(weights, owners, lambda weight: weight.state)
+        mine = largest_share(weights, owners, lambda weight: weight.bytes)
+        return estimate(
+            profile,
+            world,
+            gradients=mine,  # the others' are let go of as they arrive there, which may be at the end of the backward
+            optimizer=state,
+            step=step_bytes(profile, world, mine / max(1, profile.gradients)),
+            sent=2 * ring(profile.gradients, world.ranks),
+        )
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        kinds = divisible(component)
+        if kinds:
+            return Fair(component, kinds)
+        whole = Replicated(component, 25, Wire())
+        if component.optimizers:
+            whole.notes.append("there is nothing that sharded can divide: it is trained as under ddp")
+        return whole

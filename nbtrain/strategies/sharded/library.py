@@ -1,0 +1,56 @@
+"""FairScale itself: imported quietly, and given what it wants. It is at its last release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.compat import fairscale, modules
+from nbtrain.errors import UsageError
+from nbtrain.intercept import without
+
+OLD = (
+    "FairScale is no longer developed (its last release, 0.4.13, is of 2022); `-s fsdp --sharding SHARD_GRAD_OP` and "
+    "`-s deepspeed_stage_2` divide the same"
+)
+
+
+def library() -> tuple[Any, Any]:
+    """(OSS, ShardedDataParallel)"""
+    try:
+        return fairscale.classes()
+    except ImportError as error:
+        raise UsageError(
+            f"the strategy sharded needs FairScale, which cannot be imported here ({error}): pip install "
+            f"--no-build-isolation fairscale==0.4.13. {OLD}"
+        ) from error
+
+
+class Never(Optimizer):
+    """OSS wants an optimizer to step its share: here the user's own does that."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("never called")
+
+
+def make_oss(oss: Any, parameters: list[torch.Tensor]) -> Any:
+    """Whoever watches for new optimizers (training/setup/in_cell_models.py) is not to take it for one of the user's."""
+    with without("torch.optim.Optimizer.__init__", "torch.optim.Optimizer.add_param_group"), fairscale.quiet():
+        return oss(parameters, optim=Never)
+
+
+def make_parallel(parallel: Any, parameters: list[torch.Tensor], oss: list[Any]) -> Any:
+    """Around a module that has nothing but these: it is never called, and the user's modules are not touched."""
+    holder = nn.Module()
+    modules.parameters(holder).update({str(number): p for number, p in enumerate(parameters)})
+    with fairscale.quiet():
+        return parallel(
+            holder, oss, broadcast_buffers=False, sync_models_at_startup=False, reduce_buffer_size=0,
+            auto_refresh_trainable=False, warn_on_trainable_params_changed=False,
+        )  # fmt: skip

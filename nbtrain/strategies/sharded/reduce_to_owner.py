@@ -1,0 +1,201 @@
+"""Gradients to their owners, by FairScale's own reductions, in a fixed order and for each backward.
+
+FairScale counts on a forward of its wrapper before every backward, on gradients that arrive in the same order on all
+ranks, and on a parameter being used by all of them or by none; and it divides once more what it has averaged already,
+if a loop adds up over several backwards. None of this is said when it goes wrong. So its hooks are taken off, and its
+reductions are called from here: those of all parameters, one after the other, while the backward goes on as far as
+gradients are there. What nobody has used keeps the gradient that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat import engine, fairscale, tensors
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradSync
+from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
+
+REDUCED = "nbtrain_reduced"
+"""The attribute of a gradient that is averaged, and here: it goes with it."""
+
+
+class Reducing:
+    """Of one ShardedDataParallel."""
+
+    def __init__(self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: GradSync) -> None:
+        self.parallel, self.parameters, self.owners, self.norms = parallel, parameters, owners, norms
+        self.rank = dist.get_rank()
+        self.on = True
+        self.held: dict[int, torch.Tensor] = {}
+        """gradients that are averaged, of backwards before the one under way"""
+        self.pending: set[int] = set()
+        """arrived while `on` was not"""
+        self.held_back = False
+        """a backward while `on` was not has been since the last that was communicated"""
+        self.order: list[torch.Tensor] = []
+        self.late: list[torch.Tensor] = []
+        """frozen while their gradients were held back: FairScale does not send them any more"""
+        self._handles: list[Any] = []
+        self.build()
+
+    def build(self) -> None:
+        """Again when something was frozen or thawed. Not collective."""
+        self.requires = [p.requires_grad for p in self.parameters]
+        for handle in self._handles:
+            handle.remove()
+        sent = {id(p) for p in (*self.order, *self.late)} if self.held_back else set()
+        self.late = [p for p in self.parameters if id(p) in sent and not p.requires_grad]
+        self.order = [p for p in reversed(self.parameters) if p.requires_grad]  # about the order of arrival
+        self.reduce = fairscale.refresh(self.parallel)
+        for p in self.order:
+            if tensors.hook_table(p, tensors.ACCUMULATED_HOOKS):
+                raise NotSupported(TOO_EARLY)
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.order]
+        self.forget()
+
+    def forget(self) -> None:
+        self.got: set[int] = set()
+        self.sent = 0
+        self.armed = False
+        fairscale.forget(self.parallel)
+
+    # -- around a backward ---------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """What is averaged is set aside, and added when the new gradients are whole, too, and no longer scaled."""
+        if self.armed:  # inside of another one: layers that are recomputed
+            yield
+            return
+        if [p.requires_grad for p in self.parameters] != self.requires:
+            self.build()
+        self.before: set[int] = set()
+        for p in self.parameters:
+            grad = p.grad
+            if isinstance(grad, Elsewhere):
+                self.before.add(id(p))
+                p.grad = None
+            elif grad is not None and hasattr(grad, REDUCED):
+                old = self.held.get(id(p))
+                self.held[id(p)] = grad if old is None else grad.add_(old)
+                p.grad = None
+        self.used: set[int] = set()
+        try:
+            yield
+        finally:
+            self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        for p in self.parameters:
+            key = id(p)
+            mine = self.owners[key] == self.rank
+            if p.grad is not None and key not in self.used:  # this rank's own, to be added up further
+                continue
+            old = self.held.pop(key, None)
+            if mine and key in self.used and p.grad is not None:
+                if old is not None:
+                    p.grad.add_(old)
+                setattr(p.grad, REDUCED, True)
+            elif mine and old is not None and p.grad is None:
+                p.grad = old
+            elif not mine and p.grad is None and (key in self.used or key in self.before):
+                p.grad = Elsewhere.of(p)
+
+    def _arrived(self, p: torch.Tensor) -> None:
+        if p.grad is not None and p.grad.is_sparse:
+            raise NotSupported("a sparse gradient cannot be reduced by FairScale: --strategy zero1 or ddp takes it")
+        if not self.on:
+            self.pending.add(id(p))
+            return
+        if not self.armed:
+            self.armed = True
+            fairscale.begin(self.parallel)
+            engine.after_backward(self._finish)
+        self.got.add(id(p))
+        while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:
+            self._send()
+
+    def _send(self) -> None:
+        p = self.order[self.sent]
+        self.sent += 1
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        self.reduce[id(p)]()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        try:
+            used = self.got | self.pending
+            order = [*self.order, *self.late]
+            marks = torch.tensor([float(id(p) in used) for p in order], device=order[0].device)
+            while self.sent < len(self.order):
+                self._send()
+            work = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
+            statistics = self.norms.launch_statistics()
+            fairscale.finish(self.parallel)
+            for p in self.late:
+                self._reduce(p, torch.zeros_like(p) if p.grad is None else p.grad)
+            work.wait()
+            for p, mark in zip(order, marks.tolist(), strict=True):
+                if mark:
+                    self.used.add(id(p))
+                else:  # as if it had never been sent
+                    p.grad = None
+            for kept, flat, sent in statistics:
+                sent.wait()
+                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
+                    if norm.training:
+                        buffer.copy_(mean.view_as(buffer))
+            self.pending.clear()
+            self.held_back, self.late = False, []
+        finally:
+            self.forget()
+
+    # -- before a step -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Gradients that came another way: `torch.autograd.grad`, assigned by hand on every rank."""
+        for p in parameters:
+            grad, key = p.grad, id(p)
+            if key not in self.owners or grad is None or isinstance(grad, Elsewhere) or hasattr(grad, REDUCED):
+                continue
+            self._reduce(p, grad)
+            if p.grad is not None:
+                setattr(p.grad, REDUCED, True)
+                if (old := self.held.pop(key, None)) is not None:
+                    p.grad.add_(old)
+            else:
+                p.grad = Elsewhere.of(p)
+
+    def _reduce(self, p: torch.Tensor, grad: torch.Tensor) -> None:
+        """One gradient by itself: its owner has the average, the others None."""
+        sent = grad.detach().clone(memory_format=torch.contiguous_format).div_(dist.get_world_size())
+        dist.reduce(sent, self.owners[id(p)])
+        p.grad = torch.empty_like(p).copy_(sent) if self.owners[id(p)] == self.rank else None
+
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """While a backward begins: what is set aside counts so much."""
+        for p in parameters:
+            if (old := self.held.get(id(p))) is not None:
+                old.mul_(factor)
+
+    def leave(self) -> None:
+        """Nothing of ours is hung on parameters between cells."""
+        for p in self.parameters:
+            if isinstance(p.grad, Elsewhere):
+                p.grad = None
+        self.held.clear()
+        self.forget()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

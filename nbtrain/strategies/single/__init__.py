@@ -1,0 +1,14 @@
+"""`single`: one process, one device. Components are moved to the device; nothing else is needed."""
+
+from __future__ import annotations
+
+from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.kit.estimate_kit import estimate
+
+
+class Single(Strategy):
+    """One rank, which sees every batch (`share` of one rank is all there is)."""
+
+    def estimate(self, profile: Profile, world: World) -> Estimate:
+        return estimate(profile, world)

@@ -1,0 +1,282 @@
+"""Where torch runs a backward, clips or steps on a rank: what the strategy, accumulation and loss scaling do there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners
+from nbtrain.specs import RankInfo
+from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.kit.call_arguments import kept, listed
+from nbtrain.training.data.same_work import SameWork
+from nbtrain.training.gradients.by_autograd_grad import OwnGradients
+from nbtrain.training.gradients.summed_losses import Summed
+from nbtrain.training.loop import phases
+from nbtrain.training.loop.accumulation import Accumulation
+from nbtrain.training.loop.learning_rate import ScaledRate
+from nbtrain.training.loop.phases import PhaseTimer
+from nbtrain.training.loop.shared_board import BACKWARD, STEP
+from nbtrain.training.loop.step_record import StepRecord
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.precision.loss_scaling import Scaling
+from nbtrain.training.ranks import collectives
+from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.setup.components import Workshop
+
+
+class Wrapped:
+    """These functions of torch on one rank. `listen` once; `begin` and `end` around a cell."""
+
+    def __init__(
+        self,
+        info: RankInfo,
+        strategy: Strategy,
+        workshop: Workshop,
+        steps: Steps,
+        phases: PhaseTimer,
+        randomness: Randomness,
+        scaling: Scaling | None,
+    ) -> None:
+        self.info = info
+        self.strategy = strategy
+        self.workshop = workshop
+        self.steps = steps
+        self.phases = phases
+        self.randomness = randomness
+        self.scaling = scaling
+        self.accumulation: Accumulation | None = None
+        self.record: StepRecord | None = None
+        self.same_work = SameWork()
+        self.rate = ScaledRate()
+        self.summed = Summed()
+        self.own = OwnGradients(workshop)
+        self.running = False
+        self._in_backward = False
+        self._in_step = False
+        """a strategy may reduce gradients there, and not in the backward"""
+
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.autograd.backward", "step", self._backward)
+        listeners.listen("torch.autograd.grad", "step", self._grad)
+        for name in ("func", "nn.utils.stateless"):
+            listeners.listen(f"torch.{name}.functional_call", "step", self.own.called)
+        listeners.listen("torch.nn.utils.clip_grad_norm_", "step", self._clip_norm)
+        listeners.listen("torch.nn.utils.clip_grad_value_", "step", self._clip_value)
+        listeners.listen("torch.amp.GradScaler.scale", "step", self._scaler_scale)
+        listeners.listen("torch.amp.GradScaler.step", "step", self._scaler_step)
+        listeners.hook(register_optimizer_step_pre_hook(self._before_step))
+        listeners.hook(register_optimizer_step_post_hook(self._after_step))
+
+    def begin(self, accumulation: Accumulation | None) -> None:
+        self.running, self.accumulation = True, accumulation
+
+    def end(self) -> None:
+        self.running = self._in_backward = self._in_step = False
+        self.accumulation = self.record = None
+        self.rate.end()
+        self.own.end()
+
+    @property
+    def within(self) -> int:
+        """BACKWARD, STEP or 0: what the rank is in the middle of."""
+        return BACKWARD if self._in_backward else STEP if self._in_step else 0
+
+    def reset(self) -> None:
+        """A backward, or what followed it, was cut short."""
+        for prepared in self.workshop.prepared:
+            prepared.reset()
+
+    def _shapes(self) -> set[torch.Size]:
+        return {p.shape for prepared in self.workshop.prepared for p in prepared.component.parameters()}
+
+    # --- what torch calls ------------------------------------------------------------------------
+
+    def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
+                return old(tensors, grad_tensors, *args, **kwargs)
+            self.randomness.apart()
+            self.steps.backward()
+            if self.summed.looks and self.steps.batch:
+                self.summed.look(tensors, self.steps.batch, self._shapes(), grad_tensors, self.steps.batches)
+            if self.record is not None:
+                self.record.loss(tensors)
+            if self.same_work.on:
+                self.same_work.backward(tensors)
+            self._in_backward, self._in_step = True, False  # a step before may have failed
+            self.phases.mark(phases.BACKWARD)
+            run = old if self.scaling is None else self.scaling.backward(old)
+            try:
+                with ExitStack() as around:
+                    # One loss may go through several models; what it counts is the same for all of a strategy's.
+                    shares = [around.enter_context(prepared.backward()) for prepared in self.workshop.prepared]
+                    share = next((one for one in shares if one != 1.0), 1.0)
+                    if self.accumulation is not None:
+                        share *= around.enter_context(self.accumulation.backward())
+                    if share != 1.0:
+                        grad_tensors = _scaled(tensors, grad_tensors, share)
+                    return run(tensors, grad_tensors, *args, **kwargs)
+            except BaseException:
+                self.reset()
+                raise
+            finally:
+                self._in_backward = False
+                self.phases.mark(phases.UNDECIDED)
+
+        return backward
+
+    def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.running or self._in_backward:
+                return old(outputs, inputs, *args, **kwargs)
+            inputs = kept(inputs)
+            found = old(outputs, inputs, *args, **kwargs)
+            held = listed(inputs)
+            for prepared in self.workshop.prepared:
+                prepared.differentiated(held)
+            self.own.asked(held, listed(found), bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False)))
+            return found
+
+        return grad
+
+    def _clip_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            if not self.running:
+                return old(parameters, max_norm, norm_type, *args, **kwargs)
+            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if self.accumulation is not None and not self.accumulation.due:
+                max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
+            if self.own.open:
+                self.own.settle()
+            for prepared in self.workshop.prepared:
+                norm = prepared.clip(held, max_norm, norm_type)
+                if norm is not None:
+                    return norm
+            return old(held, max_norm, norm_type, *args, **kwargs)
+
+        return clip
+
+    def _clip_value(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.running and self.accumulation is not None and not self.accumulation.due:
+                return None
+            if self.running:
+                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                if self.own.open:
+                    self.own.settle()
+                for prepared in self.workshop.prepared:
+                    prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
+            return old(parameters, *args, **kwargs)
+
+        return clip
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self.running:
+            return None
+        if self._in_backward:  # in a hook, as soon as a gradient is there
+            self.phases.resume(phases.OPTIMIZER)
+        else:
+            self.phases.mark(phases.OPTIMIZER)
+        if self.rate.factor != 1:
+            self.rate.before_step(optimizer)
+        if self.own.open:
+            self.own.settle()
+        several = self.info.world_size > 1 and not self.strategy.hands_off
+        if several:
+            self.workshop.guard(optimizer)
+        if self.accumulation is not None:
+            self.accumulation.check(optimizer)
+        found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
+        if several and (common := _with_closure(*(found or (args, kwargs)), _common)) is not None:
+            found = common
+        if (told := _with_closure(*(found or (args, kwargs)), self._told)) is not None:
+            found = told
+        self._in_step = several
+        return found
+
+    def _told(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that says when it begins and ends."""
+
+        def told() -> Any:
+            self.phases.mark(phases.FORWARD)
+            try:
+                return closure()
+            finally:
+                self.phases.mark(phases.OPTIMIZER)
+
+        return told
+
+    def _scaler_scale(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.running and self.strategy.own_precision and scaler.is_enabled():
+                raise NotSupported(
+                    f"a GradScaler of your own cannot see the gradients under {type(self.strategy).__name__}, which "
+                    "scales losses by itself: leave the scaler out and write --precision 16-mixed, or take "
+                    "--strategy ddp"
+                )
+            return old(scaler, *args, **kwargs)
+
+        return scale
+
+    def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.steps.calls
+            result = old(scaler, optimizer, *args, **kwargs)
+            if self.running and self.steps.calls == before:
+                self.steps.passed_over(optimizer)
+            return result
+
+        return step
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.running:
+            return
+        self._in_step = False
+        if self.rate.factor != 1:
+            self.rate.after_step(optimizer)
+        if self._in_backward:
+            self.phases.resume(phases.BACKWARD)
+        else:
+            self.phases.mark(phases.UNDECIDED)
+        if self.scaling is not None and self.scaling.after_step(optimizer):
+            self.steps.passed_over(optimizer)
+        else:
+            self.steps.stepped(optimizer)
+
+
+def _with_closure(args: Any, kwargs: Any, make: Callable[[Any], Any]) -> tuple[Any, Any] | None:
+    """The arguments of `step` with what `make` makes of the closure, if there is one."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    made = make(closure)
+    return ((args[0], made, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": made})
+
+
+def _common(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """It returns the mean of the ranks' losses. LBFGS decides by the loss when it has searched enough: by losses of
+    their own the ranks would part, and wait for each other for ever."""
+
+    def common() -> Any:
+        loss = closure()
+        return collectives.reduce(loss) if isinstance(loss, (torch.Tensor, float)) else loss
+
+    return common
+
+
+def _scaled(tensors: Any, grads: Any, share: float) -> Any:
+    """The gradients a backward starts from, times `share`."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = [grads] * len(roots) if grads is None or isinstance(grads, torch.Tensor) else list(grads)
+    if any(grad is None and root.numel() != 1 for root, grad in zip(roots, given, strict=False)):
+        return grads  # torch says what is wrong
+    return [
+        torch.full_like(root, share) if grad is None else grad * share for root, grad in zip(roots, given, strict=False)
+    ]

@@ -1,0 +1,135 @@
+"""`save` and `load` wherever they are called: in a cell on a rank, or in the notebook as in any program.
+
+`resumable`: a loop that goes on where it was when the checkpoint was made.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nbtrain.compat import python
+from nbtrain.errors import UsageError
+from nbtrain.training.checkpoints.save_and_load import Checkpoints
+
+KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "scheduler"))
+_running: Checkpoints | None = None
+"""of the cell that runs in this process"""
+_plain: Checkpoints | None = None
+_resume: tuple[str, bytes] | None = None
+
+
+def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
+    """Write a checkpoint: a folder from which any strategy on any number of ranks goes on.
+
+    `save("best")` in a cell saves all models, optimizers and schedulers that it uses; `save("best", model)` and
+    `save("best", model=model, optimizer=optimizer)` save these. With `full=True` the weights are one safetensors file,
+    which plain PyTorch loads. In a cell every rank has to call it, and the training goes on while it is written.
+    """
+    one = current()
+    one.save(path, _given(one, objects, named, python.caller().f_globals), full)
+    if one is not _running:
+        one.finish()
+
+
+def load(path: Any, *objects: Any, **named: Any) -> None:
+    """Bring back what `save` wrote, into the objects that are there, in place.
+
+    `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, a folder of DeepSpeed's
+    or of torch.distributed.checkpoint, or a .ckpt of Lightning's.
+    Where an optimizer is among what is loaded, random streams, step count and `resumable` loops go on, too. If the
+    checkpoint is of another model, nothing is changed.
+    """
+    global _resume
+    one = current()
+    one.load(path, _given(one, objects, named, python.caller().f_globals))
+    if one is not _running:
+        pending = one.positions.pending
+        _resume = (uuid.uuid4().hex, pickle.dumps(pending)) if pending else None
+
+
+def current() -> Checkpoints:
+    global _plain
+    if _running is not None:
+        return _running
+    if _plain is None:
+        _plain = Checkpoints()
+    return _plain
+
+
+def enter(checkpoints: Checkpoints | None) -> None:
+    """A cell begins (or ends: None) to run in this process."""
+    global _running
+    _running = checkpoints
+
+
+def resume() -> tuple[str, bytes] | None:
+    """Where the loops of the next cell are to go on, when the notebook has loaded a checkpoint: for its ranks."""
+    return _resume
+
+
+def _given(
+    one: Checkpoints, objects: Iterable[Any], named: Mapping[str, Any], names: Mapping[str, Any]
+) -> dict[str, Any]:
+    """By name: the cell's, else that of the caller's global variable, else by kind."""
+    if one is not _running and not objects and not named:
+        raise UsageError(
+            "in the notebook, say what: nbtrain.save(path, model=model, optimizer=optimizer). In a %%distributed cell "
+            "save(path) takes what the cell uses"
+        )
+    for item in (*objects, *named.values()):
+        if not isinstance(item, tuple(kind for kind, _ in KINDS)):
+            raise UsageError(
+                f"a checkpoint holds models, optimizers and schedulers, not {type(item).__name__}; for anything else "
+                "there is torch.save"
+            )
+    if not objects and not named:
+        found: dict[str, Any] = {}
+        for name, item in one.in_use().items():
+            _add(found, item, name if "#" not in name else _called(item, names) or name)
+        return found
+    found = dict(named)
+    known = {id(item): name for name, item in one.objects.items() if "#" not in name}
+    for item in objects:
+        kind = next(word for kind, word in KINDS if isinstance(item, kind))
+        _add(found, item, known.get(id(item)) or _called(item, names) or kind)
+    return found
+
+
+def _called(item: Any, names: Mapping[str, Any]) -> str | None:
+    return next((name for name, value in names.items() if value is item and not name.startswith("_")), None)
+
+
+def _add(found: dict[str, Any], item: Any, name: str) -> None:
+    free, number = name, 2
+    while free in found:
+        free, number = f"{name}-{number}", number + 1
+    found[free] = item
+
+
+T = TypeVar("T")
+
+
+class resumable(Generic[T]):
+    """`for epoch in resumable(range(10)):` begins, after `load`, with the epoch that was under way, and in there the
+    loaders pass over the batches that were seen. A loader by itself can be given, too: `for x, y in resumable(loader)`.
+
+    Without a `load` before it, it is a loop like any other. Write `save` last in the loop's body: what comes after it
+    would be left out.
+    """
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        found: Iterator[Any] = current().positions.loop(self.items)
+        return found

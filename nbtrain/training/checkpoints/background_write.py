@@ -1,0 +1,225 @@
+"""Writes a checkpoint in a thread while the training goes on.
+
+The ranks do not talk while they write: each puts a note into the folder when it has finished, or failed, and rank 0
+waits for the notes, puts the folder together and moves it to its place. So a checkpoint needs no collective of its own
+in the middle of the training's.
+
+What a rank owes is a file that was there before it could fail: one that gives up takes it away, for which a full disk
+has room, too. Rank 0 waits for nobody who owes nothing any more, whose process is gone, who has left the cell without
+having begun, or of whom, on another machine, nothing is seen for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbtrain.errors import NbtrainError
+from nbtrain.training.checkpoints import folder
+from nbtrain.training.checkpoints import full_format as full
+from nbtrain.training.checkpoints import ownership as owning
+from nbtrain.training.checkpoints import sharded_format as sharded
+from nbtrain.training.checkpoints.rank_parts import Described, RankPart
+from nbtrain.training.ranks.disk_full import room_told
+
+PAUSE = 0.01
+LOOK = 0.1
+"""Seconds between looks at what ranks of other machines do: their folder is far away."""
+GRACE = 10.0
+"""Seconds after the cell's end in which it shows on every machine that a rank has begun to write."""
+SILENCE = 900.0
+"""Seconds without any change to the folder, after which a rank of another machine is not waited for."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What one rank does for one checkpoint."""
+
+    place: Path
+    made: Path
+    """where it is written before it is moved"""
+    rank: int
+    parts: Sequence[RankPart]
+    described: Mapping[str, Described]
+    said: Mapping[str, Any]
+    """for the marker"""
+    laid: full.FileLayout | None = None
+    """None: sharded"""
+    peers: Mapping[int, int | None] = field(default_factory=dict)
+    """rank → process, where it is one of this machine's"""
+    keep: int | None = None
+    """of the folder's checkpoints, when it was made at an interval"""
+    cell_over: threading.Event = field(default_factory=threading.Event)
+    """no rank is on its way to writing any more"""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.data.nbytes for part in self.parts)
+
+
+class Writing:
+    """One at a time: `start`, then `finish` before the next and at the end."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._job: Job | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def left_behind(self) -> bool:
+        """What is under way is a checkpoint of an earlier cell."""
+        return self._job is not None and self._job.cell_over.is_set()
+
+    def leave_behind(self) -> None:
+        """Another cell begins, and all ranks have left the one before."""
+        if self._job is not None:
+            self._job.cell_over.set()
+
+    def start(self, job: Job) -> None:
+        assert self._thread is None
+        self._job, self._error = job, None
+        self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self, waiting: Callable[[str], None] = lambda line: None) -> NbtrainError | None:
+        """Wait for it; what went wrong. `waiting` is told when that takes longer than two seconds."""
+        thread, job = self._thread, self._job
+        if thread is None or job is None:
+            return None
+        wait, began = 2.0, time.monotonic()
+        while True:
+            thread.join(wait)
+            if not thread.is_alive():
+                break
+            waiting(
+                f"writing checkpoint {job.place.name} ({job.nbytes / 2**20:,.0f} MB from this rank): "
+                f"{time.monotonic() - began:.0f} s"
+            )
+            wait = 5.0
+        error, self._error = self._error, None
+        self._thread = self._job = None
+        if error is None:
+            return None
+        if isinstance(error, NbtrainError):
+            return error
+        made = NbtrainError(f"the checkpoint {job.place} could not be written: {type(error).__name__}: {error}")
+        made.__cause__ = error
+        return made
+
+    def _run(self, job: Job) -> None:
+        try:
+            _write(job)
+        except BaseException as error:
+            self._error = error
+        finally:
+            job.parts = ()  # as large as what is trained; the next cell may be long in coming
+
+
+def _write(job: Job) -> None:
+    try:
+        if job.rank:
+            os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
+        with room_told(str(job.place)):
+            if job.laid is None:
+                results = sharded.write(job.made, job.rank, job.parts, job.described)
+            else:
+                results = []
+                full.write(job.made, job.parts, job.laid, job.rank == 0)
+        if job.rank:
+            _note(job.made, f"written-{job.rank}", results)
+            return
+        every = [results, *(_wait_for(job, rank) for rank in sorted(job.peers))]
+        if job.laid is None:
+            sharded.conclude(job.made, every, job.described)
+        for rank in job.peers:
+            _path(job.made, f"written-{rank}").unlink()
+            _path(job.made, f"owed-{rank}").unlink()
+        folder.mark(job.made, job.said)
+        folder.move(job.made, job.place)
+    except BaseException as error:
+        if job.rank and not job.made.exists():  # rank 0 has given it up, and says why
+            return
+        give_up(job.made, job.rank, error)
+        raise
+    if job.keep is not None:
+        folder.prune(job.place.parent, job.keep, lambda said: owning.same(job.said["trains"], said))
+
+
+def owe(made: Path, ranks: Iterable[int]) -> None:
+    """These are to write into it."""
+    for rank in ranks:
+        _path(made, f"owed-{rank}").touch()
+
+
+def give_up(made: Path, rank: int, error: BaseException) -> None:
+    """This rank writes nothing, and the others are not to wait for it."""
+    if rank == 0:
+        folder.remove(made)
+        return
+    with contextlib.suppress(OSError):
+        _note(made, f"failed-{rank}", f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):
+        _path(made, f"owed-{rank}").unlink()
+
+
+def _wait_for(job: Job, rank: int) -> Any:
+    """What this rank says that it has written."""
+    written, failed, owed = (_path(job.made, f"{what}-{rank}") for what in ("written", "failed", "owed"))
+    process = job.peers[rank]
+    began = moved = time.monotonic()
+    seen: Any = None
+    while True:
+        now = time.monotonic()
+        if not job.cell_over.is_set() or _has_begun(owed):
+            began = now
+        if process is not None or (found := _seen(job.made)) != seen:
+            moved, seen = now, None if process is not None else found
+        gone = process is not None and not folder.alive(process)  # asked first: it may write in between
+        given_up = not owed.exists()
+        if written.exists():
+            return pickle.loads(written.read_bytes())
+        if failed.exists():
+            raise NbtrainError(
+                f"the checkpoint {job.place} could not be written: rank {rank}: {pickle.loads(failed.read_bytes())}"
+            )
+        if gone or given_up or now - began > GRACE:
+            raise NbtrainError(f"the checkpoint {job.place} was given up: rank {rank} ended before it had written")
+        if now - moved > SILENCE:
+            raise NbtrainError(
+                f"the checkpoint {job.place} was given up: rank {rank} has written nothing for {SILENCE:.0f} s"
+            )
+        time.sleep(PAUSE if process is not None else LOOK)
+
+
+def _has_begun(owed: Path) -> bool:
+    try:
+        return owed.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _seen(made: Path) -> Any:
+    """Changes with whatever is written there."""
+    try:
+        with os.scandir(made) as found:
+            return {(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found}
+    except OSError:  # one is renamed
+        return None
+
+
+def _note(made: Path, name: str, content: Any) -> None:
+    path = _path(made, name)
+    with open(path.with_suffix(".tmp"), "wb") as out:
+        pickle.dump(content, out)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _path(made: Path, name: str) -> Path:
+    return made / f".{name}"

@@ -1,0 +1,177 @@
+"""The format for giving away: safetensors, from which plain PyTorch loads the weights.
+
+    model.safetensors       the weights under the keys of the model's own state dict
+    training.safetensors    everything else that going on needs
+
+The layout is simple enough (a JSON header, then the bytes one after another) for each rank to write what it keeps at
+its place in the files: nobody puts the model together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbtrain.errors import NotSupported
+from nbtrain.training.checkpoints.folder import synchronise
+from nbtrain.training.checkpoints.rank_parts import Described, RankPart
+
+TRAINING = "training.safetensors"
+SUFFIX = ".safetensors"
+WORDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+DTYPES = {word: dtype for dtype, word in WORDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BytePlace:
+    """Where a tensor is: its first byte."""
+
+    file: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Header and size of each file, and where each key goes; tied weights go to several places."""
+
+    headers: Mapping[str, bytes]
+    sizes: Mapping[str, int]
+    places: Mapping[str, Sequence[BytePlace]]
+
+
+def file_names(modules: Iterable[str]) -> dict[str, str]:
+    """Of each model's weights."""
+    names = list(modules)
+    if len(names) == 1:
+        return {names[0]: f"model{SUFFIX}"}
+    found: dict[str, str] = {}
+    for name in names:
+        stem = re.sub(r"[^\w.-]", "_", name).strip(".") or "model"
+        taken = {TRAINING, *found.values()}
+        found[name] = next(
+            file for i in range(1, len(names) + 3) if (file := f"{stem}{f'-{i}' if i > 1 else ''}{SUFFIX}") not in taken
+        )
+    return found
+
+
+def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> FileLayout:
+    files = file_names(tree["modules"])
+    contents: dict[str, dict[str, str]] = {}  # file → name in it → key
+    weights = set()
+    for name, module in tree["modules"].items():
+        contents[files[name]] = dict(module["tensors"])
+        weights |= set(module["tensors"].values())
+    contents[TRAINING] = {key: key for key in described if key not in weights}
+    headers: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
+    places: dict[str, list[BytePlace]] = {key: [] for key in described}
+    for file, held in contents.items():
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        order = sorted(held, key=lambda name: -described[held[name]].dtype.itemsize)  # so that all are aligned
+        for name in order:
+            one = described[held[name]]
+            if one.dtype not in WORDS:
+                raise NotSupported(
+                    f"full=True: {name} is {str(one.dtype).removeprefix('torch.')}, which safetensors does not know. "
+                    "Save without full=True"
+                )
+            places[held[name]].append(BytePlace(file, at))
+            header[name] = {
+                "dtype": WORDS[one.dtype],
+                "shape": list(one.shape),
+                "data_offsets": [at, at + one.nbytes],
+            }
+            at += one.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+        sizes[file] = len(headers[file]) + at
+    moved = {
+        key: [BytePlace(one.file, one.at + len(headers[one.file])) for one in held] for key, held in places.items()
+    }
+    return FileLayout(headers, sizes, moved)
+
+
+def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool) -> None:
+    """What this rank keeps, at its places; the `lead` writes the headers."""
+    opened: dict[str, int] = {}
+    try:
+        for file, header in laid.headers.items():
+            if lead:
+                opened[file] = _open(folder / file)
+                os.ftruncate(opened[file], laid.sizes[file])
+                _put(opened[file], header, 0)
+        for part in parts:
+            data = memoryview(part.data.view(torch.uint8).numpy()) if part.data.numel() else memoryview(b"")
+            for place in laid.places[part.key]:
+                if place.file not in opened:
+                    opened[place.file] = _open(folder / place.file)
+                _put(opened[place.file], data, place.at + part.start * part.data.dtype.itemsize)
+        for handle in opened.values():
+            synchronise(handle)
+    finally:
+        for handle in opened.values():
+            os.close(handle)
+
+
+class FullReader:
+    """The tensors of one file. Nothing is read before it is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= 2**27:
+                raise ValueError(f"{file} is no safetensors file")
+            header = json.loads(stream.read(length))
+        self.start = 8 + length
+        self.held: dict[str, dict[str, Any]] = {key: one for key, one in header.items() if key != "__metadata__"}
+
+    def described(self) -> dict[str, Described]:
+        return {key: Described(tuple(one["shape"]), DTYPES[one["dtype"]]) for key, one in self.held.items()}
+
+    def read(self, key: str) -> torch.Tensor:
+        one = self.held[key]
+        a, b = one["data_offsets"]
+        data = torch.empty(b - a, dtype=torch.uint8)
+        if b > a:
+            with open(self.file, "rb") as stream:
+                stream.seek(self.start + a)
+                if stream.readinto(memoryview(data.numpy())) != b - a:
+                    raise ValueError(f"{self.file} ends in the middle of {key}")
+        return data.view(DTYPES[one["dtype"]]).reshape(one["shape"])
+
+
+def _open(file: Path) -> int:
+    return os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+
+
+def _put(handle: int, data: bytes | memoryview, at: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(handle, view, at)
+        view, at = view[written:], at + written

@@ -1,0 +1,122 @@
+"""The weights of a run in the background, for a cell of the notebook that reads them while the run goes on.
+
+All ranks save at the end of the same step, as for `--save-every`, into the ranks' own directory; the notebook loads it
+into its objects, and only that: random streams and loops are the run's. Before the run's work comes home, or is given
+up, the notebook's objects are put back as they were: what comes home is what the run changed of that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtrain.shield import shielded
+from nbtrain.training.checkpoints import find_source as opening
+from nbtrain.training.checkpoints import folder
+from nbtrain.training.checkpoints import uninterrupted as unbroken
+from nbtrain.training.checkpoints.content import CheckpointObjects
+from nbtrain.training.checkpoints.rollback import Before
+from nbtrain.training.checkpoints.save_and_load import Checkpoints
+from nbtrain.training.loop.shared_board import ASIDE, ASIDE_AT, OPEN, STEPS, UNKNOWN, WISHES, Board
+
+VISIBLE = 0.004
+"""Seconds after which a word on the board is seen by every rank."""
+PAUSE = 0.01
+NAME = "aside-"
+
+
+class Wishes:
+    """The notebook's, of one run: one at a time. A wish that is not met stays: ranks may be on their way to it, and who
+    is past the step of one would miss another."""
+
+    def __init__(self, board: Board, run: int, directory: str, objects: Mapping[str, Any]) -> None:
+        """`objects`: the notebook's, by the names under which the ranks save them."""
+        self._board = board
+        self._run = run
+        self._directory = Path(directory)
+        self._objects = CheckpointObjects.of(objects)
+        self._before: Before | None = None
+        self._open: tuple[int, int] | None = None
+        """its number, and the step after which it is met"""
+        self._still: list[int] | None = None
+        """where the ranks stood when it took too long"""
+
+    def stand_still(self) -> bool:
+        """No step has ended since a cell has waited in vain."""
+        return self._still is not None and self._still == self._steps()
+
+    def ask(self) -> int:
+        """The step of the run after which its weights are wanted."""
+        if self._open is not None and self._passed(self._open[1]) and folder.marker(self._place) is None:
+            self._clear()  # it was not to be had
+        if self._open is None:
+            head = self._board.head
+            with shielded():  # the ranks wait for the second word
+                head[ASIDE_AT] = UNKNOWN
+                head[ASIDE] = max(head[ASIDE], self._run * WISHES) + 1
+                time.sleep(VISIBLE)
+                head[ASIDE_AT] = max(self._steps(), default=0) + 1
+                self._open = head[ASIDE], head[ASIDE_AT]
+        return self._open[1]
+
+    def fetch(self, enough: Callable[[], bool]) -> bool:
+        """Wait for what was asked for, and load it into the notebook's objects; False when it was enough."""
+        place = self._place
+        while folder.marker(place) is None:
+            if enough():
+                self._still = self._steps()
+                return False
+            time.sleep(PAUSE)
+        try:
+            with shielded():  # half a model is none
+                self._before = self._before or Before(self._objects)
+                _Bringing().bring(place, self._objects)
+        finally:
+            self._clear()
+        return True
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._before is not None:
+            self._before.put_back()
+        self._before = None
+        for left in self._directory.glob(f"{NAME}*"):
+            folder.remove(left)
+
+    @property
+    def _place(self) -> Path:
+        assert self._open is not None
+        return place(str(self._directory), self._open[0])
+
+    def _clear(self) -> None:
+        folder.remove(self._place)
+        self._open = self._still = None
+
+    def _passed(self, step: int) -> bool:
+        """Every rank is past it, and has written what it was to write, or could not."""
+        return all(ended > step for ended in self._steps())
+
+    def _steps(self) -> list[int]:
+        return [part[STEPS] for part in self._board.parts if abs(part[OPEN]) == self._run]
+
+
+def place(directory: str, wish: int) -> Path:
+    return Path(directory) / f"{NAME}{wish}"
+
+
+class _Bringing(Checkpoints):
+    """The notebook's own, with nothing but what the objects hold."""
+
+    def bring(self, path: Path, chosen: CheckpointObjects) -> None:
+        source = opening.together(path, self.say)
+        unbroken.together(lambda: self.restore(source, chosen, asked=False))
+
+
+def put(checkpoints: Checkpoints, directory: str, wish: int) -> None:
+    """A rank's part. What goes wrong here is no fault of the training's."""
+    try:
+        checkpoints.save_aside(place(directory, wish))
+    except Exception as error:
+        checkpoints.say(f"the notebook asked for the weights, and they could not be given: {error}")

@@ -1,0 +1,485 @@
+"""`save` and `load` on a rank, in the middle of a cell.
+
+Both are collective: every rank calls them, with the same path and objects. What a rank finds wrong before anything is
+changed is told to the others first, so that all of them raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim import Optimizer
+
+from nbtrain.compat import tensors
+from nbtrain.errors import NbtrainError, NotSupported, UsageError
+from nbtrain.specs import RankInfo
+from nbtrain.strategies.base import Strategy
+from nbtrain.training.checkpoints import find_source as opening
+from nbtrain.training.checkpoints import find_source as sources
+from nbtrain.training.checkpoints import folder
+from nbtrain.training.checkpoints import full_format as full
+from nbtrain.training.checkpoints import ownership as owning
+from nbtrain.training.checkpoints import uninterrupted as unbroken
+from nbtrain.training.checkpoints.background_write import Job, Writing, give_up, owe
+from nbtrain.training.checkpoints.compare import Match, compare
+from nbtrain.training.checkpoints.content import CheckpointObjects, Content, ParameterNames
+from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, CheckpointSource, agree
+from nbtrain.training.checkpoints.rank_parts import Described, Holdings, RankPart, owners, snapshot
+from nbtrain.training.checkpoints.restore import Restoring, make_state, same_state
+from nbtrain.training.checkpoints.schedule import Interval, SaveSchedule, place_of
+from nbtrain.training.data.loop_position import Positions
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.ranks import collectives
+from nbtrain.training.ranks import saved_random_states as streams
+from nbtrain.training.ranks.default_generators import restore
+from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.setup.components import Workshop
+
+_taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
+_writing, _aside = Writing(), Writing()
+"""A process writes one at a time, whatever strategy its cells have; and one that the notebook waits for."""
+_resumed: set[str] = set()
+"""Loads in the notebook from which a loop has gone on: it does so once."""
+
+
+class Checkpoints:
+    """One rank's, or the notebook's own (where nothing is prepared: `workshop` None)."""
+
+    def __init__(
+        self,
+        info: RankInfo | None = None,
+        strategy: Strategy | None = None,
+        workshop: Workshop | None = None,
+        randomness: Randomness | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        self.rank = 0 if info is None else info.rank
+        self.world_size = 1 if info is None else info.world_size
+        self.strategy = strategy
+        self.workshop = workshop
+        self.randomness = randomness
+        self.steps = steps
+        self.writing = _writing
+        self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls)
+        self.positions.say = self.say
+        self._given: dict[str, Any] = {}
+        """what the cell was given"""
+        self._made: dict[str, ref[Any]] = {}
+        """what it has made: weakly, for it may make one model after another"""
+        self.scaling: Any = None
+        """what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`"""
+        self.refused = ""
+        """why there are no checkpoints in this cell"""
+        self.off = False
+        """nothing is written: the cell is only tried"""
+        self._plan: SaveSchedule | None = None
+        self._interval = Interval()
+        self._saved = -1
+        self._resuming: str | None = None
+        if steps is not None:
+            self._stop, steps.ended = steps.ended, self._step_ended
+
+    # --- per cell --------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        objects: Mapping[str, Any],
+        plan: SaveSchedule | None = None,
+        resume: tuple[str, bytes] | None = None,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        """`resume`: where loops go on, and by which load; once for each."""
+        self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
+        self._given, self._made = dict(objects), {}
+        self._plan, self._saved = plan, -1
+        self._interval = Interval(plan.steps, plan.seconds) if plan is not None else Interval()
+        self._interval.begin()
+        self.refused = ""
+        if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
+            self.refused = (
+                "under -s none nothing is known of what the ranks hold. Save with what shares it out there, or take "
+                "another strategy"
+            )
+        elif ranks is not None and len(ranks) < self.world_size:
+            self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
+        if plan is not None and self.refused:
+            self.say(f"no checkpoints are made in this cell: {self.refused}")
+        elif plan is not None and (chosen := CheckpointObjects.of(objects)):
+            self._check_folder(plan.to, chosen)
+        self.positions.begin()
+        if resume is not None and resume[0] not in _resumed:
+            self._resuming = resume[0]
+            self.positions.go_on(pickle.loads(resume[1]))
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """The cell has made them."""
+        known = set(map(id, self.objects.values()))
+        for name, item in objects.items():
+            if id(item) not in known:
+                self._made[f"{name}.{len(self._made)}"] = ref(item)
+
+    def in_use(self) -> dict[str, Any]:
+        """The same, without what nobody but us holds any more."""
+        if self.workshop is not None and self._made:
+            self.workshop.sweep()
+        return self.objects
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What the cell uses, by name."""
+        alive = {name: item for name, reference in self._made.items() if (item := reference()) is not None}
+        return {**self._given, **alive}
+
+    def _step_ended(self) -> None:
+        """Save if it is time to, and then stop if that is wanted. All ranks come here after the same steps."""
+        plan = self._plan
+        if plan is not None and not self.refused:
+            number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
+            if self._interval.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
+                self._saved = number
+                self._save(plan.to / f"step-{number:06d}", chosen, full_format=False, in_a_step=True, keep=plan.keep)
+        self._stop()
+
+    def end(self) -> None:
+        """The cell is over, however it ended: remember what optimizers have done. What is being written goes on."""
+        if self.steps is not None:
+            for optimizer, taken in list(self.steps.taken.items()):
+                _taken[optimizer] = _taken.get(optimizer, 0) + taken
+            self.steps.taken.clear()
+        self._given, self._made = {}, {}
+        self._plan = None
+        if self._resuming is not None and self.positions.used:
+            _resumed.add(self._resuming)
+            self._resuming = None
+
+    def late(self) -> NbtrainError | None:
+        """Wait until what was saved is written; what went wrong. What an earlier cell has left is only told of."""
+        behind = self.writing.left_behind
+        error = self.writing.finish(self.say)
+        if error is not None and behind:
+            self.say(str(error))
+            return None
+        return error
+
+    def finish(self) -> None:
+        """The same, raised."""
+        if (error := self.late()) is not None:
+            raise error
+
+    # --- what the cell calls ---------------------------------------------------------------------
+
+    def save(self, path: Any, objects: Mapping[str, Any], full_format: bool = False) -> None:
+        """`objects`: by name; none: all that the cell uses."""
+        if self.off:
+            return
+        self._check("save")
+        place = place_of(path)
+        if place.suffix == full.SUFFIX:
+            raise UsageError(
+                f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
+                f"{place.stem}/model.safetensors, and what going on needs beside it"
+            )
+        chosen = CheckpointObjects.of(objects or self.objects)
+        if not chosen:
+            raise UsageError(
+                "save(path): no model, optimizer or scheduler is used here. Name them: "
+                "save(path, model=model, optimizer=optimizer)"
+            )
+        self._save(place, chosen, full_format)
+
+    def load(self, path: Any, objects: Mapping[str, Any]) -> None:
+        """`objects`: by name; none: all that the cell uses."""
+        self._check("load")
+        chosen = CheckpointObjects.of(objects or self.objects)
+        if not chosen:
+            raise UsageError(
+                "load(path): no model, optimizer or scheduler is used here. Name them: "
+                "load(path, model=model, optimizer=optimizer)"
+            )
+        agree(self.finish)
+        source = opening.together(place_of(path), self.say)
+        unbroken.together(lambda: self._load(source, chosen, bool(objects)))
+
+    def save_aside(self, place: Path) -> None:
+        """At the end of a step, for the notebook; what becomes of it is not the cell's concern."""
+        if not self.refused and (chosen := CheckpointObjects.of(self.in_use())):
+            _aside.finish()
+            self._save(place, chosen, full_format=False, in_a_step=True, writing=_aside)
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        place: Path,
+        chosen: CheckpointObjects,
+        full_format: bool,
+        in_a_step: bool = False,
+        keep: int | None = None,
+        writing: Writing = _writing,
+    ) -> None:
+        late = self.late() if writing is self.writing else None
+        mine: dict[str, Any] = {}
+
+        def make() -> None:
+            try:
+                writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, mine))
+            except BaseException as error:  # from here on the others count on what this rank writes
+                if (made := mine.get("made")) is not None:
+                    give_up(made, self.rank, error)
+                raise
+
+        unbroken.together(make)
+
+    def _job(
+        self,
+        place: Path,
+        chosen: CheckpointObjects,
+        full_format: bool,
+        in_a_step: bool,
+        keep: int | None,
+        late: NbtrainError | None,
+        mine: dict[str, Any],
+    ) -> Job:
+        """What this rank is to write: settled by all ranks together. `mine`: what it has found."""
+        number = self._step(chosen.optimizers.values())
+        with self._outside():
+            self._collect(place, chosen, late, mine, keep is not None)
+            told = self._tell(mine["told"])
+            mine["made"] = Path(told[0]["made"])
+            content: Content = mine["content"]
+            holdings: Holdings = mine["holdings"]
+            described = holdings.described()
+            shares = owners(described, [one["kept"] for one in told])
+            parts = snapshot(holdings, shares[self.rank])
+        about = {
+            "format": FORMAT,
+            "tree": content.tree,
+            "shapes": {key: (one.shape, one.dtype) for key, one in described.items()},
+            "step": number,
+            "loops": self.positions.state(in_a_step),
+            "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
+            "random": {"one": streams.of_one_process(self.randomness), "ranks": [one["random"] for one in told]},
+        }
+        packed = sources.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = int(collectives.gather(packed.numel())[0]) if full_format and self._several else packed.numel()
+        described[ABOUT] = Described((length,), torch.uint8)
+        if self.rank == 0:
+            parts.append(RankPart(ABOUT, 0, packed))
+        processes = [one["process"] for one in told]
+        return Job(
+            place=place,
+            made=mine["made"],
+            rank=self.rank,
+            parts=parts,
+            described=described,
+            said={
+                "format": FORMAT,
+                "kind": "full" if full_format else "sharded",
+                "nbtrain": _version(),
+                "torch": torch.__version__,
+                "step": number,
+                "saved": time.time(),
+                "strategy": None if self.strategy is None else type(self.strategy).__name__,
+                "ranks": self.world_size,
+                "holds": [name for _, table in chosen.kinds() for name in table],
+                "trains": owning.trained(content, described),
+            },
+            laid=full.layout(content.tree, described) if full_format else None,
+            peers={
+                rank: process if host == processes[0][0] else None
+                for rank, (host, process) in enumerate(processes)
+                if rank
+            },
+            keep=keep,
+        )
+
+    def _check_folder(self, to: Path, chosen: CheckpointObjects) -> None:
+        """Before the first step, not after many: that it is not another training's."""
+        there = self.rank == 0 and bool(folder.at_intervals(to))
+        if not any(collectives.gather(there) if self._several else [there]):
+            return
+        with self._outside():
+            pieces = self.workshop.pieces() if self.workshop is not None else ()
+
+            def check() -> None:
+                if self.rank:
+                    return
+                try:
+                    content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
+                except UsageError:  # a lazy layer has no shape yet; the first save looks again
+                    return
+                owning.check(to, owning.trained(content, Holdings.of(content.tensors, pieces).described()))
+
+            agree(check)
+
+    def _collect(
+        self,
+        place: Path,
+        chosen: CheckpointObjects,
+        late: NbtrainError | None,
+        mine: dict[str, Any],
+        at_an_interval: bool,
+    ) -> None:
+        """What this rank has; what it tells the others, an error among it."""
+        told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
+        mine["told"] = told
+        try:
+            if late is not None:
+                raise late
+            content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
+            holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
+            told["kept"] = holdings.kept()
+            told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
+            told["random"] = streams.of_rank(self.randomness) if self.randomness is not None else None
+            mine |= {"content": content, "holdings": holdings}
+            if self.rank == 0:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                folder.tidy(place.parent)
+                if place.exists() and folder.marker(place) is None and (place.is_file() or any(place.iterdir())):
+                    raise UsageError(f"{place} is there already, and is no whole checkpoint: it is not overwritten")
+                if at_an_interval:
+                    owning.check(place.parent, owning.trained(content, holdings.described()))
+                made = mine["made"] = folder.beside(place)
+                made.mkdir()
+                owe(made, range(1, self.world_size))
+                told["made"] = str(made)
+        except (NbtrainError, OSError) as error:
+            told["error"] = error
+
+    def _tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every rank told. Raises, everywhere, what was wrong anywhere."""
+        every = collectives.gather(told) if self._several else [told]
+        error = next((one["error"] for one in every if one["error"] is not None), None)
+        if error is None and len({one["digest"] for one in every}) > 1:
+            error = NbtrainError(
+                "the ranks do not hold the same tensors (a layer or an optimizer's state that exists on some only): "
+                "this cannot be one checkpoint"
+            )
+        if error is not None:
+            if isinstance(error, OSError):
+                raise NbtrainError(f"the checkpoint could not be written: {type(error).__name__}: {error}") from error
+            raise error
+        return every
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def _load(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> None:
+        match = self.restore(source, chosen, asked)
+        if match.optimizers or not chosen.modules:
+            self._go_on(source.about, chosen)
+
+    def restore(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> Match:
+        """What these objects hold, and nothing else. `asked`: the user named them."""
+        names = ParameterNames(chosen.modules, self._modules())
+        found: list[Match] = []
+        with self._outside():
+            agree(lambda: found.append(compare(source, chosen, names, asked)))
+            match = found[0]
+            unbroken.changing(lambda: self._restore(source, chosen, names, match))
+        return match
+
+    def _restore(
+        self, source: CheckpointSource, chosen: CheckpointObjects, names: ParameterNames, match: Match
+    ) -> None:
+        make_state(source, chosen, names, match, self._pieces())
+        fits = same_state(source, chosen, names, match, self._pieces())
+        apart = self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits])
+        if apart:
+            self._take_apart(chosen)
+            names = ParameterNames(chosen.modules, self._modules())
+        Restoring(source, opening.reading(source, self.say), self._pieces(), names, match).restore(chosen)
+        if apart:
+            assert self.workshop is not None
+            self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
+
+    def _take_apart(self, chosen: CheckpointObjects) -> None:
+        """What these belong to is whole again on every rank, until it is set up anew."""
+        assert self.workshop is not None
+        wanted = {id(item) for item in chosen.all()}
+        for kept in self.workshop.kept[:]:
+            component = kept.prepared.component
+            if any(id(item) in wanted for item in (*component.modules.values(), *component.optimizers.values())):
+                self.workshop.close(kept)
+
+    def _go_on(self, about: Mapping[str, Any], chosen: CheckpointObjects) -> None:
+        """Steps, random streams and loops: the training goes on, where an optimizer was loaded."""
+        if not about:
+            return
+        for optimizer in chosen.optimizers.values():
+            done = self.steps.taken.get(optimizer, 0) if self.steps is not None else 0
+            _taken[optimizer] = about["step"] - done
+        random = about["random"]
+        if self.randomness is None:
+            restore(random["one"])
+        else:
+            streams.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
+        if self.scaling is not None and about.get("scale") is not None:
+            self.scaling.scale, self.scaling.good = about["scale"]
+        self.positions.go_on(about["loops"])
+        self._saved = about["step"]
+
+    # --- both ------------------------------------------------------------------------------------
+
+    @property
+    def _several(self) -> bool:
+        return self.world_size > 1
+
+    def say(self, line: str) -> None:
+        if self.rank == 0:
+            print(f"nbtrain: {line}", file=sys.stderr, flush=True)
+
+    def _check(self, what: str) -> None:
+        if self.refused:
+            raise NotSupported(f"{what}(): {self.refused}")
+
+    def _outside(self) -> Any:
+        return self.workshop.outside() if self.workshop is not None else nullcontext()
+
+    def _pieces(self) -> dict[int, Any]:
+        return {id(t): piece for t, piece in self.workshop.pieces()} if self.workshop is not None else {}
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """All that is known, for the names of parameters."""
+        found = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
+        for prepared in self.workshop.prepared if self.workshop is not None else ():
+            found = {**prepared.component.modules, **found}
+        return found
+
+    def _step(self, optimizers: Iterable[Optimizer]) -> int:
+        """Of the training, in all cells: what the optimizers count themselves, or what was counted here."""
+        counts = [0]
+        for optimizer in optimizers:
+            counts.append(_taken.get(optimizer, 0) + (self.steps.taken.get(optimizer, 0) if self.steps else 0))
+            known = (_number(state.get("step")) for state in list(optimizer.state.values()))
+            counts.append(next((number for number in known if number is not None), 0))
+        return max(counts)
+
+
+def _number(value: Any) -> int | None:
+    """None: it does not say. Of a parameter that lives on another rank the state's numbers are NaN here."""
+    if isinstance(value, torch.Tensor):
+        with tensors.as_plain_tensors():  # what a strategy says of states that a cell reads is not meant here
+            value = value.item() if value.numel() == 1 and not value.is_meta else None
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("nbtrain")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,1 @@
+"""Batches and loaders on a rank: who gets which, and where a loop stands in them."""

@@ -1,0 +1,191 @@
+"""Loaders that are iterated to evaluate: every rank sees all of their batches, so that what a cell counts of them is
+what one process counts.
+
+Which loop evaluates: one that begins while gradients are off, and one whose text says that it does not train (see
+`loops`). It is dealt out all the same where the code itself brings the ranks' counts together, by `reduce(correct,
+"sum")` or `gather`, and with `--share-eval`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader
+
+from nbtrain.errors import UsageError
+from nbtrain.training.data import loop_code as loops
+from nbtrain.training.data.gather_in_order import Orders
+from nbtrain.training.loop.steps import Steps
+
+SLOW = 20.0
+"""Seconds of a cell from which it is said that evaluating can be shared out."""
+PART = 0.25
+"""Of the cell's time."""
+
+
+class Evaluations:
+    """Of one rank and cell: which loaders it sees whole, and what is to be said of that."""
+
+    def __init__(self, steps: Steps, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self.steps = steps
+        self.models = models
+        self.clock = time.monotonic
+        self.orders = Orders()
+        self.begin(1, True)
+
+    def begin(self, count: int, share: bool) -> None:
+        """`count`: ranks, or groups of ranks, to which batches are dealt out. `share`: those of evaluations as well."""
+        self.count, self.several, self.share = count, count > 1, share
+        self.began, self.seconds = self.clock(), 0.0
+        self.evaluating = False
+        """the iteration that begins is one that does not train"""
+        self.orders.begin()
+        self.seen: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
+        """loader → whether it was seen whole, a share of it, or both"""
+        self.told: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
+        """loader → whether `len` was that of the whole, of a share, or both"""
+        self.open: WeakKeyDictionary[Any, tuple[float, int]] = WeakKeyDictionary()
+        """iterator of a loader that is seen whole → when it began, and after how many steps"""
+        self.known: dict[Any, bool] = {}
+        self.divided: dict[tuple[str, str, int], None] = {}
+        self.trained = self.dealt = False
+        """a loop that evaluates has trained; a loop sees this rank's share"""
+        self.repeated = ""
+        """the call that brought together what was the same on every rank, beside a loader that each has seen whole"""
+
+    # -- what loaders ask -------------------------------------------------------------------------
+
+    def opens(self, loader: DataLoader[Any]) -> bool:
+        """Whether the loop that begins sees all batches."""
+        if not self.several:
+            self.evaluating = not torch.is_grad_enabled() or loops.evaluates(loops.places(), self.models())
+            return False
+        around = loops.places()
+        self.evaluating = not torch.is_grad_enabled() or loops.evaluates(around, self.models())
+        whole = self.evaluating and not self.share and not self._together(around, loader)
+        self.seen.setdefault(loader, set()).add(whole)
+        if not whole:
+            self.dealt = True
+            self._divides(around, loader)
+        return whole
+
+    def length(self, loader: DataLoader[Any]) -> bool:
+        """Whether `len(loader)` is that of all batches."""
+        if not self.several or self.share:
+            return False
+        around = loops.places()
+        whole = loops.length_of_evaluation(around, loader, self.models())
+        seen = self.seen.get(loader)
+        if whole is None:
+            whole = seen == {True} if seen is not None else not torch.is_grad_enabled()
+        self.told.setdefault(loader, set()).add(whole)
+        return whole
+
+    def opened(self, iterator: Any) -> None:
+        """Of a loader that is seen whole."""
+        self.open[iterator] = self.clock(), self.steps.calls
+
+    def asked(self, iterator: Any) -> None:
+        """The next batch is wanted."""
+        if self.open and (began := self.open.get(iterator)) is not None and began[1] != self.steps.calls:
+            del self.open[iterator]
+            self.trained = True
+
+    def exhausted(self, iterator: Any) -> None:
+        if (began := self.open.pop(iterator, None)) is not None:
+            self.seconds += self.clock() - began[0]
+
+    # -- what the cell calls ----------------------------------------------------------------------
+
+    def watching(self, reduce: Callable[..., Any], gather: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+        """Both, and what they bring together is looked at: a count that an object kept (`self.correct`) is not
+        connected with the loop that it came from. `gather(values, of=loader)`: see `in_order`."""
+
+        @wraps(reduce)
+        def reducing(value: Any, op: str = "mean") -> Any:
+            found = reduce(value, op)
+            if op == "sum" and self._saw_whole and _is(found, value * self.count):
+                self.repeated = self.repeated or 'reduce(…, "sum")'
+            return found
+
+        @wraps(gather)
+        def gathering(value: Any, of: Any = None, sync_grads: bool = False) -> Any:
+            if of is not None:
+                if sync_grads:
+                    raise UsageError("gather(values, of=loader) is for evaluations; sync_grads=True goes without `of`")
+                return self.orders.gather(value, of)
+            found = gather(value, sync_grads)
+            if self._saw_whole and len(found) > 1 and all(_is(one, found[0]) for one in found[1:]):
+                self.repeated = self.repeated or "gather(…)"
+            return found
+
+        return {"reduce": reducing, "gather": gathering}
+
+    @property
+    def _saw_whole(self) -> bool:
+        return any(True in whole for whole in self.seen.values())
+
+    # -- what is said -----------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        """When the cell is over."""
+        found = [
+            f"{divisor} is of all ranks, and {what} is of this rank's share (line {line}): write "
+            f'reduce({what}, "sum") / {divisor}'
+            for what, divisor, line in self.divided
+        ]
+        if self.repeated:
+            found.append(
+                f"{self.repeated} brought together what is the same on every rank. If it is of the loop that "
+                f"evaluates, every rank has seen all of its batches, and each sample is there {self.count} times: "
+                "leave the call out, or write --share-eval"
+            )
+        if self.trained:
+            found.append(
+                "a loop whose model is in eval mode, or that began under no_grad, has trained: every rank saw the same "
+                "batches there, so its steps are those of one process. Call model.train() before the loop, or write "
+                "--share-eval"
+            )
+        if any(self.seen.get(loader) == {True} and False in told for loader, told in self.told.items()):
+            found.append(
+                "len(loader) was that of a rank's share, and the loop that evaluates has seen all batches: write "
+                "len(loader) in the function with the loop, or inside of torch.no_grad()"
+            )
+        if self.seconds > SLOW and self.seconds > PART * (self.clock() - self.began):
+            found.append(
+                f"evaluating took {self.seconds:.0f} s, for every rank sees all batches, so that what it counts is "
+                'right. --share-eval shares them out; then reduce(correct, "sum") is the sum over the ranks'
+            )
+        return found
+
+    def _together(self, around: list[loops.UserFrame], loader: DataLoader[Any]) -> bool:
+        """Whether the code brings the ranks' counts together by itself. Looked up once for each place in a cell."""
+        key = id(loader), *((id(here.scope), here.line) for here in around)
+        if key not in self.known:
+            self.known[key] = loops.brought_together(around)
+        return self.known[key]
+
+    def _divides(self, around: list[loops.UserFrame], loader: DataLoader[Any]) -> None:
+        """A loop that sees a share of the batches begins: whether it divides by the number of all samples."""
+        key = "divides", *((id(here.scope), here.line) for here in around)
+        if key in self.known or self._together(around, loader):
+            return
+        self.known[key] = True
+        try:
+            samples = len(loader.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return
+        if samples > 1 and (found := loops.divided_by(around, samples)) is not None:
+            self.divided[found] = None
+
+
+def _is(one: Any, other: Any) -> bool:
+    """Equal numbers, and not nothing: that is the same whatever it is of."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other) and bool(one.count_nonzero())
+    return isinstance(one, (int, float)) and isinstance(other, (int, float)) and one == other != 0

@@ -1,0 +1,89 @@
+"""`gather(values, of=loader)`: what an evaluation made of each sample, from all ranks, in the order of the data set.
+
+While a loader is iterated to evaluate, the indices that it draws are noted. Batches that were filled up, or that
+several ranks have seen, bring a sample twice: it is there once in the end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader
+
+from nbtrain.errors import UsageError
+from nbtrain.training.ranks import collectives
+
+UNKNOWN = (
+    "gather(values, of=loader): which samples the loader has given is not known. It works for a DataLoader with a data "
+    "set that has indices, iterated in this cell under torch.no_grad(), or with the model in eval mode"
+)
+
+
+class Orders:
+    """Of one rank and cell: the indices that each loader has drawn in its last evaluation."""
+
+    def __init__(self) -> None:
+        self.drawn: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
+
+    def begin(self) -> None:
+        self.drawn.clear()
+
+    def noting(self, loader: DataLoader[Any], batches: Any) -> Any:
+        """The batch sampler's batches, noted."""
+        self.drawn[loader] = noted = _Noted(batches)
+        return noted
+
+    def gather(self, values: Any, loader: Any) -> Any:
+        """A tensor of all samples, or a list if `values` is one. Collective."""
+        noted = self.drawn.get(loader)
+        mine = None if noted is None or not noted.known else (len(values), noted.drawn.tolist(), _sent(values))
+        parts = collectives.gather(mine)
+        for rank, part in enumerate(parts):
+            if part is None:
+                raise UsageError(UNKNOWN)
+            if part[0] != len(part[1]):
+                raise UsageError(
+                    f"gather(values, of=loader): rank {rank} has values of {part[0]} samples, and the loader gave it "
+                    f"{len(part[1])}. Bring together one value for each sample: torch.cat of a loop's outputs, from "
+                    "the loader's first batch to its last"
+                )
+        place: dict[int, Any] = {}
+        for _, indices, rows in parts:
+            for index, row in zip(indices, rows, strict=True):
+                place.setdefault(index, row)
+        found = [row for _, row in sorted(place.items(), key=itemgetter(0))]
+        if not isinstance(values, torch.Tensor):
+            return found
+        return torch.stack(found).to(values.device) if found else values[:0]
+
+
+class _Noted:
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.drawn = array("q")
+        self.known = True
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        inner = iter(self.batches)  # now: a sampler may draw here
+        return self._each(inner)
+
+    def _each(self, inner: Iterator[Any]) -> Iterator[Any]:
+        del self.drawn[:]
+        for batch in inner:
+            try:
+                self.drawn.extend(batch)
+            except TypeError:  # a sampler of keys
+                self.known = False
+            yield batch
+
+
+def _sent(values: Any) -> Any:
+    return values.detach().cpu() if isinstance(values, torch.Tensor) else list(values)

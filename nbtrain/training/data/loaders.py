@@ -1,0 +1,281 @@
+"""What the patched loader functions do on a rank: deal out, move, count. No loader is changed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from nbtrain.compat import loaders as iterators
+from nbtrain.intercept import Listeners
+from nbtrain.training.data import split_datasets as datasets
+from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
+from nbtrain.training.data.evaluations import Evaluations
+from nbtrain.training.data.loop_position import Positions
+from nbtrain.training.loop.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
+from nbtrain.training.loop.step_record import StepRecord
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.ranks.random_state import Randomness, derive
+
+WHOLE = Deal(index=0, count=1)
+"""Every rank sees all batches: it evaluates."""
+
+
+class Loaders:
+    """The rank's side of every loader it iterates while a cell runs."""
+
+    def __init__(
+        self,
+        randomness: Randomness,
+        steps: Steps,
+        phases: PhaseTimer,
+        device: torch.device,
+        rank: int,
+        models: Callable[[], Iterable[torch.nn.Module]] = lambda: (),
+    ) -> None:
+        """`models`: those of the cell."""
+        self.randomness = randomness
+        self.steps = steps
+        self.phases = phases
+        self.device = device
+        self.rank = rank
+        self.running = False
+        self.hands_off = False
+        self.deal = Deal(index=0, count=1)
+        self.padded = 0
+        self.unshared: set[str] = set()
+        self.gave_shares = False
+        """a loader was iterated to train, and shared out"""
+        self.data: int | None = 0
+        """a number of the data sets that the cell shares out, which is to be the same on all ranks; None: one of them
+        cannot be read"""
+        self.known: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.gives_apart: Callable[[], None] = lambda: None
+        """a loader is iterated that gives each rank something else, or of which it is said that it does not"""
+        self.at_end: Callable[[], None] = lambda: None
+        """what to do when a loader has handed out its last batch"""
+        self.positions = Positions()
+        self.evaluations = Evaluations(steps, models)
+        self._opening: bool | None = None
+        """whether the iteration that begins sees all batches; None: none begins"""
+        self.regroup: Callable[[Any], Any] | None = None
+        """batch sampler → one with batches of another size"""
+        self.record: StepRecord | None = None
+        """what the loaders give is written down"""
+
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen(iterators.BATCHES, "loaders", self._index_sampler)
+        listeners.listen("torch.utils.data.DataLoader.__iter__", "loaders", self._iter)
+        listeners.listen(f"{iterators.ITERATOR}.__init__", "loaders", self._iterator_init)
+        listeners.listen(f"{iterators.ITERATOR}.__next__", "loaders", self._next)
+        listeners.listen("torch.utils.data.dataset.randperm", "loaders", self._split)
+
+    def begin(self, deal: Deal, hands_off: bool, share_eval: bool = False) -> None:
+        """`share_eval`: loaders that are iterated to evaluate are dealt out, too."""
+        self.running, self.deal, self.hands_off = True, deal, hands_off
+        self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
+        self.evaluations.begin(deal.count if self._shares else 1, share_eval)
+        self._opening = None
+        self.padded, self.data = 0, 0
+        self.gave_shares = False
+        self.known.clear()
+        self.unshared.clear()
+
+    def end(self) -> list[str]:
+        """Sentences about what the cell's loaders did."""
+        self.running = False
+        self.regroup = self.record = None
+        notes = self.evaluations.notes()
+        if self.padded:
+            count = "1 sample was" if self.padded == 1 else f"{self.padded} samples were"
+            notes.append(
+                f"the last batches were uneven: {count} seen twice, so that every rank got as many; "
+                "DataLoader(..., drop_last=True) leaves them out"
+            )
+        if "iterable" in self.unshared and self.deal.count > 1:
+            stride = "itertools.islice(data, rank, None, world_size)"
+            notes.append(
+                "an iterable data set is left alone: every rank sees the same samples. To share them out, let each "
+                f"rank take its own: {stride}"
+            )
+        if "single" in self.unshared and self.deal.count > 1:
+            notes.append("a loader with batch_size=None is left alone: every rank sees all of its samples")
+        return notes
+
+    @property
+    def _active(self) -> bool:
+        return self.running and not self.hands_off
+
+    @property
+    def _shares(self) -> bool:
+        """Whether loaders must keep in step with those of other ranks."""
+        return self._active and (not self.randomness.alone or self.deal.whole)
+
+    def _index_sampler(self, old: property) -> property:
+        def sampler(loader: DataLoader[Any]) -> Any:
+            theirs = self.positions.skipping(old.fget(loader))  # type: ignore[misc]
+            if self.regroup is not None and loader.batch_sampler is not None and self._active:
+                theirs = self.regroup(theirs)
+            if self._shares and dealt_out(loader):
+                deal = deal_of(loader)
+                theirs = Dealt(theirs, deal, self.randomness, drop_last=loader.drop_last, padded=self._pad)
+            if self._opening is not None and self.evaluations.evaluating and loader.batch_sampler is not None:
+                theirs = self.evaluations.orders.noting(loader, theirs)
+            return theirs if self.record is None else self.record.drawing(loader, theirs)
+
+        def deal_of(loader: DataLoader[Any]) -> Deal:
+            whole = self._opening
+            if whole is None:  # somebody asks for its length
+                whole = self.evaluations.length(loader)
+            return WHOLE if whole else self.deal
+
+        return property(sampler)
+
+    def _seen(self, loader: DataLoader[Any]) -> None:
+        """Its data, the first time in a cell."""
+        if loader not in self.known:
+            self.known[loader] = None
+            if self.data is not None:
+                try:
+                    self.data = zlib.crc32(b"%d" % datasets.number(loader.dataset), self.data)
+                except Exception:  # what the data set holds is of a class of its own; a hint breaks no cell
+                    self.data = None
+
+    def _pad(self, samples: int) -> None:
+        self.padded += samples
+
+    def _iter(self, old: Any) -> Any:
+        def iterate(loader: DataLoader[Any]) -> Any:
+            if not self.running:
+                return old(loader)
+            before = self.phases.mark(DATA)  # its workers may be started
+            try:
+                return following(loader)
+            finally:
+                self.phases.resume(before)
+
+        def following(loader: DataLoader[Any]) -> Any:
+            if self.hands_off:  # it is only counted
+                iterator = old(loader)
+                self.steps.opened(iterator, loader)
+                return iterator
+            if isinstance(loader.dataset, IterableDataset):
+                self.unshared.add("iterable")
+            elif loader.batch_sampler is None:
+                self.unshared.add("single")
+            dealt = self._shares and dealt_out(loader)
+            order = self.randomness.fingerprint() if dealt else 0
+            self.evaluations.evaluating = False
+            whole = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
+            if not whole and self.deal.count > 1:
+                self.gives_apart()
+                if dealt:
+                    self.gave_shares = True
+                    self._seen(loader)
+            with _forked_workers(loader), self._open(whole):
+                if (kept := iterators.running(loader)) is not None:
+                    iterators.take_batches_anew(loader, kept)
+                iterator = self.positions.open(loader, old)
+            iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
+            if self.record is not None:
+                self.record.opened(iterator, loader, dealt, whole)
+            self.steps.opened(iterator, loader)
+            if whole:
+                self.evaluations.opened(iterator)
+            return iterator
+
+        return iterate
+
+    @contextmanager
+    def _open(self, whole: bool) -> Iterator[None]:
+        """An iteration begins; it may begin within another one's."""
+        before, self._opening = self._opening, whole
+        self.positions.deal = WHOLE if whole else self.deal
+        try:
+            yield
+        finally:
+            self._opening, self.positions.deal = before, self.deal
+
+    def _split(self, old: Any) -> Any:
+        """`random_split`: by numbers of its own, a rank would train on what another one validates with."""
+
+        def randperm(*args: Any, **kwargs: Any) -> Any:
+            if not self._shares or kwargs.get("generator") not in (None, torch.default_generator):
+                return old(*args, **kwargs)
+            with self.randomness.shared():
+                return old(*args, **kwargs)
+
+        return randperm
+
+    def _iterator_init(self, old: Any) -> Any:
+        def init(iterator: Any, loader: DataLoader[Any]) -> None:
+            if not self._shares:
+                return old(iterator, loader)
+            # The draw of the base seed is part of the order of draws in one process; the seed itself, from which
+            # loader workers augment, must differ from rank to rank.
+            with self.randomness.shared():
+                old(iterator, loader)
+            if self.rank and not self._opening:
+                iterators.set_base_seed(iterator, derive(iterators.base_seed(iterator), self.rank))
+
+        return init
+
+    def _next(self, old: Any) -> Any:
+        def following(iterator: Any) -> Any:
+            if not self.running:
+                return old(iterator)
+            self.steps.asked(iterator)
+            self.evaluations.asked(iterator)
+            before = self.phases.mark(DATA)
+            after = UNDECIDED
+            try:
+                batch = self._batch(old, iterator)
+                after = FORWARD
+                return batch
+            finally:
+                if before == DATA:  # one loader draws from another
+                    self.phases.resume(DATA)
+                else:
+                    self.phases.mark(after)
+
+        return following
+
+    def _batch(self, old: Any, iterator: Any) -> Any:
+        if not self.hands_off:
+            self.randomness.apart()
+        try:
+            batch = old(iterator) if self.record is None else self.record.next_batch(old, iterator)
+        except StopIteration:
+            self.steps.exhausted(iterator)
+            self.positions.exhausted(iterator)
+            self.evaluations.exhausted(iterator)
+            if not self.hands_off:
+                self.at_end()
+            raise
+        self.steps.got(samples_in(batch))
+        return batch if self.hands_off or self.device.type == "cpu" else move(batch, self.device)
+
+
+@contextmanager
+def _forked_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """Loader workers have to know the notebook's classes. From Python 3.14 on they are not forked by themselves."""
+    if (
+        sys.version_info < (3, 14)
+        or not loader.num_workers
+        or loader.multiprocessing_context is not None
+        or "fork" not in multiprocessing.get_all_start_methods()
+    ):
+        yield
+        return
+    loader.multiprocessing_context = "fork"
+    try:
+        yield
+    finally:
+        loader.multiprocessing_context = None

@@ -1,0 +1,443 @@
+"""What the code around a loader does with its batches: whether it trains on them, what it counts and divides.
+
+Read from the text of the user's own functions, from the one that iterates the loader out to the cell. It is asked when
+an iteration begins, never for a batch. Where there is no text nothing is known, and `None` is answered.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from nbtrain.compat import python
+from nbtrain.installed import is_installed
+
+TRAINS = {"backward", "step"}
+WITHOUT_GRADIENT = {"no_grad", "inference_mode", "set_grad_enabled"}
+TOGETHER = {
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "gather_object", "gather_for_metrics",
+}  # fmt: skip
+"""Calls that bring the ranks' own values together, beside `reduce(value, "sum")` and `gather(value)`."""
+FUNCTIONS = 200
+"""Functions that one question looks into."""
+
+_SHELL = re.compile(r"^(\s*)(?:%{1,2}|!|\?)")
+_NOTHING = object()
+
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+
+
+class Parsed:
+    """A text, and which of its parts are whose code."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.functions: dict[tuple[str, int], Scope] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min(node.lineno, *(one.lineno for one in node.decorator_list), node.lineno)
+                self.functions[node.name, first] = node
+
+    def of(self, code: CodeType) -> Scope | None:
+        if code.co_name.startswith(("<module", "<cell")):
+            return self.tree
+        return self.functions.get((code.co_name, code.co_firstlineno))
+
+
+class UserFrame:
+    """A frame of the user's, and where it stands."""
+
+    def __init__(self, frame: FrameType, scope: Scope, line: int = 0) -> None:
+        """`line`: where it is, or will be."""
+        self.frame = frame
+        self.scope = scope
+        self.line = line or frame.f_lineno
+
+    def value(self, node: ast.AST) -> Any:
+        """Of a name, an attribute or an item; nothing is called for it. _NOTHING: that is not known."""
+        return _value(node, self.frame.f_locals, self.frame.f_globals)
+
+    def loop(self) -> ast.For | ast.AsyncFor | ast.comprehension | None:
+        """The one that begins here."""
+        found = [node for node in _loops(self.scope) if node.iter.lineno <= self.line <= _end(node.iter)]
+        return min(found, key=lambda node: _end(node.iter) - node.iter.lineno, default=None)
+
+    def statement(self) -> ast.stmt | None:
+        """The innermost one that is being run."""
+        found = [
+            node
+            for node in _inside(self.scope)
+            if isinstance(node, ast.stmt) and node.lineno <= self.line <= _end(node)
+        ]
+        return min(found, key=lambda node: _end(node) - node.lineno, default=None)
+
+
+def places() -> list[UserFrame]:
+    """The user's frames that led here, the innermost first."""
+    found = []
+    frame: FrameType | None = python.caller()
+    while frame is not None:
+        if not is_installed(frame.f_code.co_filename) and (scope := _scope(frame.f_code, frame.f_globals)):
+            found.append(UserFrame(frame, scope))
+        frame = frame.f_back
+    return found
+
+
+def evaluates(around: list[UserFrame], models: Iterable[torch.nn.Module]) -> bool:
+    """Whether the loop that begins here, with gradients on, is surely no training. `models`: those of the cell."""
+    if not around or (loop := around[0].loop()) is None:
+        return False
+    return _evaluates(loop, around[0], models)
+
+
+def length_of_evaluation(around: list[UserFrame], loader: object, models: Iterable[torch.nn.Module]) -> bool | None:
+    """Whether the function that asks for a loader's length evaluates with it, and does not bring together what it
+    counts. None: it does not iterate it."""
+    if not around:
+        return None
+    here, held, answers = around[0], list(models), set()
+    for loop in _loops(here.scope):
+        if any(here.value(node) is loader for node in ast.walk(loop.iter) if isinstance(node, ast.expr)):
+            there = UserFrame(here.frame, here.scope, loop.iter.lineno)
+            whole = not torch.is_grad_enabled() or _without_gradient(loop, here.scope) or _evaluates(loop, here, held)
+            answers.add(whole and not brought_together([there, *around[1:]]))
+    return answers.pop() if len(answers) == 1 else None
+
+
+def brought_together(around: list[UserFrame]) -> bool:
+    """Whether what the loop that begins here counts is summed or gathered over the ranks by the code itself."""
+    for here, names, _ in _counts(around):
+        for node in _inside(here.scope):
+            if (
+                isinstance(node, ast.Call)
+                and _together(node, here)
+                and any(_mentions(part, names) for part in (*node.args, *(word.value for word in node.keywords)))
+            ):
+                return True
+    return False
+
+
+def divided_by(around: list[UserFrame], samples: int) -> tuple[str, str, int] | None:
+    """What the loop that begins here adds up, and divides by the number of all samples: (sum, divisor, line)."""
+    for here, _, sums in _counts(around):
+        for node in _inside(here.scope):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+                above, below = node.left, node.right
+            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+                above, below = node.target, node.value
+            else:
+                continue
+            if (what := next((name for name in sums if _mentions(above, {name})), None)) and (
+                _length(below, here) == samples
+            ):
+                return what, ast.unparse(below), node.lineno
+    return None
+
+
+# -- what a loop counts -------------------------------------------------------------------------
+
+
+def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str], list[str]]]:
+    """Frame by frame: what holds something of the loop's batches, and which of that is a sum over them."""
+    for depth, here in enumerate(around):
+        loop = here.loop() if depth == 0 else None
+        if isinstance(loop, (ast.For, ast.AsyncFor)):
+            names, sums = _assigned(loop.body) | set(_bases(loop.target)), _summed(loop.body)
+        else:
+            statement = here.statement()
+            names = _assigned([statement]) if statement is not None and not hasattr(statement, "body") else set()
+            sums = sorted(names)
+        names = _onward(here.scope, names)
+        yield here, names, [*sums, *sorted(_onward(here.scope, set(sums)) - set(sums))]
+
+
+def _assigned(body: Iterable[ast.AST]) -> set[str]:
+    """Names and attributes that get a value here, or into which something is put."""
+    found = set()
+    for node in (node for part in body for node in (part, *_inside(part))):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+            targets = [node.target]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call = node.value.func
+            targets = [call.value] if isinstance(call, ast.Attribute) else []
+        found |= {name for target in targets for name in _bases(target)}
+    return found
+
+
+def _summed(body: Iterable[ast.AST]) -> list[str]:
+    """Of those, what grows from batch to batch, in the order of the text."""
+    found: dict[str, None] = {}
+    for node in (node for part in body for node in (part, *_inside(part))):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            found.update(dict.fromkeys(_bases(node.target)))
+        elif isinstance(node, ast.Assign):
+            found.update((name, None) for target in node.targets for name in _bases(target) if _grows(node.value, name))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call = node.value.func
+            if isinstance(call, ast.Attribute) and call.attr in ("append", "extend", "add_"):
+                found.update(dict.fromkeys(_bases(call.value)))
+    return list(found)
+
+
+def _grows(value: ast.expr, name: str) -> bool:
+    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _mentions(value, {name})
+
+
+def _onward(scope: Scope, names: set[str]) -> set[str]:
+    """And what is computed of them in this function."""
+    assigned = [node for node in _inside(scope) if isinstance(node, (ast.Assign, ast.AugAssign))]
+    found, before = set(names), -1
+    while len(found) != before:
+        before = len(found)
+        for node in assigned:
+            if _mentions(node.value, found):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {name for target in targets for name in _bases(target)}
+    return found
+
+
+def _bases(target: ast.expr) -> list[str]:
+    """`total` of `total`, `sums["a"]` → `sums`, `self.total`."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return [name for part in target.elts for name in _bases(part)]
+    while isinstance(target, (ast.Subscript, ast.Starred)):
+        target = target.value
+    return [ast.unparse(target)] if isinstance(target, (ast.Name, ast.Attribute)) else []
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(
+        (isinstance(part, ast.Name) and part.id in names)
+        or (isinstance(part, ast.Attribute) and ast.unparse(part) in names)
+        for part in ast.walk(node)
+    )
+
+
+def _together(call: ast.Call, here: UserFrame) -> bool:
+    """Whether a call brings the ranks' values together."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in TOGETHER:
+        return True
+    value = here.value(call.func)
+    if value is _NOTHING or str(getattr(value, "__module__", "")).startswith("nbtrain.training"):  # a rank's built-in
+        if not isinstance(call.func, ast.Name) or name not in ("reduce", "gather"):
+            return False
+        given = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "op")]
+        return name == "gather" or any(getattr(one, "value", "sum") not in ("mean", "min", "max") for one in given)
+    found = Reached()
+    found.value(value)
+    return bool(found.names & (TOGETHER | {"gather"})) or ("reduce" in found.names and "sum" in found.words)
+
+
+def _length(node: ast.expr, here: UserFrame) -> int | None:
+    """The number that an expression stands for, as far as it can be known beforehand."""
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1:
+            return _length(node.args[0], here)
+        if not (isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1):
+            return None
+        held = here.value(node.args[0])
+        if held is _NOTHING or isinstance(held, torch.utils.data.DataLoader):
+            return None
+        try:
+            return len(held)
+        except TypeError:
+            return None
+    found = here.value(node) if not isinstance(node, ast.Constant) else None
+    return found if type(found) is int else None
+
+
+# -- whether it trains --------------------------------------------------------------------------
+
+
+def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame, models: Iterable[Any]) -> bool:
+    body: list[ast.AST] = list(loop.body) if not isinstance(loop, ast.comprehension) else [here.statement() or loop]
+    if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for part in body for node in ast.walk(part)):
+        return False  # its batches are used elsewhere
+    if _surely_trains(body, here):
+        return False
+    found = Reached()
+    for part in body:
+        found.node(part, here)
+    computing = [model for model in found.models if next(model.parameters(), None) is not None]
+    computing = computing or [model for model in models if next(model.parameters(), None) is not None]
+    resting = bool(computing) and not any(model.training for model in computing)
+    return resting or bool(found.names & WITHOUT_GRADIENT and not found.names & TRAINS)
+
+
+def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
+    """A backward or a step, and not below an `if` alone."""
+    for part in body:
+        if isinstance(part, ast.If):
+            if _surely_trains(part.body, here) and _surely_trains(part.orelse, here):
+                return True
+        elif isinstance(part, (ast.With, ast.For, ast.While, ast.Try)):
+            if _surely_trains(part.body, here):
+                return True
+        else:
+            found = Reached()
+            found.node(part, here)
+            if found.names & TRAINS:
+                return True
+    return False
+
+
+def _without_gradient(loop: ast.AST, scope: Scope) -> bool:
+    """It stands below `with torch.no_grad():`."""
+    return any(
+        isinstance(node, ast.With)
+        and any(_named(item.context_expr) & {"no_grad", "inference_mode"} for item in node.items)
+        and any(part is loop for part in ast.walk(node))
+        for node in _inside(scope)
+    )
+
+
+def _named(node: ast.AST) -> set[str]:
+    return {part.attr if isinstance(part, ast.Attribute) else part.id for part in ast.walk(node)
+            if isinstance(part, (ast.Attribute, ast.Name))}  # fmt: skip
+
+
+class Reached:
+    """What code uses, with the user's functions that it calls: names, texts, and models."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.words: set[object] = set()
+        self.models: list[torch.nn.Module] = []
+        self._seen: set[int] = set()
+
+    def node(self, node: ast.AST, here: UserFrame) -> None:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute):
+                self.names.add(part.attr)
+                self.value(here.value(part))
+            elif isinstance(part, ast.Name):
+                self.names |= {part.id} - TRAINS  # `step` is a number there
+                self.value(here.value(part))
+
+    def value(self, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.models.append(value)
+        elif isinstance(value, MethodType):
+            self._function(value.__func__, value.__self__)
+        elif isinstance(value, FunctionType):
+            self._function(getattr(value, "__wrapped__", value), None)
+
+    def _function(self, function: Any, owner: Any) -> None:
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in self._seen
+            or len(self._seen) >= FUNCTIONS
+            or is_installed(function.__code__.co_filename)
+        ):
+            return
+        self._seen.add(id(function))
+        names = self._code(function.__code__)
+        for name in names & function.__globals__.keys():
+            self.value(function.__globals__[name])
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it is still empty
+                self.value(cell.cell_contents)
+        if owner is not None:
+            for name in names:
+                self.value(_attribute(owner, name))
+
+    def _code(self, code: CodeType) -> set[str]:
+        names = set(code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                names |= self._code(constant)
+            elif isinstance(constant, str):
+                self.words.add(constant)
+        self.names |= names
+        return names
+
+
+# -- text ---------------------------------------------------------------------------------------
+
+
+def _scope(code: CodeType, names: dict[str, Any]) -> Scope | None:
+    lines = linecache.getlines(code.co_filename, names)
+    parsed = _parsed("".join(lines)) if lines else None
+    return parsed.of(code) if parsed is not None else None
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Parsed | None:
+    for attempt in (text, _plain(text)):
+        try:
+            return Parsed(ast.parse(attempt))
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+    return None
+
+
+def _plain(text: str) -> str:
+    """Without the shell's own lines; every other line stays where it is."""
+    lines = text.split("\n")
+    return "\n".join(_SHELL.sub(r"\1pass  #", line) for line in lines)
+
+
+def _inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a function, without those of functions in it."""
+    ahead = list(ast.iter_child_nodes(scope))
+    while ahead:
+        node = ahead.pop(0)
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            ahead += ast.iter_child_nodes(node)
+
+
+def _loops(scope: Scope) -> list[ast.For | ast.AsyncFor | ast.comprehension]:
+    return [node for node in _inside(scope) if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))]
+
+
+def _end(node: Any) -> int:
+    return int(node.end_lineno or node.lineno)
+
+
+def _value(node: ast.AST, local: Any, names: Any) -> Any:
+    if isinstance(node, ast.Name):
+        return local[node.id] if node.id in local else names.get(node.id, _NOTHING)
+    if isinstance(node, ast.Attribute):
+        held = _value(node.value, local, names)
+        return _attribute(held, node.attr) if held is not _NOTHING else _NOTHING
+    if isinstance(node, ast.Subscript):
+        held, key = _value(node.value, local, names), _value(node.slice, local, names)
+        if isinstance(held, (dict, list, tuple)) and isinstance(key, (str, int)):
+            try:
+                return held[key]  # type: ignore[index]
+            except (KeyError, IndexError, TypeError):
+                return _NOTHING
+        return _NOTHING
+    return node.value if isinstance(node, ast.Constant) else _NOTHING
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What stands in an object or its class, without running its properties."""
+    held = getattr(owner, "__dict__", {})
+    if name in held:
+        return held[name]
+    if isinstance(owner, torch.nn.Module):
+        for child, module in owner.named_children():
+            if child == name:
+                return module
+    for cls in type(owner).__mro__:
+        if name in vars(cls):
+            found = vars(cls)[name]
+            found = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+            return MethodType(found, owner) if isinstance(found, FunctionType) else found
+    return _NOTHING

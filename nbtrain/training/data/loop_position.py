@@ -1,0 +1,326 @@
+"""Where `resumable` loops and the loaders in them stand, and how they get there again.
+
+A loader's place is counted in batches of its own sampler, whatever the number of ranks that share them. To get there
+again the same order is drawn from where the random streams stood when the epoch began, the batches already seen are
+drawn from the sampler and dropped (their samples are not loaded), and the streams are put to where they were.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from nbtrain.compat import loaders as iterators
+from nbtrain.training.data.batch_dealing import Deal, dealt_out
+from nbtrain.training.ranks import default_generators as streams
+from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.ranks.saved_random_states import of_rank, put_back
+
+
+@dataclass(slots=True)
+class Opened:
+    """One pass through a loader."""
+
+    iterator: ref[Any]
+    began: dict[str, Any]
+    """the streams from which its order was drawn"""
+    of: int | None
+    """batches of its sampler"""
+    each: int
+    """of these, how many all ranks take at a time"""
+    seen: int = 0
+    """before it was resumed"""
+    yielded: int = 0
+    """as the iterator counted then"""
+    over: bool = False
+
+    def place(self) -> dict[str, Any]:
+        alive = None if self.over else self.iterator()
+        if alive is None:
+            return {"seen": None}
+        since = iterators.handed_out(alive) - self.yielded
+        return {"seen": self.seen + since * self.each, "of": self.of, **self.began}
+
+
+@dataclass(slots=True)
+class Loop:
+    """One that is under way."""
+
+    ordinal: int
+    """among those opened at the same depth"""
+    index: int = 0
+    steps: int = 0
+    """taken before the item that is under way"""
+    opened: list[Opened] = field(default_factory=list)
+    places: list[dict[str, Any]] = field(default_factory=list)
+    """where the loaders of the first item are to begin"""
+
+
+class Positions:
+    """Of one rank, or of the notebook."""
+
+    def __init__(self, randomness: Randomness | None = None, calls: Callable[[], int] = lambda: 0) -> None:
+        """`calls`: how many steps optimizers have taken."""
+        self.randomness = randomness
+        self.calls = calls
+        self.deal = Deal(index=0, count=1)
+        self.shares = False
+        self.patched = False
+        """loaders ask `skipping` by themselves"""
+        self.say: Callable[[str], None] = lambda line: None
+        self.loops: list[Loop] = []
+        self.pending: list[dict[str, Any]] = []
+        self._counts: dict[int, int] = {}
+        self._skip: int | None = 0
+        self._rewind: Callable[[], None] = lambda: None
+        self._made: list[Skipping] = []
+
+    def begin(self) -> None:
+        """A cell begins. What was loaded in an earlier one that had no such loop still counts."""
+        self.go_on(() if self.used else self.pending)
+
+    def go_on(self, pending: Iterable[dict[str, Any]]) -> None:
+        """The loops from here on are to begin there."""
+        self.pending = list(pending)
+        self.loops.clear()
+        self._counts.clear()
+
+    @property
+    def used(self) -> bool:
+        """A loop was opened since."""
+        return bool(self._counts)
+
+    def state(self, in_a_step: bool = False) -> list[dict[str, Any]]:
+        """The loops under way, the outermost first. `in_a_step`: the item under way is not over for certain; otherwise
+        it is, if it has gone through a loader or taken a step, and no loader is under way."""
+        found: list[dict[str, Any]] = [{"ordinal": loop.ordinal, "index": loop.index} for loop in self.loops]
+        depth = len(self.loops)
+        following = {"ordinal": self._counts.get(depth, 0), "index": 0}
+        if self.loops:
+            last = self.loops[-1]
+            places = [one.place() for one in last.opened]
+            under_way = any(place["seen"] is not None for place in places)
+            if not (under_way or in_a_step) and (places or self.calls() > last.steps):
+                found[-1]["index"] += 1
+                return found
+            found[-1]["loaders"] = places
+        if following["ordinal"]:
+            found.append(following)
+        return found
+
+    def loop(self, items: Iterable[Any]) -> Iterator[Any]:
+        depth = len(self.loops)
+        ordinal = self._counts.get(depth, 0)
+        self._counts[depth] = ordinal + 1
+        start, places = self._start(depth, ordinal)
+        if start is None:
+            return
+        mine = Loop(ordinal, places=places)
+        self.loops.append(mine)
+        try:
+            alone = isinstance(items, DataLoader)
+            for i, item in enumerate((items,) if alone else items):
+                if i < start:
+                    continue
+                if i > start:
+                    del self.pending[depth:]
+                    mine.places = []
+                mine.index, mine.steps = i, self.calls()
+                mine.opened.clear()
+                self._counts = {at: n for at, n in self._counts.items() if at <= depth}
+                if not alone:
+                    yield item
+                elif self.patched:
+                    yield from item
+                else:
+                    yield from self.open(item, iter)
+        finally:
+            del self.pending[depth:]
+            if mine in self.loops:
+                del self.loops[self.loops.index(mine) :]
+
+    def _start(self, depth: int, ordinal: int) -> tuple[int | None, list[dict[str, Any]]]:
+        """From which item on. None: this loop was over before the checkpoint."""
+        if depth >= len(self.pending):
+            return 0, []
+        saved = self.pending[depth]
+        if ordinal < saved["ordinal"]:
+            return None, []
+        if ordinal > saved["ordinal"]:
+            del self.pending[depth:]
+            return 0, []
+        return saved["index"], saved.get("loaders", [])
+
+    # --- loaders ---------------------------------------------------------------------------------
+
+    def open(self, loader: DataLoader[Any], make: Callable[[Any], Any]) -> Any:
+        """`make(loader)`, at its place."""
+        if not self.loops:
+            return make(loader)
+        loop = self.loops[-1]
+        number = len(loop.opened)
+        place = loop.places[number] if number < len(loop.places) else None
+        of = _length(loader)
+        if place is not None and place["seen"] and place.get("of") != of:
+            self.say(
+                f"the loader has {of} batches, and had {place.get('of')} when the checkpoint was made: it begins anew"
+            )
+            place = None
+        each = self.deal.count if self.shares and dealt_out(loader) and not self.deal.split else 1
+        if place is None or place["seen"] == 0:
+            opened = Opened(lambda: None, self._began(loader), of, each)  # type: ignore[arg-type]
+            iterator = make(loader)
+        else:
+            iterator = self._resume(loader, make, place)
+            began = {key: place[key] for key in ("streams", "generators", "seeded") if key in place}
+            opened = Opened(lambda: None, began, of, each)  # type: ignore[arg-type]
+            if place["seen"] is None:
+                opened.over = True
+            else:
+                opened.seen = place["seen"]
+                opened.yielded = self._count(iterator, place["seen"], of, each)
+        opened.iterator = ref(iterator)
+        loop.opened.append(opened)
+        return iterator
+
+    def exhausted(self, iterator: Any) -> None:
+        for loop in self.loops:
+            for one in loop.opened:
+                if one.iterator() is iterator:
+                    one.over = True
+
+    def skipping(self, batches: Any) -> Any:
+        """A loader's batches, without those that were seen."""
+        if self._skip == 0:
+            return batches
+        self._made.append(Skipping(batches, self._skip, self._rewind))
+        return self._made[-1]
+
+    def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        one = self.randomness
+        held = streams.capture() if one is None or one.alone or one.is_together else dict(one.shared_states)
+        held.pop("cuda", None)
+        # Workers that live on keep the seed that their loader drew when it was first iterated.
+        seeded = iterators.running(loader) is None
+        return {"streams": held, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
+
+    def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
+        one = self.randomness
+        before = of_rank(one) if one is not None else {"streams": streams.capture()}
+        self._skip = place["seen"]
+        try:
+            if place["seen"] is not None:
+                self._rewind = lambda: _rewind(loader, place)
+                for generator, state in zip(_generators(loader), place["generators"], strict=False):
+                    generator.set_state(state)
+                if one is None or one.alone or one.is_together:
+                    streams.restore(place["streams"])
+                else:
+                    one.shared_states = dict(place["streams"])
+            iterator = make(loader)
+            with one.shared() if one is not None else nullcontext():
+                for made in self._made:
+                    if made.begun is not None:
+                        made.begun.catch_up()
+            if not self.patched or isinstance(loader.dataset, IterableDataset):
+                _drop(iterator, place["seen"])
+            return iterator
+        finally:
+            self._skip, self._rewind = 0, lambda: None
+            for made in self._made:
+                made.seen, made.begun = 0, None  # workers that live on begin the next epoch with it, too
+            self._made.clear()
+            if one is None:
+                streams.restore(before["streams"])
+            else:
+                put_back(one, before)
+
+    def _count(self, iterator: Any, seen: int, of: int | None, each: int) -> int:
+        """Let the iterator count as if it had handed out what was seen: its last batch is then its last."""
+        count = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))
+        iterators.set_handed_out(iterator, count)
+        return count
+
+
+class Skipping:
+    """A batch sampler's batches from some place on."""
+
+    def __init__(self, batches: Any, seen: int | None, rewind: Callable[[], None]) -> None:
+        """`rewind`: put the streams to where the order was drawn from."""
+        self.batches = batches
+        self.seen = seen
+        self.rewind = rewind
+        self.begun: Skipped | None = None
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        rewind = self.rewind if self.seen != 0 else lambda: None
+        self.begun = Skipped(iter(self.batches), self.seen, rewind)  # a loader with workers begins twice
+        return self.begun
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+class Skipped:
+    """Its iterator. What is left out is drawn when the first batch would be, or by `catch_up`: many samplers draw
+    random numbers with their first batch, after the loader has drawn its own."""
+
+    def __init__(self, inner: Iterator[Any], seen: int | None, rewind: Callable[[], None]) -> None:
+        self.inner = inner
+        self.seen = seen
+        self.rewind = rewind
+
+    def catch_up(self) -> None:
+        if self.seen != 0:
+            seen, self.seen = self.seen, 0
+            self.rewind()
+            deque(islice(self.inner, seen), maxlen=0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.catch_up()
+        return next(self.inner)
+
+
+def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:
+    streams.restore(place["streams"])
+    for generator, state in zip(_generators(loader), place["generators"], strict=False):
+        generator.set_state(state)
+    if place["seeded"]:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as every loader does, first
+
+
+def _drop(iterator: Any, seen: int | None) -> None:
+    try:
+        for _ in range(seen) if seen is not None else iter(int, 1):
+            iterators.pass_over(iterator)
+    except StopIteration:
+        pass
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    held = [made for one in holders if isinstance(made := getattr(one, "generator", None), torch.Generator)]
+    return list({id(made): made for made in held}.values())

@@ -1,0 +1,1 @@
+"""Gradients that a cell sees or makes by itself, before ranks have averaged them."""

@@ -1,0 +1,126 @@
+"""Losses whose mean over the ranks is not one process's loss, where ranks have shares of a batch and average gradients.
+
+The mean of the ranks' *sums* over a batch is one N-th of what one process has with the whole batch; backwards of single
+samples are such a sum, too, if each is divided by the size of the batch that the ranks share, or by nothing. And where
+each rank divides by a number of its own (targets that are ignored, class weights, a mask), the mean of these means is
+not the mean of all. Both are read from the graph of the first losses of a cell, so they are found wherever they stand.
+The first is known to a rank; the second, when the ranks' numbers are compared as the cell ends
+(session/report/rank_differences.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from math import isclose
+from typing import Any
+
+import torch
+
+from nbtrain.compat import engine
+
+LOOKS, NODES, DIVISORS = 4, 32, 8
+"""backwards of a cell that are looked at, nodes of each, and numbers that are compared"""
+ALIKE, TERMS = 3, 8
+"""backwards of one batch, and terms of one loss, by which it is known that they are for a sample each"""
+MEAN, SUM = 1, 2
+NOTE = (
+    "the loss is a sum over the samples of a batch, and gradients are averaged over the ranks: a step is that of one "
+    'process with 1/{count} of its gradient. Write (loss * world_size).backward(), or reduction="mean"'
+)
+
+
+class Summed:
+    """Of one rank. `begin` before each cell."""
+
+    def __init__(self) -> None:
+        self.begin(1)
+
+    def begin(self, count: int, split: bool = False) -> None:
+        """`count`: ranks, or groups of ranks, to which batches are dealt out. `split`: each gets a part of one, whose
+        size is the number by which a sum may be divided."""
+        self.count, self.split, self.found = count, split, False
+        self.looks = LOOKS if count > 1 else 0
+        self._batch: int | None = None
+        self._alike = 0
+        self._divisors: list[tuple[float, float]] = []
+
+    def look(
+        self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any = None, batch: int | None = None
+    ) -> None:
+        """A backward begins. `samples`: of this rank's last batch. `shapes`: of weights, a sum over which is meant.
+        `weights`: what the backward starts from. `batch`: which one it is; None: another one each time.
+        A hint breaks no cell: where a look fails, there is none."""
+        self.looks -= 1
+        try:
+            self._look(losses, samples, shapes, weights, batch)
+        except Exception:
+            self.begin(1)
+
+    def _look(self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any, batch: int | None) -> None:
+        root = getattr(losses, "grad_fn", None)
+        weight = self._weight(losses, weights, samples)
+        ahead, left = [(root, weight == MEAN)], NODES
+        terms, of_part, corrected, by_less, scaled = 1, False, False, False, False
+        while ahead and left and not self.found:
+            left -= 1
+            node, divided = ahead.pop()
+            if node is None:
+                continue
+            divisor, factors = engine.divisor(node), engine.factors(node)
+            of_all = self.split and divisor == samples * self.count
+            if not divided:
+                by_factor = self.split and any(isclose(factor * samples * self.count, 1) for factor in factors)
+                scaled = scaled or bool(factors)
+                of_one = divisor == 1 and not scaled and engine.node_name(node) not in engine.DIVISIONS
+                of_part = of_part or of_all or by_factor or of_one
+                corrected = corrected or float(self.count) in factors
+                terms += engine.node_name(node) == "AddBackward0"
+            if divisor is not None and not of_all:
+                self._divided(divisor, samples)
+            if not divided and self._is_sum(node, samples, shapes):
+                self.found, self.looks = True, 0
+            divided = divided or (engine.node_name(node) in engine.DIVISIONS and not of_all)
+            by_less = by_less or divided
+            linear = engine.node_name(node) in engine.LINEAR and float(self.count) not in factors
+            if divided or of_all or linear:
+                ahead += [(behind, divided) for behind, _ in node.next_functions]
+        self._alike = self._alike + of_part if batch is not None and batch == self._batch else int(of_part)
+        self._batch = batch
+        many, all_in_one = max(2, min(ALIKE, samples)), max(ALIKE + 1, min(TERMS, samples))
+        each = samples > 1 and (self._alike >= many or (of_part and terms >= all_in_one))
+        if not corrected and (each or (weight == SUM and not by_less)):
+            self.found, self.looks = True, 0
+
+    def _weight(self, losses: Any, weights: Any, samples: int) -> int:
+        """What is made of losses for each sample by what their backward starts from: MEAN, SUM or 0, another loss."""
+        given = weights[0] if isinstance(weights, list | tuple) and len(weights) == 1 else weights
+        if not isinstance(given, torch.Tensor) or not engine.is_plain(given) or not given.dim():
+            return 0
+        if not given.is_floating_point() or given.shape[0] != samples or given.shape != getattr(losses, "shape", None):
+            return 0
+        low, high = (float(one) for one in given.detach().aminmax())
+        if low != high:
+            return 0
+        of_all = self.split and isclose(low * given.numel() * self.count, 1, rel_tol=1e-3)
+        return SUM if low == 1 or of_all else MEAN if isclose(low * given.numel(), 1, rel_tol=1e-3) else 0
+
+    def _is_sum(self, node: Any, samples: int, shapes: set[torch.Size]) -> bool:
+        shape = engine.summed_shape(node)
+        return engine.was_summed(node) or (shape[:1] == (samples,) and torch.Size(shape) not in shapes)
+
+    def _divided(self, by: float, samples: int) -> None:
+        """By a number that is the same on all ranks, or by one that goes with the size of their batches: both are as in
+        one process."""
+        if len(self._divisors) < DIVISORS:
+            self._divisors.append((by, by / samples))
+
+    def divisors(self) -> dict[str, int]:
+        """To be compared with the other ranks'."""
+        return {
+            f"divisor {number}{what}": zlib.crc32(f"{value:.6g}".encode())
+            for number, both in enumerate(self._divisors)
+            for what, value in zip(("", " for each"), both, strict=True)
+        }
+
+    def notes(self) -> list[str]:
+        return [NOTE.format(count=self.count)] if self.found else []

@@ -1,0 +1,116 @@
+"""Memory that the kernel and all ranks of one pool see: what each rank has entered, and where they are to stop.
+
+The kernel makes it and writes its head; each rank writes a part of its own and reads all. Nobody waits for a message:
+a rank whose interpreter is busy has still said where it is, and an aligned word is written in one piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+from nbtrain.exchange.segment import Segment
+
+HEAD = 8
+"""words of the kernel's, before the parts"""
+STOP, TARGET, ABORT, ASIDE, ASIDE_AT = range(5)
+"""In the head: the run that is to stop, after which step (UNKNOWN as long as that is not settled), and the run whose
+collectives are to be given up. And the notebook's last wish for the weights as they are, and after which step it is to
+have them."""
+UNKNOWN = -1
+WISHES = 1 << 32
+"""of one run; the first of run 3 is 3 * WISHES + 1, so that one may be made before a rank has begun the run"""
+
+CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, FORMING, TAKEN = range(9)
+"""In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
+ended; since when it waits in a collective (the monotonic clock's nanoseconds, 0: it does not); the run it is in, less
+than zero once it has come to the cell's end, how many collectives it has entered there, the run in which it was told
+to end, which is done once: user code may have something to put in order, and how many process groups its code has begun
+to form (run << 32, plus their number). From TAKEN on: how many bytes of its file descriptors 1 and 2 it has taken
+up."""
+MARKS = 10
+"""words for these, before what the rank has entered"""
+PLACES = 128
+"""collectives that are remembered of each rank; no rank gets so far ahead of another"""
+WIDTH = 9
+"""words of each"""
+FILES = 32
+"""files that rank 0 wrote, by a hash"""
+PART = MARKS + PLACES * WIDTH + 2 * FILES
+
+WATCHED = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
+    "all_gather_single", "reduce_scatter_single",
+)  # fmt: skip
+"""Not every torch has all of them: the last two are what newer ones call `..._tensor`, and what `fully_shard` uses."""
+BACKWARD, STEP = 1, 2
+"""in a place: the collective is one of a backward, or of a step under a strategy that communicates there"""
+
+
+def size(world_size: int) -> int:
+    return 8 * (HEAD + world_size * PART)
+
+
+class Board:
+    """One side's view of it."""
+
+    def __init__(self, memory: mmap.mmap, world_size: int) -> None:
+        self.memory = memory
+        words = memoryview(memory).cast("q")
+        self.head = words[:HEAD]
+        self.parts = [words[HEAD + i * PART : HEAD + (i + 1) * PART] for i in range(world_size)]
+
+    @classmethod
+    def open(cls, path: str, world_size: int) -> Board:
+        """A rank's side."""
+        with open(path, "r+b") as file:
+            return cls(mmap.mmap(file.fileno(), size(world_size)), world_size)
+
+    def waits(self, rank: int, run: int) -> tuple[int, str] | None:
+        """Since when this rank waits for others in this run, and in what."""
+        found = self.waits_in(rank, run)
+        return None if found is None else (found[0], words(found[1]))
+
+    def waits_in(self, rank: int, run: int) -> tuple[int, list[int]] | None:
+        """The same, with what it has entered as it has written it."""
+        part = self.parts[rank]
+        since = part[WAITING]
+        if not since or part[OPEN] != run:
+            return None
+        at = MARKS + part[ENTERED] % PLACES * WIDTH
+        return since, part[at : at + WIDTH].tolist()
+
+    @staticmethod
+    def at(rank: int) -> int:
+        """The byte at which a rank's part begins."""
+        return 8 * (HEAD + rank * PART)
+
+
+class OwnedBoard(Board):
+    """The kernel's side."""
+
+    def __init__(self, world_size: int, directory: str) -> None:
+        self._segment = Segment(0, size(world_size), directory)
+        self.path = self._segment.path
+        super().__init__(mmap.mmap(self._segment.fd, size(world_size)), world_size)
+
+    def close(self) -> None:
+        for view in (self.head, *self.parts):
+            view.release()
+        self.memory.close()  # it has a descriptor of its own
+        self._segment.close()
+
+
+def collective(place: Sequence[int]) -> str:
+    """What a rank has entered, and nothing of where in its cell."""
+    return f"in {WATCHED[place[1]]}" + (f" of {place[2]:,}" if place[2] else "")
+
+
+def words(place: Sequence[int]) -> str:
+    """What a rank has entered, as its part tells."""
+    _, _, _, where, steps, batch, batches, _, _ = place
+    calls = {BACKWARD: "in backward()", STEP: "in optimizer.step()"}
+    what = calls.get(where) or collective(place)
+    at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""
+    return f"{what}{at} after {steps} step{'s' * (steps != 1)}"

@@ -1,0 +1,1 @@
+"""What models compute in, and what they keep for the backward."""

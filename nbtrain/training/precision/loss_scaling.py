@@ -1,0 +1,389 @@
+"""`16-mixed` behind a plain `loss.backward()`: dynamic loss scaling, as torch's GradScaler does it.
+
+A backward starts from gradients times the scale, and divides what it has left in `.grad` by it: **outside of a backward
+no gradient is scaled**, so clipping, logging, editing by hand and accumulation need no help. (Hooks on tensors run
+inside: they see what they see under a GradScaler.) Gradients that are not finite are noted per optimizer; its next
+step, on all ranks, finds no gradients and does nothing, so that counters like Adam's stand still. Then the scale is
+halved; after 2000 steps without such a one it is doubled. A GAN's two steps are one, as where `scaler.update()` is
+called once per batch. Scales are powers of two: nothing is rounded.
+
+What a backward leaves gradients in: parameters of the models that the cell has called and of its optimizers, and other
+leaves, which are looked for in the graph outside of models (each model's outputs say what lies before it).
+
+Where the cell brings a GradScaler of its own, that one scales, and this one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+from nbtrain.compat import dtensor
+from nbtrain.compat.tensors import multiply, sparse_values, unscale
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners
+from nbtrain.training.loop.steps import Round
+from nbtrain.training.precision.autocast import changed
+from nbtrain.training.ranks import collectives
+
+BEFORE = "nbtrain: what lies before the model"
+LARGEST = 2.0**126
+
+
+class Scaling:
+    """One per runtime: the scale is carried from cell to cell."""
+
+    def __init__(
+        self,
+        several: Callable[[], bool] = lambda: False,
+        ends: Callable[[], int] = lambda: 0,
+        scale: float = 2.0**16,
+        interval: int = 2000,
+    ) -> None:
+        """`several`: every step is taken by all ranks. `ends`: how many steps have ended, of all optimizers that take
+        turns."""
+        self.several = several
+        self.ends = ends
+        self.scale = scale
+        self.interval = interval
+        self.good = 0
+        """steps since the scale was changed"""
+        self.on = False
+        self._in_backward = False
+        self.begin(())
+        self.on = False
+
+    # --- per cell --------------------------------------------------------------------------------
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        self.on = True
+        self.skipped = 0
+        self.theirs = False
+        """the cell has used a GradScaler"""
+        self._optimizers: WeakSet[Optimizer] = WeakSet(optimizers)
+        self._round = Round(self._optimizers)
+        self._ends = self.ends()
+        self._waiting = self._bad = False
+        self._models: WeakSet[nn.Module] = WeakSet()
+        """those whose parameters are known"""
+        self._parameters: dict[int, ref[torch.Tensor]] = {}
+        self._inner: list[torch.Tensor] = []
+        """what the model that is being called has in the place of parameters"""
+        self._watched: list[ref[torch.Tensor]] = []
+        """inner results whose gradients are kept"""
+        self._layout: list[Any] = []
+        self._groups: dict[int, int] = {}
+        """id of a parameter → the group it is in; 0 where no optimizer has it"""
+        self._held: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+        self._found: dict[int, list[torch.Tensor]] = {}
+        """group → flags, more than zero where some gradient was not finite"""
+        self._spent: set[int] = set()
+        """groups whose optimizers have stepped since"""
+        self._stash: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def end(self, steps: int) -> list[str]:
+        """Sentences for the user. `steps`: that were taken in the cell."""
+        self.on = self._in_backward = False
+        for stash in self._stash.values():  # a step that raised
+            _put_back(stash)
+        self._update()
+        told = []
+        if self.theirs:
+            told.append("the cell scales its losses with a GradScaler of its own, so --precision 16-mixed did not")
+        if self.skipped:
+            told.append(
+                f"{self.skipped:,} of {steps + self.skipped:,} steps were skipped: gradients overflowed in float16; "
+                f"loss scale is now {self.scale:.0f}"
+            )
+        self.begin(())  # holds nothing of the cell's
+        self.on = False
+        return told
+
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.amp.GradScaler.scale", "scaling", self._scaler)
+        listeners.listen("torch.optim.Optimizer.zero_grad", "scaling", self._zero_grad)
+        listeners.listen("torch.Tensor.retain_grad", "scaling", self._retain_grad)
+        listeners.hook(register_module_parameter_registration_hook(lambda *_: self.look_again()))
+        listeners.hook(register_module_module_registration_hook(lambda *_: self.look_again()))
+
+    def look_again(self) -> None:
+        """Some model may have other parameters than before."""
+        self._models.clear()
+
+    # --- what models tell ------------------------------------------------------------------------
+
+    def called(self, model: nn.Module) -> None:
+        """From outside."""
+        self._inner = []
+        if not self.on or (model in self._models and next(model.parameters()).is_leaf):
+            return
+        parameters = list(model.parameters())
+        self._learn(p for p in parameters if p.is_leaf)
+        self._inner = [p for p in parameters if not p.is_leaf]  # of `functional_call`: made of others
+        if not self._inner:
+            self._models.add(model)
+
+    def passed(self, given: Any, returned: Any) -> None:
+        """What a model was given, and what it returned."""
+        if not self.on or not torch.is_grad_enabled():
+            return
+        before: list[Any] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                before.append(get_gradient_edge(tensor).node)
+            return tensor
+
+        def mark(tensor: torch.Tensor) -> torch.Tensor:
+            node: Any = tensor.grad_fn
+            if node is not None and node not in before:
+                node.metadata[BEFORE] = before
+            return tensor
+
+        changed((given, self._inner), note)
+        changed(returned, mark)
+
+    # --- what torch calls ------------------------------------------------------------------------
+
+    def backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """`old`, scaled."""
+
+        def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # A gradient that is to be differentiated again is a result, not something to be divided in place.
+            again = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
+            if not self.on or self.theirs or self._in_backward or again:
+                return old(tensors, grad_tensors, *args, **kwargs)
+            self._turn()
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            starts = self._starts(roots, grad_tensors)
+            if starts is None:
+                return old(tensors, grad_tensors, *args, **kwargs)
+            leaves = [*_leaves(roots), *(t for t in (watched() for watched in self._watched) if t is not None)]
+            with torch.no_grad():
+                for _, gradients in self._gradients(leaves):
+                    multiply(gradients, self.scale)
+            self._in_backward = True
+            try:
+                return old(roots, starts, *args, **kwargs)
+            finally:
+                self._in_backward = False
+                self._unscale(leaves)
+
+        return scaled
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments that `step` is to have instead of these."""
+        if not self.on or self.theirs:
+            return None
+        if self._in_backward:
+            raise NotSupported(
+                f"--precision 16-mixed: {type(optimizer).__name__} steps inside of a backward, where gradients are "
+                "scaled; step after loss.backward(), or take --precision bf16-mixed"
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._look(optimizer)
+            return None
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise NotSupported(
+                "--precision 16-mixed: LBFGS goes on from the gradients of one evaluation to the next, so that none of "
+                "them can be left out when it overflows; take --precision bf16-mixed"
+            )
+
+        def looked() -> Any:
+            loss = closure()
+            self._look(optimizer)
+            return loss
+
+        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
+
+    def after_step(self, optimizer: Optimizer) -> bool:
+        """Whether the step was skipped."""
+        if not self.on or self.theirs:
+            return False
+        stash = self._stash.pop(id(optimizer), None)
+        self._spent |= self._held.get(optimizer, set())
+        if self._round.has(optimizer):
+            self._update()
+        self._round.stepped(optimizer)
+        self._waiting = True
+        if stash is None:
+            return False
+        _put_back(stash)
+        self._bad = True
+        self.skipped += 1
+        return True
+
+    def _scaler(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.on and scaler.is_enabled():
+                self.theirs = True
+            return old(scaler, *args, **kwargs)
+
+        return scale
+
+    def _zero_grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            old(optimizer, *args, **kwargs)
+            for group in self._held.get(optimizer, ()):
+                self._found.pop(group, None)
+
+        return zero_grad
+
+    def _retain_grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def retain_grad(tensor: torch.Tensor) -> None:
+            old(tensor)
+            if self.on and not tensor.is_leaf:
+                self._watched = [one for one in self._watched if one() is not None]
+                self._watched.append(ref(tensor))
+
+        return retain_grad
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def _starts(self, roots: list[torch.Tensor], given: Any) -> list[torch.Tensor] | None:
+        """The gradients a backward starts from; None where torch is to say what is wrong."""
+        starts = [given] * len(roots) if given is None or isinstance(given, torch.Tensor) else list(given)
+        if len(starts) != len(roots) or any(s is None and r.numel() != 1 for r, s in zip(roots, starts, strict=True)):
+            return None
+        return [
+            torch.full_like(root, self.scale) if start is None else start * self.scale
+            for root, start in zip(roots, starts, strict=True)
+        ]
+
+    def _gradients(self, leaves: Iterable[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """(group, gradients of one device and dtype), of the parameters and of these."""
+        self._deal()
+        found: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+        known = [tensor for one in self._parameters.values() if (tensor := one()) is not None]
+        here = set(map(id, known))
+        known += {id(leaf): leaf for leaf in leaves if id(leaf) not in here}.values()
+        for tensor in known:
+            gradient = tensor.grad
+            if gradient is None:
+                continue
+            if type(gradient) is not torch.Tensor and dtensor.is_divided(gradient):
+                gradient = dtensor.local(gradient)
+            if gradient.is_sparse:
+                gradient = sparse_values(gradient)
+            where = self._groups.get(id(tensor), 0), gradient.device, gradient.dtype
+            same = found.get(where)
+            if same is None:
+                found[where] = [gradient]
+            else:
+                same.append(gradient)
+        for (group, _, _), gradients in found.items():
+            yield group, gradients
+
+    @torch.no_grad()
+    def _unscale(self, leaves: Iterable[torch.Tensor]) -> None:
+        self._found.pop(0, None)
+        for group in self._spent:
+            self._found.pop(group, None)
+        self._spent.clear()
+        for group, gradients in self._gradients(leaves):
+            device = gradients[0].device
+            flags = self._found.setdefault(group, [])
+            flag = next((one for one in flags if one.device == device), None)
+            if flag is None:
+                flags.append(flag := torch.zeros(1, device=device))
+            share = torch.full((1,), 1 / self.scale, device=device)
+            unscale(gradients, flag, share)
+
+    def _learn(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            self._parameters[id(parameter)] = ref(parameter)
+
+    def _deal(self) -> None:
+        """Which optimizer has which parameter; anew when one of them has others."""
+        optimizers = list(self._optimizers)
+        groups = [(id(o), [(len(g["params"]), id(g["params"][-1])) for g in o.param_groups if g["params"]])
+                  for o in optimizers]  # fmt: skip
+        if groups == self._layout:
+            return
+        self._layout = groups
+        self._groups.clear()
+        self._found.clear()
+        for number, optimizer in enumerate(optimizers, 1):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            self._learn(held)
+            self._held[optimizer] = {self._groups.setdefault(id(p), number) for p in held}
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Before a step: if some gradient is not finite, on any rank, it is to find none."""
+        if optimizer in self._optimizers:
+            groups = self._held.get(optimizer, set())
+        else:  # made in this cell, so that its parameters were nobody's
+            self._optimizers.add(optimizer)
+            groups = {0}
+        bad = any(bool(flag.item()) for group in groups for flag in self._found.get(group, ()))
+        if self.several():
+            bad = bool(collectives.reduce(float(bad), "max"))
+        if bad:
+            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._stash[id(optimizer)] = [(p, p.grad) for p in held]
+            for p in held:
+                p.grad = None
+
+    # --- the scale -------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """A backward begins: the step before may be over."""
+        if self._round.complete or self.ends() != self._ends:
+            self._update()
+        gone = [group for group in self._found if all(p.grad is None for p in self._in_group(group))]
+        for group in gone:
+            del self._found[group]
+
+    def _in_group(self, group: int) -> Iterator[torch.Tensor]:
+        for key, parameter in self._parameters.items():
+            if self._groups.get(key, 0) == group and (tensor := parameter()) is not None:
+                yield tensor
+
+    def _update(self) -> None:
+        self._ends = self.ends()
+        if not self._waiting:
+            return
+        if self._bad:
+            self.scale, self.good = self.scale / 2, 0
+        else:
+            self.good += 1
+            if self.good >= self.interval:
+                self.scale, self.good = min(self.scale * 2, LARGEST), 0
+        self._waiting = self._bad = False
+
+
+def _put_back(stash: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The gradients that a step was not to see: they are what the loop has made of them."""
+    for parameter, gradient in stash:
+        if parameter.grad is None:
+            parameter.grad = gradient
+
+
+def _leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What a backward from here leaves gradients in, without looking into models."""
+    found = []
+    seen = set()
+    nodes: list[Any] = [get_gradient_edge(root).node for root in roots if root.requires_grad]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            found.append(node.variable)
+        elif (before := node.metadata.get(BEFORE)) is not None:
+            nodes += before
+        else:
+            nodes += [behind for behind, _ in node.next_functions]
+    return found

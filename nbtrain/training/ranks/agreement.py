@@ -1,0 +1,62 @@
+"""Checksums of what should be equal on every rank: the notebook compares them when a cell ends."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from nbtrain.compat import tensors
+from nbtrain.events import GROUP
+from nbtrain.exchange.kinds.checksum import checksum
+from nbtrain.strategies.base import Prepared
+from nbtrain.training.ranks.random_state import Randomness
+
+ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
+
+
+class Agreement:
+    """Remembers what was compared last, so that a cell that trained nothing costs nothing."""
+
+    def __init__(self, hands_off: bool = False) -> None:
+        """`hands_off`: what the ranks draw is their own affair, as under torchrun."""
+        self.hands_off = hands_off
+        self.versions: dict[int, int] = {}
+        self.steps = 0
+
+    def take(self, prepared: Iterable[Prepared], steps: int, randomness: Randomness) -> list[tuple[str, int]]:
+        """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
+        prepared = list(prepared)
+        replicas = _numbered(pair for one in prepared for pair in one.replicas())
+        versions = {id(tensor): tensors.version(tensor) for _, tensor in replicas}
+        numbers: list[tuple[str, int]] = []
+        if steps != self.steps or versions != self.versions:  # fused optimizers leave versions alone
+            numbers = [(name, checksum(tensor)) for name, tensor in replicas]
+            numbers += [pair for one in prepared for pair in _of_groups(one)]
+        self.versions, self.steps = versions, steps
+        if not (randomness.alone or self.hands_off):
+            numbers.append((ORDER, randomness.fingerprint()))
+        return numbers
+
+
+def _of_groups(prepared: Prepared) -> list[tuple[str, int]]:
+    """Learning rates and the like: a loop may set one from a loss, which is each rank's own."""
+    return [
+        (f"{name}{GROUP}{i}]['{key}']", zlib.crc32(repr(float(value)).encode()))
+        for name, optimizer in prepared.component.optimizers.items()
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    ]
+
+
+def _numbered(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Each name once: a model of an earlier cell may have had the name that another one has now."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name, tensor in pairs:
+        seen[name] += 1
+        found.append((name if seen[name] == 1 else f"{name} ({seen[name]})", tensor))
+    return found

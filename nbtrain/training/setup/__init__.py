@@ -1,0 +1,1 @@
+"""How what a cell trains is found and handed to the strategy."""

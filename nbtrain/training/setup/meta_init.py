@@ -1,0 +1,349 @@
+"""Fills in what a model was made without (`nbtrain.empty()`, torch's device "meta"): weights that no rank could hold.
+
+The numbers are those of the modules' own `reset_parameters`, drawn on the CPU from a seed of each module's own, so that
+they are the same under every strategy, for any number of ranks and on every device. Only one module's weights exist
+in full at any time.
+
+Nothing is called on the model itself, which may be in pieces by then, but on *twins*: modules of the same class and
+attributes, with tensors of their own. First every reset is run without any memory, to see whose tensors it writes to:
+`nn.MultiheadAttention` fills a weight of its child, `nn.Transformer` those of all its layers. Then, module by module,
+what writes to this one's tensors is run again, in the order in which constructors would have, with these tensors real.
+
+How a module begins is looked for in this order, and all that there is, is run:
+
+    reset_parameters(), _reset_parameters() or init_weights()     the first of them that takes no arguments
+    reset_buffers()
+    _init_weights(module)                                         of the nearest module around it, as transformers do
+
+What nobody fills is an error that names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.compat import fake, generators
+from nbtrain.compat.modules import BUFFERS, CHILDREN, INITIALIZER, PARAMETERS, RESETS
+from nbtrain.compat.tensors import hook_tables, memory_id
+from nbtrain.errors import UsageError
+from nbtrain.exchange.kinds.hooks import hooked
+from nbtrain.exchange.kinds.tensors import swapped
+from nbtrain.strategies.base import Component, Prepared, is_lazy
+from nbtrain.training.ranks.collectives import connected, gather
+from nbtrain.training.ranks.default_generators import capture, restore
+from nbtrain.unfilled import NOTE
+
+BOXES = (PARAMETERS, BUFFERS)
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Whether it has no content yet. One that waits for the first batch is made then."""
+    return tensor.device.type == "meta" and not is_lazy(tensor)
+
+
+@dataclass(slots=True)
+class EmptyTensor:
+    """A tensor without content, in the module that holds it first."""
+
+    module: nn.Module
+    box: str
+    name: str
+    old: torch.Tensor
+    """what was there when it was found"""
+
+    @property
+    def now(self) -> torch.Tensor:
+        found: torch.Tensor = vars(self.module)[self.box][self.name]
+        return found
+
+
+@dataclass(slots=True)
+class _Part:
+    """One module of the model."""
+
+    path: str
+    module: nn.Module
+    twin: nn.Module
+    spots: list[EmptyTensor] = field(default_factory=list)
+    buffers: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """those that have content: a reset may need it"""
+    steps: list[_Step] = field(default_factory=list)
+    """what writes to its tensors, in order"""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A call that fills something in."""
+
+    owner: nn.Module
+    """a twin"""
+    call: Callable[[], Any]
+    name: str
+
+
+class Blanks:
+    """What a component has no content of. Found before a strategy sets it up, filled in before (`fill`) by strategies
+    that keep whole models, after it (`deal_out`) by those that keep pieces: of what is as it was, or `hollow`."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+
+    @classmethod
+    def of(cls, component: Component) -> Blanks | None:
+        """None where nothing is missing, as nearly always. Else collective: all ranks take rank 0's seeds."""
+        tensors = [*component.parameters(), *component.buffers()]
+        if not any(map(is_blank, tensors)):
+            return None
+        for where, loose in component.loose.items():
+            if is_blank(loose):
+                raise UsageError(
+                    f"{where} is a parameter without content (on the device 'meta') that belongs to no module, so "
+                    "nothing says how it begins: make it outside of nbtrain.empty()"
+                )
+        parts = _parts(component.modules.values())
+        _find_steps(component.modules.values(), parts)
+        lacking = [part for part in parts.values() if part.spots]
+        for part in lacking:
+            if not part.steps:
+                raise _unfilled(part, part.spots)
+        seeds = [part.seed for part in lacking]
+        if connected():  # a model that is made in a cell may have others on each rank
+            seeds = gather(seeds)[0]
+        for part, seed in zip(lacking, seeds, strict=True):
+            part.seed = seed
+        return cls(lacking)
+
+    def values(self) -> Iterator[tuple[EmptyTensor, torch.Tensor]]:
+        """Each with all of its content, on the CPU. The tensors of one module exist together, and no others."""
+        for part in self._parts:
+            yield from _filled(part)
+
+    def fill(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Give the component's tensors their content. They stay the same objects where that can be; where not, pairs of
+        (old, new) are returned, and the caller has the new one take the old one's place everywhere."""
+        replaced = []
+        for spot, value in self.values():
+            replaced += _make_real(spot, value.to(device))
+            del value  # or it would be there with the next module's
+        return replaced
+
+    def hollow(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters of one number in memory, for libraries that know nothing of the device meta."""
+        replaced = []
+        for spot in (spot for part in self._parts for spot in part.spots):
+            old = spot.old
+            shell = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape)
+            replaced += _make_real(spot, shell if isinstance(old, nn.Parameter) else shell.clone())
+        return replaced
+
+    def deal_out(self, prepared: Prepared, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """After `set_up`: each rank keeps what it has pieces for. Not collective."""
+        pieces = {id(tensor): piece for tensor, piece in prepared.pieces()}
+        replaced = []
+        for spot, value in self.values():
+            now = spot.now
+            if id(now) in pieces:
+                pieces[id(now)].fill(value.detach())
+            elif is_blank(now):
+                replaced += _make_real(spot, value.to(device, now.dtype))  # `set_up` may have cast it
+            else:
+                with torch.no_grad():
+                    now.copy_(value)
+            del value
+        return replaced
+
+
+def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
+    """By the module's id; children come after what they belong to."""
+    found: dict[int, _Part] = {}
+    held: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
+    base = zlib.crc32(generators.without_seed(torch.get_rng_state()).numpy().tobytes())  # which is ours
+    for root in roots:
+        for path, module in root.named_modules():
+            if id(module) in found:
+                continue
+            part = found[id(module)] = _Part(path, module, _twin(module))
+            # One that was made without `nbtrain.empty()` has only its place.
+            part.seed, *made = vars(module).get(NOTE) or [zlib.crc32(path.encode(), base)]
+            part.buffers = [(n, b) for n, b in vars(module)[BUFFERS].items() if b is not None and not b.is_meta]
+            for box in BOXES:
+                for name, tensor in vars(module)[box].items():
+                    # Of several that hold it, the one that it was made for fills it.
+                    known = tensor is not None and held.get(id(tensor))
+                    if tensor is not None and is_blank(tensor) and (not known or (name in made and not known[0])):
+                        held[id(tensor)] = name in made, part, EmptyTensor(module, box, name, tensor)
+    for _, part, spot in held.values():
+        part.spots.append(spot)
+    for part in found.values():
+        children = vars(part.twin)[CHILDREN]
+        children.update({name: child and found[id(child)].twin for name, child in children.items()})
+    return found
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The same class and attributes, with tensors of its own that have no content."""
+    twin: nn.Module = type(module).__new__(type(module))
+    vars(twin).update(vars(module))
+    vars(twin)[CHILDREN] = dict(vars(module)[CHILDREN])
+    for box in BOXES:
+        vars(twin)[box] = {
+            name: tensor if tensor is None or is_lazy(tensor) else _like(tensor, torch.device("meta"))
+            for name, tensor in vars(module)[box].items()
+        }
+    return twin
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
+    """Who writes to which module's tensors."""
+    resets: list[_Step] = []
+    inits: list[_Step] = []
+    todo = [(parts[id(root)], None) for root in roots]
+    seen: set[int] = set()
+
+    def visit(part: _Part, around: Any) -> None:
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        twin = part.twin
+        if callable(getattr(type(twin), INITIALIZER, None)):
+            around = twin
+        for child in part.module.children():
+            visit(parts[id(child)], around)
+        # After its children, as a constructor's last lines.
+        names = [name for name in RESETS if _takes_nothing(twin, name)]
+        if around is not None:  # there, `init_weights` does this and more
+            names = [name for name in names if name != "init_weights"]
+            inits.append(_Step(twin, partial(getattr(around, INITIALIZER), twin), INITIALIZER))
+        names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(twin, name)]
+        resets.extend(_Step(twin, getattr(twin, name), name) for name in names)
+
+    for part, around in todo:
+        visit(part, around)
+    owners = {_memory(vars(part.twin)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
+    by_twin = {id(part.twin): part for part in parts.values()}
+    streams = capture()
+    try:
+        for step in (*resets, *inits):
+            watch = _Watch()
+            try:
+                with watch:
+                    step.call()
+                written = {id(owners[key]): owners[key] for key in watch.written if key in owners}
+            except Exception:  # it needs numbers; then it is taken to fill its own module
+                own = by_twin[id(step.owner)]
+                written = {id(own): own}
+            for part in written.values():
+                part.steps.append(step)
+    finally:
+        restore(streams)
+
+
+def _takes_nothing(module: nn.Module, name: str) -> bool:
+    """Whether its class has such a method; what it only passes on to another module is that one's."""
+    method = getattr(module, name) if hasattr(type(module), name) else None
+    if not inspect.ismethod(method):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = inspect.signature(method).parameters.values()
+    return all(one.default is not one.empty or one.kind in kinds for one in given)
+
+
+def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
+    """One module's tensors, by its own rules."""
+    held = vars(part.twin)
+    # As the notebook has them: the component's own may have been cast meanwhile.
+    hollow = [(spot, held[spot.box][spot.name]) for spot in part.spots]
+    real = [(spot, blank, _like(blank, torch.device("cpu"))) for spot, blank in hollow]
+    blanks = [(held[BUFFERS][name], buffer) for name, buffer in part.buffers]
+    kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
+    watch = _Watch()
+    streams = capture()
+    try:
+        _place(part, {id(hollow): new for hollow, new in [*kept, *(pair for _, *pair in real)]})
+        torch.default_generator.manual_seed(part.seed)
+        with watch:
+            for step in part.steps:
+                step.call()
+    except Exception as error:
+        raise UsageError(
+            f"{_name(part)} was made without content, and {step.name}() of {type(step.owner).__name__} cannot fill it: "
+            f"{type(error).__name__}: {error}. It may use nothing but what is its own: one module is filled at a time"
+        ) from error
+    finally:
+        _place(part, {id(new): hollow for hollow, new in [*kept, *(pair for _, *pair in real)]})
+        restore(streams)
+    left = [spot for spot, _, new in real if new.numel() and _memory(new) not in watch.written]
+    if left:
+        raise _unfilled(part, left)
+    return [(spot, new) for spot, _, new in real]
+
+
+def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:
+    """In the twin, tensors in place of others."""
+    for box in BOXES:
+        held = vars(part.twin)[box]
+        held.update({name: others[id(tensor)] for name, tensor in held.items() if id(tensor) in others})
+
+
+def _unfilled(part: _Part, spots: list[EmptyTensor]) -> UsageError:
+    names = ", ".join(spot.name for spot in spots)
+    buffers = all(spot.box == BUFFERS for spot in spots)
+    method = "reset_buffers" if buffers else "reset_parameters"
+    return UsageError(
+        f"{_name(part)} was made without content, and nothing says how its {names} begin"
+        f"{'s' if len(spots) == 1 else ''}: give {type(part.module).__name__} a {method}() that fills {names}, or make "
+        "it outside of nbtrain.empty()"
+    )
+
+
+def _name(part: _Part) -> str:
+    return f"{part.path} ({type(part.module).__name__})" if part.path else type(part.module).__name__
+
+
+def _make_real(spot: EmptyTensor, value: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    old = spot.now
+    new = nn.Parameter(value.detach(), old.requires_grad) if isinstance(old, nn.Parameter) else value
+    if not hooked(old) and swapped(old, new):  # hooks would stay with what it was
+        return []
+    vars(new).update(vars(old))
+    vars(spot.module)[spot.box][spot.name] = new
+    registers = new.register_hook, new.register_post_accumulate_grad_hook
+    for table, register in zip(hook_tables(old), registers, strict=True):
+        for hook in (table or {}).values():
+            register(hook)
+    return [(old, new)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return memory_id(tensor.untyped_storage())
+
+
+class _Watch(fake.DispatchMode):
+    """Sees what memory is written to; versions would not tell of `weight.data.normal_()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(fake.schema_of(func).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(argument.name)
+                several = given if isinstance(given, (list, tuple)) else [given]
+                self.written |= {_memory(one) for one in several if isinstance(one, torch.Tensor)}
+        return func(*args, **kwargs)

@@ -1,0 +1,106 @@
+"""Random numbers that a cell draws for a weight: the same on every rank, and those of one process.
+
+Ranks have streams of their own once they are apart, so that dropout differs. A weight that is drawn anew then
+(`nn.init.normal_(p)`, `layer.reset_parameters()`, `p.add_(torch.randn_like(p))`, noise on `p.grad`) would be another
+one on each rank. Such a draw is made from where one process would stand. It needs every rank.
+
+What is drawn for anything else is not touched. Weights in pieces have draws of their own
+(`strategies/kit/new_tensors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+
+from nbtrain.intercept import Listeners
+from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.setup.components import Workshop
+
+IN_PLACE = tuple(
+    f"torch.Tensor.{name}_"
+    for name in ("normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric")
+)
+BY_A_COPY = ("torch.nn.init.orthogonal_", "torch.nn.init.sparse_")
+"""They draw for a tensor of their own, and write that into the weight."""
+LIKE = tuple(f"torch.{name}_like" for name in ("rand", "randn", "randint"))
+DEVICES = ("cpu", "cuda")
+
+
+class Drawn:
+    """Of one rank. `listen` once; `begin` before each cell."""
+
+    def __init__(self, randomness: Randomness, workshop: Workshop, active: Callable[[], bool]) -> None:
+        """`active`: a cell runs on all ranks, and its models are looked after."""
+        self.randomness, self.workshop, self.active = randomness, workshop, active
+        self.drawing = False
+        self.begin()
+
+    def begin(self) -> None:
+        self.looked_at: list[Any] = []
+        self.own: dict[int, ref[torch.Tensor]] = {}
+        """id of a parameter or of its gradient → it: an id may be another tensor's once that is no more"""
+        self.memory: dict[int, ref[torch.Tensor]] = {}
+        self.shapes: set[torch.Size] = set()
+
+    def listen(self, listeners: Listeners) -> None:
+        for path in (*IN_PLACE, *BY_A_COPY, *LIKE):
+            listeners.listen(path, "drawn", self._listener)
+
+    def _listener(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.drawing or kwargs.get("generator") is not None or not self._of_a_weight(tensor):
+                return old(tensor, *args, **kwargs)
+            self.drawing = True
+            try:
+                with self.randomness.one_process(tensor.device):
+                    return old(tensor, *args, **kwargs)
+            finally:
+                self.drawing = False
+
+        return draw
+
+    def _of_a_weight(self, tensor: Any) -> bool:
+        """A parameter that is whole here, a part of it, or its gradient."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not self.active():
+            return False
+        if self.randomness.is_together or tensor.grad_fn is not None or tensor.device.type not in DEVICES:
+            return False
+        if self.looked_at != self.workshop.prepared:
+            self._look()
+        if self._known(tensor):
+            return True
+        if tensor.requires_grad or tensor.shape not in self.shapes:
+            return False
+        self._look()  # gradients come and go, and a weight may have been given other memory
+        return self._known(tensor)
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        if (one := self.own.get(id(tensor))) is not None and one() is tensor:
+            return True
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return False
+        key = _memory(tensor)
+        weight = one() if (one := self.memory.get(key)) is not None else None
+        return weight is not None and _memory(weight) == key
+
+    def _look(self) -> None:
+        self.begin()
+        self.looked_at = self.workshop.prepared
+        for prepared in self.looked_at:
+            for p in prepared.component.parameters():
+                if type(p) in (torch.Tensor, torch.nn.Parameter):
+                    self.own[id(p)] = ref(p)
+                    self.shapes.add(p.shape)
+                    if p.grad is not None:
+                        self.own[id(p.grad)] = ref(p.grad)
+                    for one in (p, p.grad):
+                        if one is not None and one.layout is torch.strided and one.numel():
+                            self.memory[_memory(one)] = ref(one)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

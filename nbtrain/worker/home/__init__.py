@@ -1,0 +1,1 @@
+"""A rank's side of the exchange with the notebook."""

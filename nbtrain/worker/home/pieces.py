@@ -1,0 +1,220 @@
+"""What this rank keeps of tensors that the notebook has whole: gathered on the way home, dealt out on the way here.
+
+Which of them changed is found by checksums of the parts and one small reduction. What changed is gathered one tensor at
+a time, while the parcel is written: only the rank that packs it ever has a whole one, and only one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat.dtensor import is_divided
+from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import Later
+from nbtrain.exchange.kinds.checksum import checksum
+from nbtrain.exchange.kinds.split_tensors import Apart, join, part
+from nbtrain.worker.home.split_leftovers import find_strays
+
+Ranges = list[tuple[int, int]]
+
+
+class HeldPiece(Apart):
+    """One tensor's."""
+
+    piece: Any
+    ranges: list[Ranges]
+    """of each rank"""
+    number: int | None = None
+    """checksum of what is here, when notebook and ranks had the same"""
+
+
+class Pieces:
+    """Of everything that is set up. The same tensors in the same order on all ranks."""
+
+    def __init__(self, rank: int, world_size: int, table: Table) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.table = table
+        self._held: list[HeldPiece] = []
+        self.strays: list[tuple[Any, Any]] = []
+        """tensors in pieces that cells have made: a `state_dict`, gradients that were kept"""
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
+        """These there are now; whether they are others than before. Collective. Before a cell, those that are new here
+        and known to the notebook are as it has them; what was cut up in a cell, it has gone on with."""
+        found = [*pieces, *self.strays]
+        before = {id(held.tensor): held for held in self._held}
+        now = []
+        same = True
+        for tensor, piece in found:
+            held = before.pop(id(tensor), None)
+            if held is None or (held.shape, held.dtype) != (tuple(piece.shape), piece.dtype):
+                held = HeldPiece(tensor, piece.shape, piece.dtype, self._fetch)
+                held.piece = piece
+                if before_cell and self.table.find(tensor) is not None:
+                    held.number = _number(held)
+                part(self.table, held)
+            same = same and held.piece.cut is piece.cut
+            held.piece = piece
+            now.append(held)
+        for held in before.values():
+            self._rejoin(held)
+        if same and list(map(id, now)) == list(map(id, self._held)):
+            return False
+        self._held = now
+        self._exchange_ranges()
+        return True
+
+    def take_in(self, values: Mapping[str, Any], known: Iterable[int]) -> list[tuple[Any, Any]]:
+        """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
+        strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
+        from nbtrain.strategies.kit.row_shards import Rows, by_rows, whole
+        from nbtrain.strategies.kit.stage_tensors import is_placed, whole_of
+
+        known = set(known)
+        held = {id(tensor): piece for tensor, piece in self.strays}
+        divided, others = find_strays(values, known, self.world_size)
+        found = {id(t): t for t in divided}
+        # A dict of states that no name of this cell leads to goes on being in pieces while the notebook has it; so does
+        # what an optimizer was given another state in the place of.
+        left: list[Any] = [one.tensor for one in self._held if is_divided(one.tensor) and id(one.tensor) not in known]
+        found |= {id(t): t for t in left if self.table.find(t) is not None and by_rows(t)}
+        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in found.values()]
+        return [(t, whole_of(t) if is_placed(t) else whole(t)) for t in others if id(t) not in found]
+
+    def put_together(self) -> list[tuple[Any, Any]]:
+        """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
+        process group may be another than the one in which they were divided."""
+        pairs: list[tuple[Any, Any]] = []
+        for held in self._held:
+            whole = self._everywhere(held).view(held.shape).to(held.tensor.device)
+            if type(held.tensor) in (torch.Tensor, torch.nn.Parameter):
+                held.tensor.data = whole
+            elif isinstance(held.tensor, torch.nn.Parameter):
+                pairs.append((held.tensor, torch.nn.Parameter(whole, held.tensor.requires_grad)))
+            else:
+                pairs.append((held.tensor, whole))
+        return pairs
+
+    def forget(self) -> None:
+        self.strays = []
+        for held in self._held:
+            self._rejoin(held)
+        self._held = []
+
+    def take_over(self) -> None:
+        """What the notebook has sent."""
+        for held in self._held:
+            if held.arrived is not None:
+                held.piece.fill(held.arrived)
+                held.arrived = None
+                held.number = _number(held)
+
+    def compare(self) -> None:
+        """After a cell: which of them the notebook has differently. Collective."""
+        if not self._held:
+            return
+        flags = torch.zeros(len(self._held), dtype=torch.uint8)
+        for i, held in enumerate(self._held):
+            number = _number(held)
+            flags[i] = number != held.number
+            held.number = number
+        if self.world_size > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        for held, changed in zip(self._held, flags.tolist(), strict=True):
+            held.changed = held.changed or bool(changed)
+
+    def settled(self) -> None:
+        """The notebook has them all."""
+        for held in self._held:
+            held.changed = False
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """In the rank that packs: the others are told, at the latest now, that nothing (more) is wanted."""
+        self._announced = False
+        try:
+            yield
+        finally:
+            if not self._announced:
+                self.announce([])
+
+    def announce(self, laters: list[Later]) -> None:
+        """To the others: these will be fetched, in this order."""
+        self._announced = True
+        if self.world_size > 1:
+            where = {id(held): i for i, held in enumerate(self._held)}
+            dist.broadcast_object_list([[where[id(later.of)] for later in laters]], self.rank)
+
+    def serve(self, lead: int) -> None:
+        """In the others: give it what it wants."""
+        wanted: list[Any] = [None]
+        dist.broadcast_object_list(wanted, lead)
+        for index in wanted[0]:
+            held = self._held[index]
+            for _, flat in self._parts(held):
+                dist.send(flat, lead)
+
+    def _fetch(self, apart: Apart) -> memoryview:
+        """All of it, on the rank that packs."""
+        assert isinstance(apart, HeldPiece)
+        if not apart.nbytes:
+            return memoryview(b"")
+        # A map by itself, gone when it is written: from the heap each would come out of another hole.
+        memory = mmap.mmap(-1, apart.nbytes)
+        whole = torch.frombuffer(memory, dtype=apart.dtype, count=apart.tensor.numel())
+        for (start, stop), flat in self._parts(apart):
+            whole.view(torch.uint8)[start * apart.dtype.itemsize : stop * apart.dtype.itemsize].copy_(flat)
+        for rank, ranges in enumerate(apart.ranges):
+            for start, stop in ranges if rank != self.rank else ():
+                if stop > start:
+                    dist.recv(whole[start:stop].view(torch.uint8), rank)
+        return memoryview(whole.view(torch.uint8).numpy())
+
+    def _everywhere(self, held: HeldPiece) -> Any:
+        whole = torch.empty(held.tensor.numel(), dtype=held.dtype)
+        size = held.dtype.itemsize
+        for (start, stop), flat in self._parts(held):
+            whole.view(torch.uint8)[start * size : stop * size].copy_(flat)
+        for rank, ranges in enumerate(held.ranges):
+            for start, stop in ranges:
+                if stop > start and self.world_size > 1:
+                    dist.broadcast(whole[start:stop].view(torch.uint8), rank)
+        return whole
+
+    def _parts(self, held: HeldPiece) -> Iterator[tuple[tuple[int, int], Any]]:
+        """Bytes, because gloo does not know every type."""
+        for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
+            if stop > start:
+                data = flat.detach().to("cpu", held.dtype).contiguous()
+                yield (start, stop), data.view(torch.uint8)
+
+    def _exchange_ranges(self) -> None:
+        mine: list[Ranges] = [list(held.piece.ranges()) for held in self._held]
+        everybody: list[Any] = [mine]
+        if self.world_size > 1:
+            everybody = [None] * self.world_size
+            dist.all_gather_object(everybody, mine)
+        for i, held in enumerate(self._held):
+            held.ranges = [ranges[i] for ranges in everybody]
+
+    def _rejoin(self, held: HeldPiece) -> None:
+        join(self.table, held.tensor, numeric.TENSOR)
+
+
+def _number(held: HeldPiece) -> int:
+    number = 0
+    for flat in held.piece.read():
+        number = zlib.crc32(b"%d" % checksum(flat.detach()), number)
+    return number

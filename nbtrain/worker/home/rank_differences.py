@@ -1,0 +1,153 @@
+"""A number per name, so that the notebook can tell which of them differ between ranks.
+
+Models, optimizers and loaders are left out: what a strategy keeps equal is compared in `training.agreement`. Tensors,
+arrays and lists of plain values are looked at as a whole, but for memory that nobody here has written to; of a long
+list of other objects only its length and both its ends: this runs after every cell.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import re
+import sys
+import types
+import zlib
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.kinds import ATOMS
+from nbtrain.exchange.kinds.checksum import array_checksum, checksum
+from nbtrain.exchange.segment import untouched
+
+ITEMS = 1000
+"""Objects looked at below one name."""
+DEEP = 100
+"""Levels."""
+LARGE = 1 << 20
+"""Bytes up to which strings are read; from here on it is asked whether memory was written to at all."""
+LISTS = (list, tuple, collections.deque)
+MANY = 100
+"""Elements from which a list of plain values is packed to be compared."""
+NOT_PLAIN = {types.ModuleType, re.Pattern}
+SETS = (set, frozenset)
+DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+
+
+def number(value: Any, table: Table, passed_by: Iterable[int] = ()) -> int:
+    """`table` knows checksums of what came from the notebook. `passed_by`: ids of objects that stay here, each rank's
+    own."""
+    return _Look(table, passed_by).at(value)
+
+
+class _Look:
+    def __init__(self, table: Table, passed_by: Iterable[int]) -> None:
+        self.table = table
+        self.left = ITEMS
+        self.depth = 0
+        self.seen: dict[int, int] = dict.fromkeys(passed_by, 0)
+        """id → number: objects that are one here may be two equal ones elsewhere"""
+
+    def at(self, value: Any) -> int:
+        self.left -= 1
+        if id(value) in self.seen or self.depth >= DEEP:
+            return self.seen.get(id(value), 0)
+        self.seen[id(value)] = 0  # met again below itself
+        self.depth += 1
+        try:
+            found = self._look(value)
+        except Exception:  # a nested tensor has no shape; a class may hide its attributes
+            found = 0
+        self.depth -= 1
+        self.seen[id(value)] = found
+        return found
+
+    def _look(self, value: Any) -> int:
+        cls: Any = type(value)
+        if cls in ATOMS:
+            return _atom(value)
+        if cls in LISTS or cls in DICTS:
+            whole = _plain(value) if len(value) > MANY else None
+            if whole is not None:
+                return self._all(cls, len(value), [whole])
+        if cls in LISTS:
+            return self._all(cls, len(value), map(self.at, self._ends(value)))
+        if cls in SETS:
+            return self._all(cls, len(value), [sum(map(self.at, value))] if len(value) < self.left else [])
+        if cls in DICTS:
+            return self._all(cls, len(value), (self.at(part) for pair in self._ends(value.items()) for part in pair))
+        if cls.__module__ == "__main__" and not _learns(cls):
+            try:
+                held = object.__getattribute__(value, "__dict__")
+            except AttributeError:
+                return self._memory(value)
+            return self.at(held)
+        return self._memory(value)
+
+    def _ends(self, items: Any) -> Iterable[Any]:
+        if self.left <= 0:
+            return ()
+        if len(items) <= self.left:
+            return items
+        half = self.left // 2
+        last = reversed(list(islice(reversed(items), half)))
+        return [*islice(items, half), *last]
+
+    @staticmethod
+    def _all(cls: type, size: int, numbers: Iterable[int]) -> int:
+        return zlib.crc32(repr((cls.__name__, size, *numbers)).encode())
+
+    def _memory(self, value: Any) -> int:
+        if id(value) in self.table.apart:  # no rank has all of it
+            return 0
+        torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and type(value) is torch.Tensor:
+            shape = f"{value.dtype}{tuple(value.shape)}"
+            plain = value.nbytes > LARGE and value.device.type == "cpu" and value.is_contiguous()
+            known = self._known(value, 3) if plain and untouched(value.data_ptr(), value.nbytes) else None
+            return zlib.crc32(f"{shape}{checksum(value) if known is None else known}".encode())
+        if np is not None and type(value) is np.ndarray:
+            shape = f"{value.dtype}{value.shape}"
+            if value.dtype.hasobject:
+                return zlib.crc32(shape.encode())
+            plain = value.nbytes > LARGE and value.flags.c_contiguous
+            known = self._known(value, 2) if plain and untouched(value.ctypes.data, value.nbytes) else None
+            return zlib.crc32(f"{shape}{array_checksum(value) if known is None else known}".encode())
+        return 0
+
+    def _known(self, value: Any, where: int) -> int | None:
+        """The checksum of memory that nobody has written to since it came."""
+        node = self.table.find(value)
+        if node is None or type(node.seen) is not tuple or len(node.seen) <= where:
+            return None
+        found = node.seen[where]
+        return found if type(found) is int and not (where == 2 and node.fixed) else None
+
+
+def _atom(value: Any) -> int:
+    if type(value) is types.ModuleType:
+        return zlib.crc32(b"module")
+    if type(value) is int:  # the text of a long one is refused
+        return zlib.crc32(b"int%d" % hash(value))
+    if type(value) in (str, bytes) and len(value) > LARGE:
+        value = len(value), value[: LARGE // 2], value[-LARGE // 2 :]
+    return zlib.crc32(repr(value).encode())
+
+
+def _plain(value: Any) -> int | None:
+    """Of nothing but atoms; None: it holds other objects."""
+    parts = (value, value.values()) if isinstance(value, dict) else (value,)
+    if not all(set(map(type, part)) <= ATOMS - NOT_PLAIN for part in parts):
+        return None
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.fast = True  # two equal strings may be one object on some ranks
+    pickler.dump(list(value.items()) if isinstance(value, dict) else list(value))
+    return zlib.crc32(file.getbuffer())
+
+
+def _learns(cls: type) -> bool:
+    return any(base.__module__.startswith("torch.") for base in cls.__mro__)

@@ -1,0 +1,231 @@
+"""A rank's side of the exchange: parcels are opened into its namespace, what a cell changed is packed for home."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from nbtrain.exchange import kinds
+from nbtrain.exchange import module_baseline as baseline
+from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.module_state import MODULE
+from nbtrain.exchange.kinds.tensors import moved
+from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.parcel import Opener, Packer, Parcel
+from nbtrain.training.setup.replace_references import become
+from nbtrain.worker.home.homecoming import KERNEL, MISSING, Home, Homeward, New, pull, spared
+
+OPTION = "--"
+"""No name of Python's begins so: under such names the strategy's options travel."""
+
+
+class Twins:
+    """What this rank holds of the notebook's objects."""
+
+    def __init__(self, rank: int, world_size: int, namespace: dict[str, Any], directory: str, device: str) -> None:
+        self.rank = rank
+        self.namespace = namespace
+        self.device = device
+        self.table = Table(-1 - rank, -world_size)
+        self.opener = Opener()
+        self.packer = Packer(directory, again=False)
+        self._holds: dict[str, Any] = {}
+        self._homeward: Homeward | None = None
+        self.modules: dict[str, Any] = {}
+        """what was set in modules, as the notebook sent it for the last cell"""
+        self.unsendable: list[str] = []
+        """what the last cell set in modules and cannot come home"""
+        self.options: dict[str, Any] = {}
+        """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
+        from nbtrain.worker.home.pieces import Pieces  # it loads torch, and the notebook reads a name of this module's
+
+        self.pieces = Pieces(rank, world_size, self.table)
+        self._states: dict[int, tuple[Any, Any]] = {}
+        """of optimizers, by their keys, when the cell began: one that is replaced may be held elsewhere"""
+        self._unsure = False
+        """another rank was the lead: what this one remembers may be behind"""
+
+    def open(self, parcel: Parcel, drop: Iterable[int], unbind: Iterable[str]) -> tuple[list[Node], dict[str, Any]]:
+        """Put what the notebook sent in place; returns what is new or changed, and the names that were bound."""
+        numeric.learn_atoms()
+        self._homeward = None  # what the last cell let go of goes before anything new is made
+        self.pieces.settled()
+        self.table.drop(drop)
+        for name in unbind:
+            self.namespace.pop(name, None)
+        cargo, buffer = self.opener.open(parcel)
+        arrival = Arrival(self.table, self.namespace, cargo, buffer, self._place, self.opener.renew)
+        touched = arrival.commit()
+        options = {name: arrival.names.pop(name) for name in list(arrival.names) if name.startswith(OPTION)}
+        self.options = {name.removeprefix(OPTION): value for name, value in options.items()}
+        names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
+        self.modules = {n.removeprefix(MODULE): value for n, value in arrival.names.items() if n.startswith(MODULE)}
+        self.namespace.update(names)
+        remember(self.table, self.namespace, touched)
+        self.pieces.take_over()
+        return touched, names
+
+    def _place(self, kind: str) -> str:
+        return self.device if kind == "cuda" else kind
+
+    def adopt(self, news: Iterable[New]) -> tuple[int, ...]:
+        """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none."""
+        lacking = []
+        found: dict[int, Node] = {}
+        ways = Ways(self.table, self.namespace)
+        for key, kind, way in news:
+            obj = ways.follow(way) if way is not None else None
+            wanted = kinds.kind_named(kind)
+            fits = wanted in (kinds.kind_named("handle"), kinds.kind_of(obj, self.namespace, self.table.apart))
+            if way is None or obj is None or not fits:
+                lacking.append(key)
+                continue
+            known = self.table.by_id.get(wanted.identity(obj))
+            if known is not None and known.key != key:  # one object here for two of the lead's
+                lacking.append(key)
+            elif known is None:
+                found[key] = self.table.add(key, obj, wanted)
+                where, fixed, index, _ = way
+                if where in self.table.nodes:
+                    holder = found[where] = self.table.nodes[where]
+                    if fixed and holder.fixed and index < len(holder.fixed):  # it was made with another
+                        holder.fixed[index] = found[key]
+        for node in found.values():
+            node.seen = None
+        remember(self.table, self.namespace, found.values())
+        return tuple(lacking)
+
+    def inherit(self, table: Table) -> None:
+        """This process was forked from the kernel: it has the notebook's own objects under the kernel's keys."""
+        table.last_key, table.step = self.table.last_key, self.table.step
+        self.table = self.pieces.table = table
+
+    def alone(self, name: str, obj: Any) -> Parcel | None:
+        """One object packed by itself, or None when it cannot travel."""
+        walk = Walk(self.table, self.namespace)
+        try:
+            walk.name(name, obj)
+            cargo = walk.finish()
+            return None if walk.culprits else self.packer.pack(cargo, (KERNEL,))
+        finally:
+            walk.undo()  # the notebook opens it by itself too, and does not keep what came with it
+
+    def find(self, names: dict[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
+        return find_all(self.table, names, wanted)
+
+    def holds(self, obj: object) -> bool:
+        """Whether the notebook or a name of this rank's leads to it."""
+        return self.table.find(obj) is not None or any(value is obj for value in self.namespace.values())
+
+    def replace(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """(old, new) tensors: everybody here who holds an old one holds the new one from now on."""
+        become(pairs, [self.namespace])
+        for old, new in pairs:
+            node = self.table.find(old)
+            if node is not None:
+                fixed = node.fixed
+                self.table.replace(node, new, node.kind)
+                node.fixed = fixed
+            held = self.table.apart.pop(id(old), None)
+            if held is not None:  # set up again, it is in pieces again
+                self.table.apart[id(new)] = held
+
+    def parted(self, pieces: Iterable[tuple[Any, Any]]) -> list[Node]:
+        """These tensors are in pieces here, before a cell begins. Collective. Returns the nodes that are to be
+        remembered as they are now."""
+        if not self.pieces.learn(pieces):
+            return []
+        apart = self.table.apart
+        return [n for n in self.table.nodes.values() if any(id(child.obj) in apart for child in n.children)]
+
+    def compare(self, pieces: Iterable[tuple[Any, Any]], names: Iterable[str]) -> None:
+        """After a cell: which tensors in pieces the notebook has differently. Collective. `names`: those that the
+        notebook sent for it."""
+        pieces = list(pieces)
+        if pieces or self.pieces:
+            now, before = self.namespace, self._holds
+            bound = [
+                name for name, value in now.items() if not private(name) and before.get(name, MISSING) is not value
+            ]
+            values = {name: now[name] for name in {*names, *bound} if name in now}
+            values |= {f"{key} before": held for key, (one, held) in self._states.items() if one.state is not held}
+            self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
+            self.pieces.learn(pieces, before_cell=False)
+            self.pieces.compare()
+
+    def start(self, touched: Iterable[Node], lead: bool) -> None:
+        """Just before the cell: remember how things are, so that afterwards what it changed is known."""
+        if lead:
+            if self._unsure:
+                for node in self.table.nodes.values():
+                    node.seen = None
+                touched = list(self.table.nodes.values())
+            remember(self.table, self.namespace, touched)
+        self._unsure = not lead
+        self._homeward = None
+        optimizer = kinds.kind_named("optimizer")
+        nodes = self.table.nodes.values() if self.pieces else ()
+        self._states = {n.key: (n.obj, n.obj.state) for n in nodes if n.kind is optimizer and hasattr(n.obj, "state")}
+        self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
+
+    def lead_after_all(self) -> None:
+        """The lead is gone: this rank's changes are to come home, and it has not remembered how things were."""
+        for node in self.table.nodes.values():
+            node.seen = None
+
+    def homeward(self, names: Iterable[str], keep: tuple[str, ...], limit: float) -> Homeward:
+        """What the cell changed, assigned and deleted. `names`: those that the notebook sent for it."""
+        if self._homeward is not None:  # this rank has ended the cell, and is the lead after all
+            return self._homeward
+        now, before = self.namespace, self._holds
+        bound = [n for n, v in now.items() if not private(n) and before.get(n, MISSING) is not v]
+        deleted = tuple(name for name in before if name not in now)
+        names = list(names)
+        held = {name: before[name] for name in names if name in before}
+        modules, self.unsendable = baseline.look(self.table, now)
+        self._homeward = Homeward(self.table, now, names, bound, deleted, keep, limit, held, modules)
+        self._holds = {}
+        return self._homeward
+
+    def leave(self, key: int, reason: str, together: bool) -> Home:
+        """The notebook cannot make this one of what the last cell made."""
+        assert self._homeward is not None
+        return self._homeward.leave(key, reason, self.packer, self.pieces if together else None)
+
+    def pull(self, key: int, drop: Iterable[int], together: bool) -> tuple[Parcel | None, str]:
+        self.table.drop(drop)
+        return pull(self.table, self.namespace, key, self.packer, self.pieces if together else None)
+
+    def released(self) -> tuple[int, ...]:
+        """Segments of the notebook's that this rank does not use any more; it may write to the others again."""
+        if self.opener.maps_large:
+            self.opener.keep_apart(moved(self.table.nodes.values()))
+        return self.opener.released()
+
+    def forget(self, close: Callable[[bool], None], spare: Iterable[int], known: Iterable[int], whole: bool) -> None:
+        """Everything that came from the notebook goes, but what it has handles for, and what that holds; modules stay
+        imported. `whole`: all pieces are there still."""
+        pairs = self.pieces.put_together() if spare and whole else []
+        close(False)
+        self.replace(pairs)
+        self.pieces.forget()
+        self.opener = Opener()  # the notebook counts its segments from one again
+        self.packer.close()
+        for name in [name for name in self.namespace if not private(name)]:
+            del self.namespace[name]
+        baseline.restore()
+        kept = spared(self.table, spare)
+        known = set(known)
+        held = [node for node in self.table.nodes.values() if node.key in known]
+        self.table = self.pieces.table = Table(self.table.last_key, self.table.step)
+        for key, obj in kept:
+            self.table.add(key, obj, kinds.kind_named("handle"))
+        for node in held:
+            node.seen = node.memo = None
+            self.table.adopt(node)
+        self._unsure = True
+        self._holds = {}
+        self._homeward = None
+        gc.collect()

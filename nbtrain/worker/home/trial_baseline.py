@@ -1,0 +1,28 @@
+"""Before a cell is tried on a rank: what is measured from here on is what the cell takes."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import nbtrain.registry as registry
+from nbtrain.specs import RunSpec
+
+if TYPE_CHECKING:
+    from nbtrain.training.loop.trial_steps import Trying
+
+
+def trying(spec: RunSpec, device: str) -> Trying:
+    import torch
+
+    from nbtrain.training.loop.trial_steps import Trying
+
+    entry = registry.find_strategy(spec.strategy)
+    for name in entry.needs.packages if entry is not None else ():
+        if name not in sys.modules:  # a library is there once for all models, and counts for none
+            with suppress(Exception):  # why it cannot be had is said where it is used
+                import_module(name)
+    assert spec.trial is not None
+    return Trying(spec.trial, torch.device(device))

@@ -1,0 +1,1 @@
+"""Modules and packages on a rank, and whether they are still what the notebook has."""

@@ -1,0 +1,174 @@
+"""Local modules on a rank: one that changed on disk since it was imported is loaded again before a cell.
+
+Local is what lies neither in the standard library nor in site-packages. Whatever local module imported from a
+changed one is loaded again too, after it. `importlib.reload` does it, so what is true of it is true here: names that
+the new text does not bind stay. What the rank holds of the old text becomes the new: see `module_reload.py`.
+
+Files are noted when they are read, not when a cell ends: somebody may edit one while the cell that imported it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+from nbtrain.errors import UsageError
+from nbtrain.exchange.kinds.module_state import state_of, states
+from nbtrain.exchange.module_baseline import kept_over
+from nbtrain.worker.modules.local_files import Stamp, local, local_modules, note_executed, stamp
+from nbtrain.worker.modules.module_reload import pairs, renew
+
+
+@cache
+def at_birth() -> dict[str, str]:
+    """Those that a rank has from the beginning. Asked before it is forked: to look at every module is to have a page
+    of one's own for each."""
+    return dict(local_modules())
+
+
+class Modules:
+    """A rank's. From its making on it hears of every local file that is imported."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[str, Stamp | None]] = {n: (path, stamp(path)) for n, path in at_birth().items()}
+        self._others: dict[str, Stamp | None] = {}
+        self._owed: tuple[str, ...] = ()
+        """to be loaded again, because the last attempt failed"""
+        self._again = False
+        self._before: Any = SourceFileLoader.path_stats
+        loader: Any = SourceFileLoader
+        loader.path_stats = lambda loader, path: self._read(loader, path)
+        note_executed(late=False)
+
+    def close(self) -> None:
+        loader: Any = SourceFileLoader
+        loader.path_stats = self._before
+
+    def _read(self, loader: Any, path: str) -> Any:
+        """Python asks this of a file just before it reads it."""
+        if local(path):
+            self._files[loader.name] = path, stamp(path)
+            if self._again:
+                # A compiled file counts as the text's own when the second and the size are the same: not so here.
+                raise OSError("read the text")
+        else:
+            self._others[loader.name] = stamp(path)
+        return self._before(loader, path)
+
+    def as_read(self, name: str, path: str) -> bool:
+        """Whether a module that is not local was read, on this rank, from the file that is there now."""
+        return name in self._others and self._others[name] == stamp(path)
+
+    def refresh(self, namespace: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """Load again what changed; the modules that were, and those whose file is gone. UsageError: one cannot be."""
+        loaded = sys.modules
+        changed = [name for name, (path, seen) in self._files.items() if stamp(path) != seen and name in loaded]
+        stale = {state.name for state in states() if state.stale} - {*changed}
+        if not changed and not self._owed and not stale:
+            return [], []
+        importlib.invalidate_caches()
+        order = _in_order({*changed, *stale, *(name for name in self._owed if name in loaded)}, self._files)
+        self._owed = ()
+        done: list[str] = []
+        gone: list[str] = []
+        replaced: list[tuple[Any, Any]] = []
+        self._again = True
+        try:
+            for index, name in enumerate(order):
+                module = loaded[name]
+                before = dict(vars(module))
+                state = state_of(name)
+                held = kept_over(state) if state.base is not None else {}
+                try:
+                    importlib.reload(module)
+                    state.set(held)
+                    if changed or name not in stale:
+                        done.append(name)
+                except BaseException as error:
+                    path, _ = self._files[name]
+                    if isinstance(error, ModuleNotFoundError) and error.name == name and stamp(path) is None:
+                        self._files[name] = path, None
+                        gone.append(name)
+                        continue
+                    self._owed = tuple(order[index:])
+                    raise UsageError(_refusal(name, path, error)) from error
+                finally:
+                    replaced += pairs(name, before, vars(module))
+                    before.clear()
+        finally:
+            self._again = False
+            renew(replaced, namespace)
+        return done, gone
+
+
+def _refusal(name: str, path: str, error: BaseException) -> str:
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    where = f"{path}, line {line}" if line is not None else path
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return (
+        f"module {name!r} changed on disk and cannot be loaded again ({where}): {type(error).__name__}: {text}. "
+        "The cell was not run; mend the file and run it again"
+    )
+
+
+def _in_order(changed: set[str], files: dict[str, Any]) -> list[str]:
+    """The changed ones and whatever imported from them: each after what it imports."""
+    imports = {name: _imports(name, path) & files.keys() for name, (path, _) in files.items() if name in sys.modules}
+    wanted = set(changed)
+    while more := {name for name, read in imports.items() if name not in wanted and read & wanted}:
+        wanted |= more
+    order: dict[str, None] = {}
+    entered: set[str] = set()
+
+    def enter(name: str) -> None:
+        if name not in entered:
+            entered.add(name)
+            for other in sorted(imports.get(name, ())):
+                enter(other)
+            order[name] = None
+
+    for name in files:
+        if name in wanted:
+            enter(name)
+    return [name for name in order if name in wanted]
+
+
+def _imports(name: str, path: str) -> set[str]:
+    """The modules that the file reads while it is imported."""
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):  # it is about to be said
+        return set()
+    package = name if os.path.basename(path) == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in _at_import(tree.body):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            except ImportError:  # beyond the top: the import itself will say so
+                continue
+            found.update((base, *(f"{base}.{alias.name}" for alias in node.names)))
+    found.discard(name)
+    return found
+
+
+def _at_import(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _at_import(ast.iter_child_nodes(node))

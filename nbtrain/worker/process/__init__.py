@@ -1,0 +1,1 @@
+"""A rank's process: how it starts, what it is connected to, how it ends."""

@@ -1,0 +1,94 @@
+"""What a rank says when a cell fails: which error, where, and how far it had come."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+from types import FunctionType, TracebackType
+from typing import Any
+
+from nbtrain.compat import fit
+from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
+from nbtrain.events import Failed
+from nbtrain.exchange.parcel import Parcel
+from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.process.interrupts import cut_a_step_short
+from nbtrain.worker.shell.shell import RankShell
+
+
+class Failing:
+    """Errors in words, and as what the notebook can raise once more."""
+
+    def __init__(self, rank: int, shell: RankShell, twins: Twins) -> None:
+        self._rank = rank
+        self._shell = shell
+        self._twins = twins
+
+    def told(self, error: BaseException, lines: list[str], interrupted: bool) -> Failed:
+        return Failed(
+            rank=self._rank, time=time.time(), name=type(error).__name__, text=_text(error), lines=tuple(lines),
+            exception=None if interrupted else self._packed(error), interrupted=interrupted,
+            relayed=getattr(error, RAISED_BY, self._rank) != self._rank,
+            frames=_frames(error.__traceback__) if interrupted else (),
+        )  # fmt: skip
+
+    def lines_of(self, error: BaseException) -> list[str]:
+        fit.explain(error)
+        if isinstance(error, NbtrainError):
+            return [f"{type(error).__name__}: {error}"]
+        made = self._shell.InteractiveTB.structured_traceback(type(error), error, _in_cells(error.__traceback__))
+        return list(made)
+
+    def _packed(self, error: BaseException) -> bytes | None:
+        """The exception itself, so that the notebook can raise one of the same type."""
+        cls = type(error)
+        # Pickle would call an `__init__` of the user's once more, with what it had given to its base.
+        plain = isinstance(cls.__init__, FunctionType) and cls.__reduce__ is BaseException.__reduce__
+        try:
+            whole = (cls, error.args, vars(error)) if plain else error
+            parcel: Parcel | None = self._twins.alone("exception", whole)
+        except (CannotTravel, Exception):  # its class may do anything when it is pickled
+            return None
+        return None if parcel is None else pickle.dumps(parcel, 5)
+
+
+def where_it_stood(failed: Failed, error: BaseException, runtime: Any, *, pieces: bool, grouped: bool) -> Failed:
+    """How far the run had come whose code raised."""
+    steps = runtime.steps
+    return replace(
+        failed, steps=steps.count, calls=steps.calls, entered=runtime.meeting.count,
+        between=_is_stop(error), pieces=pieces, grouped=grouped,
+        # A closure's first backward is between two steps too, though an optimizer has called it.
+        whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),
+    )  # fmt: skip
+
+
+def _in_cells(trace: TracebackType | None) -> TracebackType | None:
+    """From the first line of the notebook's on, if there is one: what has called it is not the user's."""
+    at = trace
+    while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
+        at = at.tb_next
+    return at or trace
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # its class is the user's
+        return "<its __str__ raises>"
+
+
+def _is_stop(error: BaseException) -> bool:
+    from nbtrain.training.loop.stopping import Stopped
+
+    return isinstance(error, Stopped)
+
+
+def _frames(trace: TracebackType | None) -> tuple[tuple[str, int, str], ...]:
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return tuple(found[::-1])

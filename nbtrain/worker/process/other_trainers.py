@@ -1,0 +1,167 @@
+"""Training libraries that bring their own distribution, met in a cell: what would be done twice is refused in words.
+
+Under a strategy that distributes, their batches would be shared out and their gradients averaged a second time. Under
+`none` they are right, if they are made on the ranks: what was made in the notebook knows of one process, and would
+train alone on each rank. Processes that a cell starts for its training are not the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from nbtrain.compat import brought
+from nbtrain.compat.brought import ProcessAware
+from nbtrain.compat.horovod import START
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners
+from nbtrain.specs import RankInfo
+
+TWICE = (
+    "{what} distributes the training by itself, and so does -s {strategy}: batches would be shared out and gradients "
+    "averaged twice. Write %%distributed -s none above this cell{instead}"
+)
+ELSEWHERE = (
+    "{what} was made where there is one process, in the notebook, and knows of no other: each rank would train by "
+    "itself. Make it in the cell, below %%distributed -s none"
+)
+BY_HOROVOD = (
+    "{what}: under -s {strategy} Horovod does not connect the ranks, and each would train by itself. Write "
+    "%%distributed -s horovod; it averages the gradients, so hvd.DistributedOptimizer is not needed"
+)
+HOROVOD_TWICE = (
+    "hvd.DistributedOptimizer: -s horovod averages the gradients of every optimizer already. Leave it out, and step "
+    "with the optimizer itself"
+)
+PROCESSES = (
+    "{what} starts processes of its own, and the ranks are there already. Write %%distributed -s none -d {count} above "
+    "the cell, and in its place {call}"
+)
+LAUNCHERS = tuple(f"{brought.LAUNCHERS}.{name}" for name in ("notebook_launcher", "debug_launcher"))
+SPAWN = "torch.multiprocessing.start_processes"
+
+
+class Libraries:
+    """Of one rank. `listen` once; `begin` and `end` around the user's code."""
+
+    def __init__(self, info: RankInfo) -> None:
+        self.info = info
+        self._strategy = ""
+        """of the cell that runs; empty: none does"""
+        self._hands_off = False
+        self._here: WeakSet[Any] = WeakSet()
+        """what was made on this rank"""
+        self._listeners = Listeners()
+
+    def listen(self) -> None:
+        on = self._listeners
+        for one in brought.CLASSES:
+            makes = {f"{one.path}.__init__": partial(self._made, one)}
+            makes.update({f"{one.path}.{name}": partial(self._used, one) for name in one.uses})
+            on.when_imported(one.module, list(makes), "brought", makes.__getitem__)
+        on.when_imported("deepspeed", [brought.DEEPSPEED], "brought", lambda _: self._initialize)
+        on.when_imported("horovod.torch", [brought.HOROVOD], "brought", lambda _: self._optimizer)
+        on.when_imported("horovod.torch", [START], "brought", lambda _: self._init)
+        on.when_imported(brought.LAUNCHERS, LAUNCHERS, "brought", self._launcher)
+        on.listen(SPAWN, "brought", self._processes)
+
+    def close(self) -> None:
+        self._listeners.close()
+
+    def begin(self, strategy: str, hands_off: bool) -> None:
+        """A cell is about to run."""
+        self._strategy, self._hands_off = strategy, hands_off
+
+    def end(self) -> None:
+        self._strategy = ""
+
+    @property
+    def _several(self) -> bool:
+        return bool(self._strategy) and self.info.world_size > 1
+
+    # -- what is called in a cell -----------------------------------------------------------------
+
+    def _made(self, one: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
+        def init(made: Any, *args: Any, **kwargs: Any) -> None:
+            self._refuse_twice(one.word)
+            if one.takes and self._several:
+                self._check_settings(one, [*args, *kwargs.values()])
+            self._here.add(made)
+            old(made, *args, **kwargs)
+
+        return init
+
+    def _used(self, one: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
+        def use(made: Any, *args: Any, **kwargs: Any) -> Any:
+            self._refuse_twice(one.word)
+            if self._several and made not in self._here:
+                raise NotSupported(ELSEWHERE.format(what=one.word))
+            return old(made, *args, **kwargs)
+
+        return use
+
+    def _initialize(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            self._refuse_twice("deepspeed.initialize", ", or leave it out and write -s deepspeed")
+            return old(*args, **kwargs)
+
+        return initialize
+
+    def _optimizer(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def optimizer(*args: Any, **kwargs: Any) -> Any:
+            if self._several:
+                alone = BY_HOROVOD.format(what="hvd.DistributedOptimizer", strategy=self._strategy)
+                raise NotSupported(HOROVOD_TWICE if self._strategy == "horovod" else alone)
+            return old(*args, **kwargs)
+
+        return optimizer
+
+    def _init(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def init(*args: Any, **kwargs: Any) -> Any:
+            if self._several and self._strategy != "horovod":
+                raise NotSupported(BY_HOROVOD.format(what="hvd.init()", strategy=self._strategy))
+            return old(*args, **kwargs)
+
+        return init
+
+    def _launcher(self, path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        name = path.rpartition(".")[2]
+
+        def make(old: Callable[..., Any]) -> Callable[..., Any]:
+            def launch(function: Any, *args: Any, **kwargs: Any) -> Any:
+                if not self._strategy:
+                    return old(function, *args, **kwargs)
+                count = kwargs.get("num_processes") or (args[1] if len(args) > 1 else None) or self.info.world_size
+                given = "" if not (args or kwargs.get("args")) else "*args"
+                raise NotSupported(_processes(name, function, count, given))
+
+            return launch
+
+        return make
+
+    def _processes(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def start(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **kwargs: Any) -> Any:
+            given = "rank, *args" if args else "rank"
+            if self._strategy and (self.info.world_size > 1 or nprocs > 1):
+                raise NotSupported(_processes("torch.multiprocessing.spawn", fn, nprocs, given))
+            return old(fn, args, nprocs, *more, **kwargs)
+
+        return start
+
+    def _check_settings(self, one: ProcessAware, given: list[Any]) -> None:
+        """They were made on the ranks, too."""
+        for settings in given:
+            of = {cls.__name__ for cls in type(settings).__mro__}
+            if one.takes in of and brought.processes(settings) != self.info.world_size:
+                raise NotSupported(ELSEWHERE.format(what=f"the {one.takes} of {one.word}"))
+
+    def _refuse_twice(self, what: str, instead: str = "") -> None:
+        if self._several and not self._hands_off:
+            raise NotSupported(TWICE.format(what=what, strategy=self._strategy, instead=instead))
+
+
+def _processes(what: str, function: Any, count: Any, given: str) -> str:
+    call = f"{getattr(function, '__name__', 'function')}({given})"
+    return PROCESSES.format(what=what, count=count, call=call)

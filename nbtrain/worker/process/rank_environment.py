@@ -1,0 +1,259 @@
+"""Threads, variables and a device: what makes a process a rank.
+
+The kernel's directory, path, environment and settings of torch, on a rank.
+
+They are the notebook's: what a cell changed of them on a rank is put back before the next cell.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.machinery import FileFinder
+from typing import Any
+
+from nbtrain.compat import python
+from nbtrain.messages import KernelEnvironment
+from nbtrain.specs import RankInfo
+from nbtrain.worker.modules.local_modules import Modules
+from nbtrain.worker.process import library_settings as settings
+
+
+def surround(info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str) -> dict[str, str]:
+    """The kernel's variables in place of those that this process was born with; returned are those of the rank's own.
+    Before torch computes anything: how many threads there are is settled then. `run_id`: one for each pool."""
+    import torch
+
+    torch.set_num_threads(info.threads)
+    own = {"MPLBACKEND": os.environ["MPLBACKEND"]}
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
+    own = {
+        **own,
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.world_size // info.nodes),
+        "GROUP_RANK": str(info.node),
+        "GROUP_WORLD_SIZE": str(info.nodes),
+        **_as_torchrun(info, run_id),
+        "OMP_NUM_THREADS": str(info.threads),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
+    }
+    if backend == "gloo":
+        # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
+        own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
+    os.environ.update(own)
+    return own
+
+
+def _as_torchrun(info: RankInfo, run_id: str) -> dict[str, str]:
+    """What else torchrun sets. The kernel says `MASTER_PORT` before a cell; nobody listens there but the cell's own
+    code, which the agent's store is switched off for."""
+    return {
+        "ROLE_RANK": str(info.rank),
+        "ROLE_WORLD_SIZE": str(info.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
+    }
+
+
+def settle(info: RankInfo, directory: str) -> None:
+    """On its device, and where its temporary files go. `directory`: private to the user."""
+    import torch
+
+    # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
+    python.put_sockets_into(directory)
+    with suppress(FileNotFoundError):
+        # Python tries places with a file, once. Torch would be the first to ask, just when a loader's worker has died,
+        # and the signal of that death would interrupt it: the file would stay.
+        tempfile.gettempdir()
+    if info.device.startswith("cuda"):
+        torch.cuda.set_device(info.device)
+    elif info.device.startswith("xla"):
+        from nbtrain.strategies.xla.library import take_place
+
+        take_place(info)
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform == "linux" else "lo0"
+
+
+def torch_flags() -> dict[str, Any] | None:
+    """The settings of torch that change what numbers come out; None where torch is not loaded."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "backends"):
+        return None
+    return {
+        "grad": torch.is_grad_enabled(),
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+    }
+
+
+class PythonsOwn:
+    """The names that Python itself brings, `print` and `len`, while a cell runs: everything on this rank uses them."""
+
+    def __init__(self) -> None:
+        self._before = dict(vars(builtins))
+
+    def put_back(self) -> str | None:
+        """A sentence, if the cell has replaced one."""
+        changed = [name for name, value in self._before.items() if vars(builtins).get(name, self) is not value]
+        if not changed:
+            return None
+        for name in changed:
+            setattr(builtins, name, self._before[name])
+        return (
+            f"the cell replaced {', '.join(changed)} in the module builtins, which lasts until its end: a replacement "
+            f"that other cells are to see has a name in the notebook, `{changed[0]} = …`"
+        )
+
+
+class Taken:
+    """What this rank has been told so far."""
+
+    def __init__(self, shell: Any, own: Mapping[str, str]) -> None:
+        """`own`: variables that are the rank's and not the notebook's."""
+        self._shell = shell
+        self._own = dict(own)
+        self._directory: str | None = None
+        self._path: tuple[str, ...] | None = None
+        self._environ: Mapping[str, str] | None = None
+        self._flags: Mapping[str, Any] | None = None
+        self._raw: Any = None
+        self._modules = Modules()
+        self._settings: dict[str, Any] = {}
+        self._failed: dict[str, Exception] = {}
+        """those of which it has been said"""
+        self._loaded: frozenset[str] = frozenset()
+        settings.be_born()
+
+    def take(self, new: KernelEnvironment) -> list[str]:
+        """Before a cell; what could not be done, in sentences."""
+        self._directory = new.directory or self._directory
+        self._path = new.path or self._path
+        self._flags = new.torch_flags or self._flags
+        if self._path is not None and tuple(sys.path) != self._path:
+            sys.path[:] = self._path
+        self._environment(new.environ, new.port)
+        if new.colors is not None and new.colors != self._shell.colors:
+            self._shell.colors = new.colors
+        if self._flags is not None:
+            _set_torch(self._flags)
+        failed = self._unpack(new.settings or {})
+        failed |= settings.put(self._settings)
+        self._loaded = settings.LIBRARIES & sys.modules.keys()
+        _look_again()
+        stale = self._shell.packages.look(self._modules.as_read)
+        return [
+            *self._enter(),
+            *self._unsaid(failed),
+            *(change.sentence("the ranks still run", "%distributed restart") for change in stale),
+        ]
+
+    def settle(self) -> list[str]:
+        """Once what the cell reads is here: that may have loaded a library."""
+        late = settings.LIBRARIES - self._loaded
+        if not late & sys.modules.keys():
+            return []
+        return self._unsaid(settings.put({name: value for name, value in self._settings.items() if name in late}))
+
+    def _unpack(self, new: Mapping[str, bytes]) -> dict[str, Exception]:
+        failed = {}
+        for name, packed in new.items():
+            self._settings.pop(name, None)
+            self._failed.pop(name, None)
+            try:
+                self._settings[name] = pickle.loads(packed)
+            except Exception as error:  # of a module that only the notebook has
+                failed[name] = error
+        return failed
+
+    def _unsaid(self, failed: Mapping[str, Exception]) -> list[str]:
+        """Each once for as long as the notebook has the same."""
+        found = [
+            f"{name}: a rank cannot have the notebook's settings ({type(error).__name__}: {error}): set them in the "
+            "%%distributed cell"
+            for name, error in failed.items()
+            if name not in self._failed
+        ]
+        self._failed |= failed
+        return found
+
+    def refresh(self) -> tuple[list[str], list[str]]:
+        """Local modules, as they are on the disk now: which were loaded again, and a sentence for each that is gone."""
+        again, gone = self._modules.refresh(self._shell.user_ns)
+        return again, [f"module {name!r} is gone from the disk; the ranks go on with what they loaded" for name in gone]
+
+    def _enter(self) -> list[str]:
+        if self._directory is None:
+            return []
+        try:
+            if _directory() != self._directory:
+                os.chdir(self._directory)
+        except OSError as error:
+            return [f"a rank cannot enter {self._directory}: {error.strerror}"]
+        return []
+
+    def _environment(self, new: Mapping[str, str] | None, port: int | None) -> None:
+        raw = python.raw_environment()
+        if port is not None:
+            self._own["MASTER_PORT"] = str(port)
+        if new is None and port is None and (self._environ is None or raw == self._raw):
+            return
+        self._environ = new if new is not None else self._environ or {}
+        for name in set(os.environ) - set(self._environ) - set(self._own):
+            del os.environ[name]
+        os.environ.update({**self._environ, **self._own})
+        self._raw = dict(raw or ())
+
+
+def _look_again() -> None:
+    """Files may have been made since Python last listed its folders. `importlib.invalidate_caches` would also have it
+    ask all other finders, and read installed packages anew: a quarter of a millisecond."""
+    for folder, finder in list(sys.path_importer_cache.items()):
+        if finder is None:  # it did not exist
+            del sys.path_importer_cache[folder]
+        elif isinstance(finder, FileFinder):
+            finder.invalidate_caches()
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return None
+
+
+def _set_torch(flags: Mapping[str, Any]) -> None:
+    now = torch_flags()
+    if now == flags:
+        return
+    import torch
+
+    torch.set_grad_enabled(flags["grad"])
+    torch.set_default_dtype(getattr(torch, flags["dtype"]))
+    if now is None or (now["deterministic"], now["warn_only"]) != (flags["deterministic"], flags["warn_only"]):
+        # Setting it imports the compiler, which takes a second.
+        torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
+    torch.set_float32_matmul_precision(flags["matmul"])
+    torch.backends.cudnn.benchmark = flags["benchmark"]
+    torch.backends.cudnn.deterministic = flags["cudnn"]

@@ -1,0 +1,461 @@
+"""What a rank does from its first to its last message."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import math
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import nbtrain.intercept as intercept
+import nbtrain.registry as registry
+from nbtrain.compat import fit
+from nbtrain.errors import UsageError
+from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
+from nbtrain.exchange.graph.residence import Table
+from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
+from nbtrain.specs import RunSpec
+from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
+from nbtrain.worker.home.homecoming import KERNEL, LIMIT, Home, Homeward
+from nbtrain.worker.home.random_states import adopt as adopt_streams
+from nbtrain.worker.home.random_states import collect as collect_streams
+from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.home.trial_baseline import trying
+from nbtrain.worker.process.channel import Link
+from nbtrain.worker.process.failure_report import Failing, where_it_stood
+from nbtrain.worker.process.interrupts import Interrupts
+from nbtrain.worker.process.malloc_trim import give_back
+from nbtrain.worker.process.other_trainers import Libraries
+from nbtrain.worker.process.process_group import RankGroup
+from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
+from nbtrain.worker.process.stack_dump import answer_in
+from nbtrain.worker.process.start import RankConfig
+from nbtrain.worker.shell.meters import Meters
+from nbtrain.worker.shell.output import Outputs
+from nbtrain.worker.shell.shell import RankShell
+
+if TYPE_CHECKING:
+    from nbtrain.training.loop.trial_steps import Trying
+
+
+class Rank:
+    """One rank's process, once its shell exists."""
+
+    def __init__(self, config: RankConfig, shell: RankShell, table: Table | None = None) -> None:
+        self.config = config
+        self.info = config.info
+        self.link = Link(config.directory, config.info.rank, config.secret)
+        self.board = Board.open(config.board, self.info.world_size)
+        taken = self.board.parts[self.info.rank][TAKEN:]
+        self.outputs = Outputs(self.info.rank, self.link.send, config.texts, (taken, taken[1:]))
+        self.shell = shell
+        shell.outlet = self.outputs.outlet
+        shell.worth_showing = self._worth_showing
+        self.group = RankGroup(self.info, config.backend, self.board)
+        self.libraries = Libraries(self.info)
+        self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
+        self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
+        if table is not None:
+            self.twins.inherit(table)
+        self.failing = Failing(self.info.rank, shell, self.twins)
+        self.runtime: Any = None
+        self._randomness: Any = None
+        """every runtime's, one after another"""
+        self._runs_as: Any = None
+        self._found: tuple[Any, dict[str, Any]] | None = None
+        self._last: tuple[RunCell, dict[str, Any]] | None = None
+        """the last run, and the names it was given"""
+        self._lead = 0
+        """whose changes come home"""
+        self._notes: tuple[str, ...] = ()
+        """of the last run"""
+        self._replaced: str | None = None
+        """what it had replaced of Python's own names"""
+        self._gave_up = 0
+        """the run whose collectives this rank has given up"""
+        self._trying: Trying | None = None
+        """the cell that runs is only tried"""
+        self._broken = False
+        """the end of the last cell has failed"""
+        self._regrouped = False
+        """since the last cell: models that nobody holds any more may hold the old group, its threads and sockets"""
+
+    # -- life ----------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        self.interrupts = Interrupts(self.board, self.info.rank)
+        answer_in(self.config.stack)
+        self._state("starting")
+        try:
+            self._take_place()
+        except BaseException as error:  # an exit code alone would tell nobody why
+            self._fail(error, self.failing.lines_of(error))
+            raise
+        gc.freeze()  # what was imported stays: a collection after a failed cell need not look at it
+        self._state("ready")
+        intercept.lay_aside()
+        while True:
+            message = self.link.receive()
+            with intercept.in_place():
+                if type(message) is Close:
+                    return self._close()
+                try:
+                    self._answer(message)
+                except Exception as error:  # of ours: an exit code alone would tell nobody why
+                    self._fail(error, self.failing.lines_of(error))
+                    raise
+
+    def _answer(self, message: Any) -> None:
+        if self._broken:
+            self._broken, self._last = False, None
+            self._give_up_runtime()
+        if type(message) is RunCell:
+            self._run(message)
+        elif type(message) is Adopt:
+            self._adopt(message)
+        elif type(message) is Pull:
+            self._pull(message)
+        elif type(message) is Serve:
+            self.twins.pieces.serve(message.lead)
+        elif type(message) is Leave:
+            home = self.twins.leave(message.key, message.reason, message.together)
+            self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
+        elif type(message) is Forget:
+            self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
+            self._found = None
+        elif type(message) is Conclude:
+            self._conclude(message.lead)
+        elif type(message) is Regroup:
+            self.group.dissolve()
+            self.group.form(message.store)
+            self._regrouped = True
+            self._state("ready")
+
+    def _take_place(self) -> None:
+        """Threads, device, process group: what makes this process a rank."""
+        run_id = os.path.basename(self.config.directory)
+        own = surround(self.info, self.config.backend, self.config.environ, run_id)
+        self.taken = Taken(self.shell, own)
+        settle(self.info, self.config.directory)
+        self.group.form(self.config.store)
+        self.libraries.listen()
+
+    def _close(self) -> None:
+        self._close_runtime(False)
+        self.group.dissolve()
+        self.outputs.finish()
+        self.link.close()
+
+    def _close_runtime(self, whole: bool) -> None:
+        """`whole`: what is in pieces is put together again, which is collective."""
+        if self.runtime is not None:
+            self.runtime.uninstall(whole)
+            self.runtime = self._runs_as = None
+
+    def _give_up_runtime(self) -> None:
+        """Its end has failed: what can be taken back is. It listens to nothing any more, whatever fails."""
+        with suppress(Exception):
+            self._close_runtime(False)
+        self.runtime = self._runs_as = self._found = None
+
+    # -- a cell --------------------------------------------------------------------------
+
+    def _run(self, run: RunCell) -> None:
+        if run.spec.trial is None:
+            self._run_cell(run)
+            return
+        self._last = None  # what it holds would count for what was there before
+        self.shell.let_go_of_errors()
+        self._trying = trying(run.spec, self.info.device)
+        try:
+            with self._trying.limited():
+                self._run_cell(run)
+        finally:
+            self._trying = None
+            self.shell.let_go_of_errors()
+
+    def _run_cell(self, run: RunCell) -> None:
+        self._last = None
+        self._lead = run.ranks[0]
+        try:
+            ready = self._prepare(run)
+        except BaseException as error:
+            lines = self.failing.lines_of(error)
+            if self.runtime is not None and self.runtime.running:  # refused at the last moment
+                self._end(error, lines)
+            self._fail(error, lines)
+            return
+        names, lead, running = ready
+        if self.info.rank not in run.ranks:
+            failure, lines = self._end(None, [])
+            if failure is not None:
+                self._fail(failure, lines)
+            else:
+                self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
+            return
+        self._last = run, names
+        steps = self.runtime.steps
+        self.outputs.outlet.begin(running)
+        self.meters.begin(self.runtime.readings, run.number)
+        self.group.begin(self.runtime.strategy.hands_off, run.number)
+        self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
+        failure, lines = self._execute(run)
+        self.libraries.end()
+        self.group.end()
+        if self._trying is not None and self._trying.record is not None and self._trying.well(failure):
+            try:
+                self._trying.record.write(self.shell.user_ns, self.runtime.randomness.drew())
+            except Exception as error:
+                failure, lines = error, self.failing.lines_of(error)
+        failure, lines = self._end(failure, lines)
+        self.meters.end()
+        if self._trying is not None and self._trying.well(failure):
+            told = self._trying.told(self.info.rank)
+            self._trying.let_go()
+            self._finish(
+                Finished(rank=told.rank, time=told.time, steps=steps.count, tried=told, grouped=self.group.intact)
+            )
+        elif failure is not None:
+            self.outputs.outlet.announce()
+            self._fail(failure, lines, run.number)
+        elif self._shares_pieces(run):
+            # All ranks are needed to bring it home: the kernel says so once each has come to the end of the cell.
+            now, calls = time.time(), steps.calls
+            self._finish(
+                Finished(
+                    rank=self.info.rank, time=now, steps=steps.count, calls=calls, waits=True, grouped=self.group.intact
+                )
+            )
+        else:
+            self._go_home(run, names, lead)
+
+    def _end(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
+        """What the cell has failed of, if it has. An error here is one of ours, as a rule: the cell fails, and the next
+        one finds everything set up anew."""
+        try:
+            said, self._replaced = self._replaced, None
+            self._notes = (*self.runtime.end(failure is None), *filter(None, [said]))
+        except Exception as error:
+            self._broken = True
+            if failure is None:
+                return error, self.failing.lines_of(error)
+        return failure, lines
+
+    def _shares_pieces(self, run: RunCell) -> bool:
+        """No rank has a whole model to bring home."""
+        several = len(run.ranks) == self.info.world_size > 1
+        return several and bool(self.twins.pieces or self.runtime.workshop.pieces())
+
+    def _go_home(self, run: RunCell, names: dict[str, Any], lead: bool) -> None:
+        """What the cell did counts."""
+        try:
+            limit = LIMIT if run.spec.pool.start != "fork" else math.inf
+            if len(run.ranks) == self.info.world_size:
+                self.twins.compare(self.runtime.workshop.pieces(), names)
+            homeward = self.twins.homeward(names, run.spec.keep, limit)
+            values = homeward.values() if len(run.ranks) > 1 else None
+            finished = Finished(
+                rank=self.info.rank,
+                time=time.time(),
+                steps=self.runtime.steps.count,
+                home=self._home(homeward, run, lead),
+                streams=collect_streams(self.runtime.randomness) if lead else None,
+                agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
+                values=values,
+                compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
+                released=self.twins.released(),
+                grouped=self.group.intact,
+                notes=(*self._notes, *self.twins.unsendable),
+                advice=self.runtime.advice() if lead and self.info.world_size > 1 else {},
+            )
+        except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
+            self._fail(error, self.failing.lines_of(error))
+        else:
+            self.outputs.finish()
+            unsaid = self.outputs.outlet.unsaid()
+            self._send(finished if unsaid is None else replace(finished, began=unsaid))
+            if finished.steps and self.twins.pieces:
+                give_back()
+
+    def _home(self, homeward: Homeward, run: RunCell, lead: bool) -> Home | None:
+        together = self._shares_pieces(run)
+        if lead:
+            return homeward.pack(self.twins.packer, self.twins.pieces if together else None)
+        if together:
+            self.twins.pieces.serve(self._lead)
+        return None
+
+    def _conclude(self, lead: int) -> None:
+        """All ranks have come to the end of the cell; or it was cut short, and the notebook wants what it did all the
+        same."""
+        if self._last is None:
+            error = UsageError("what the cell had done is gone with its end, which failed in nbtrain's own code")
+            return self._fail(error, self.failing.lines_of(error))
+        run, names = self._last
+        self._lead = lead
+        if lead == self.info.rank != run.ranks[0]:
+            self.twins.lead_after_all()
+        self._go_home(run, names, lead == self.info.rank)
+
+    def _given_up(self, number: int) -> None:
+        """In the meters' thread, now and then: whether the peers of this run will not come."""
+        if self.board.head[ABORT] == number != self._gave_up:
+            self._gave_up = number
+            self.group.give_up()
+
+    def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
+        """The user's code: the only time in which an interrupt is listened to."""
+        from nbtrain.training.loop.collective_guard import only
+
+        me = os.getpid()
+        own = PythonsOwn()
+        try:
+            try:
+                self.interrupts.listen(run.number, run.sent)
+                with only(run.ranks, self.info.world_size):
+                    failure, lines = self.shell.run(run.code, run.filename, run.quiet)
+                if failure is None and (late := self.runtime.checkpoints.late()) is not None:
+                    return late, self.failing.lines_of(late)
+                return failure, lines
+            finally:
+                if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
+                    os._exit(0)
+                self._replaced = own.put_back()
+                self._is_over()
+                self.outputs.take_back()
+        except KeyboardInterrupt as outside:  # it came before the cell's first line or after its last
+            self.interrupts.ignore()
+            return outside, []
+
+    def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
+        complaints = self.taken.take(run.surroundings)
+        again, gone = self.taken.refresh()
+        self._complain([*complaints, *gone])
+        if again:  # what was prepared may call what is no more
+            self._close_runtime(True)
+            self._found = None
+        self.shell.texts.learn(run.sources)
+        self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
+        touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
+        self._complain(self.taken.settle())
+        spec = replace(run.spec, options=self.twins.options)
+        runtime = self._runtime_for(spec)
+        if self._trying is not None:
+            runtime.trying = self._trying
+            if (record := self._trying.trial.record) is not None:
+                self._trying.record = runtime.recording(record)
+            self.twins.namespace.update(self._trying.trial.names)
+        if run.streams is not None:
+            adopt_streams(runtime.randomness, run.streams)
+        if touched:
+            self._state("preparing")
+        runtime.workshop.retire(self.twins.holds)
+        if self._regrouped:
+            self._regrouped = False
+            gc.collect()
+        objects = self._objects({**names, **self.twins.modules}, bool(touched))
+        runtime.prepare(objects, self.board, run.number)
+        parted = self.twins.parted(runtime.workshop.pieces())
+        lead = self.info.rank == run.ranks[0]
+        self.twins.start([*touched, *parted], lead)
+        notes = list(runtime.begin(spec, objects, self.board, run.number))
+        if again:
+            notes.append(f"changed on disk, loaded again: {', '.join(again)}")
+        return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
+
+    def _complain(self, lines: list[str]) -> None:
+        for line in lines:
+            self.outputs.outlet.write("stderr", line + "\n")
+
+    def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
+        """Everything that a strategy may want to prepare; found again only when something changed."""
+        from nbtrain.training.setup.components import PREPARABLE
+
+        asked = frozenset((name, id(value)) for name, value in names.items())
+        if changed or self._found is None or self._found[0] != asked:
+            self._found = asked, self.twins.find(names, PREPARABLE)
+        return self._found[1]
+
+    def _runtime_for(self, spec: RunSpec) -> Any:
+        """The runtime of this strategy; another strategy, other options or another precision mean another one."""
+        from nbtrain.training.runtime import Runtime
+
+        # A class or object of the notebook's may be another one by now under the same name.
+        found = registry.load_strategy(spec.strategy, self.shell.user_ns)
+        runs_as = spec.strategy, dict(spec.options), found, spec.precision
+        if self.runtime is None or runs_as != self._runs_as:
+            self._close_runtime(True)
+            strategy = registry.make_strategy(spec.strategy, spec.options, self.shell.user_ns)
+            self.runtime = Runtime(
+                self.info, strategy, self.link.send, self._randomness, self.twins.replace, spec.precision
+            )
+            self._randomness = self.runtime.randomness
+            self.runtime.install()
+            self._runs_as = runs_as
+            for name, value in self.runtime.builtins().items():
+                setattr(builtins, name, value)
+        return self.runtime
+
+    def _adopt(self, message: Adopt) -> None:
+        lacking = self.twins.adopt(message.news)
+        self._found = None
+        self._send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
+
+    def _pull(self, message: Pull) -> None:
+        self.twins.packer.released(KERNEL, message.released.get(self.info.rank, ()))
+        try:
+            parcel, reason = self.twins.pull(message.key, message.drop, message.together)
+        except Exception as error:  # the object's own pickle method, or no memory left
+            parcel, reason = None, f"{type(error).__name__}: {error}"
+        rank = self.info.rank
+        self._send(Pulled(rank=rank, time=time.time(), asked=message.asked, parcel=parcel, reason=reason))
+
+    # -- what it says --------------------------------------------------------------------
+
+    def _state(self, state: str, notes: tuple[str, ...] = ()) -> None:
+        self._send(RankState(rank=self.info.rank, time=time.time(), state=state, notes=notes))
+
+    def _send(self, event: Event) -> None:
+        self.link.send(event)
+
+    def _finish(self, event: Event) -> None:
+        self.outputs.finish()
+        self._send(event)
+
+    def _fail(self, error: BaseException, lines: list[str], number: int = 0) -> None:
+        """`number`: of the run whose code raised."""
+        failed = self.failing.told(error, lines, self._is_interruption(error))
+        if number:
+            pieces, intact = bool(self.twins.pieces), self.group.intact
+            failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
+        self._finish(failed)
+        self.shell.let_go_of_errors()
+
+    def _worth_showing(self, error: BaseException | None) -> bool:
+        from nbtrain.strategies.fsdp.ungathered_call import explain
+
+        self._is_over()
+        if self._trying is not None and self._trying.well(error):
+            return False
+        explain(error)
+        fit.explain(error)
+        return not self._is_interruption(error)
+
+    def _is_over(self) -> None:
+        """The cell: what is still to come takes its time, and nobody has to free this rank from it."""
+        self.interrupts.ignore()
+        part = self.board.parts[self.info.rank]
+        part[OPEN] = -abs(part[OPEN])
+
+    def _is_interruption(self, error: BaseException | None) -> bool:
+        """By the kernel; an error that comes once the peers were given up is one of having waited for them."""
+        if self._last is None:
+            return False
+        number = self._last[0].number
+        if isinstance(error, KeyboardInterrupt):  # the cell may raise one of its own
+            return self.board.parts[self.info.rank][RAISED] == number
+        return isinstance(error, RuntimeError) and self._gave_up == number

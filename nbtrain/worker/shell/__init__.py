@@ -1,0 +1,1 @@
+"""Where a rank runs cells, and what it says meanwhile."""

@@ -1,0 +1,229 @@
+"""The IPython shell in which a rank runs cells: magics, `!cmd`, `await`, `display`, figures, last expressions."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import builtins
+import getpass
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+from traitlets.config import Config
+
+from nbtrain.compat import kernel, namespaces, python
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.worker.modules.installed_packages import Packages
+from nbtrain.worker.shell.cell_sources import Texts
+from nbtrain.worker.shell.output import Outlet
+
+INLINE = "module://matplotlib_inline.backend_inline"
+
+
+class _Publisher(DisplayPublisher):
+    """`display()` goes to the notebook."""
+
+    shell: Any
+
+    def publish(  # type: ignore[override]
+        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+    ) -> None:
+        self.shell.outlet.show(data, metadata, transient, update=update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.outlet.show(None, wait=wait)
+
+
+class _Hook(DisplayHook):
+    """A cell's last expression goes to the notebook."""
+
+    shell: Any
+
+    def __call__(self, result: Any = None) -> None:
+        if result is None or self.shell.muted:
+            return
+        data, metadata = self.shell.display_formatter.format(result)
+        if data:
+            self.shell.outlet.show(data, metadata)
+
+
+class RankShell(kernel.ShownErrors):
+    """Made before a rank is forked, so that it costs nothing afterwards; `outlet` is given to it in the rank."""
+
+    display_pub_class = _Publisher
+    displayhook_class = _Hook
+    outlet: Outlet
+    packages: Packages
+    texts: Texts
+    _events: asyncio.AbstractEventLoop | None = None
+    muted = False
+    traceback_lines: list[str]
+    worth_showing: Callable[[BaseException | None], bool]
+    """asked with what a cell has raised"""
+    old_main: Any
+
+    def init_history(self) -> None:
+        super().init_history()
+        if self.history_manager is not None:
+            self.history_manager.enabled = False
+
+    def init_io(self) -> None:
+        """Streams are the rank's own business."""
+
+    def atexit_operations(self) -> None:
+        """Nothing to save."""
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """`%matplotlib inline` ends here as well; no window of a rank is seen by anybody."""
+        if gui not in (None, "inline", "agg"):
+            raise UsageError(
+                f"a rank has no screen for {gui} windows: write %matplotlib inline, figures show in the cell"
+            )
+
+    def system_piped(self, cmd: str) -> None:
+        from IPython.utils.process import system
+
+        self.user_ns[namespaces.EXIT_CODE] = system(self.var_expand(cmd, depth=1))
+
+    system = system_piped
+
+    def shown_traceback(self, error: BaseException, tb: TracebackType | None) -> TracebackType | None:
+        return without_ours(tb) if isinstance(error, NbtrainError) else tb
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Where a rank was interrupted is told by the notebook: IPython would take half a second for it, first."""
+        if self.worth_showing(sys.exc_info()[1]):
+            super().showtraceback(*args, **kwargs)
+
+    def rehearse(self) -> None:
+        """The first traceback imports what shows all others."""
+        try:
+            raise RuntimeError
+        except RuntimeError as error:
+            self.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
+
+    def take_traceback(self, lines: list[str]) -> None:
+        self.traceback_lines = lines
+
+    def let_go_of_errors(self) -> None:
+        """Nobody can ask a rank for its last traceback, and its frames hold what the cell had: loaders' workers too."""
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+        self.InteractiveTB.tb = None
+
+    def run(self, code: str, filename: str, muted: bool) -> tuple[BaseException | None, list[str]]:
+        """Run a cell that was transformed and moved to its lines; the exception it raised, and how IPython shows it."""
+        self.muted = muted
+        self.traceback_lines = []
+        result = ExecutionResult(ExecutionInfo(code, False, True, False, None))  # type: ignore[arg-type]
+        with self.builtin_trap, self.display_trap:
+            try:
+                tree = self.compile.ast_parse(code, filename)
+                body = self.transform_ast(tree).body
+                running = self.run_ast_nodes(
+                    body, filename, interactivity="last_expr", compiler=self.compile, result=result
+                )
+                self._drive(running, turning="await" in code or "async" in code)
+            except (KeyboardInterrupt, Exception) as error:  # raised outside of the user's code, yet the cell's
+                result.error_in_exec = error
+                self.showtraceback()
+            self._flush_figures()
+        return result.error_before_exec or result.error_in_exec, self.traceback_lines
+
+    def _drive(self, running: Coroutine[Any, Any, Any], turning: bool) -> None:
+        """As in a notebook there is a running loop, so `asyncio.create_task` works; it turns where a cell awaits."""
+        if self._events is None:
+            self._events = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._events)
+        if turning:
+            task = self._events.create_task(running)
+            try:
+                self._events.run_until_complete(task)
+            finally:
+                if not task.done():  # interrupted while all slept: it would go on when a later cell awaits
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        self._events.run_until_complete(task)
+            return
+        python.set_running_loop(self._events)
+        try:
+            running.send(None)
+        except StopIteration:
+            return
+        finally:
+            python.set_running_loop(None)
+        raise RuntimeError("the cell waits for an event loop although it awaits nothing")
+
+    def _flush_figures(self) -> None:
+        if "matplotlib.pyplot" not in sys.modules:
+            return
+        from matplotlib_inline import backend_inline
+
+        backend_inline.flush_figures()
+
+
+def without_ours(tb: TracebackType | None) -> TracebackType | None:
+    """The stack down to the user's last line: where we noticed what is wrong is of no use to him."""
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    while len(frames) > 1 and frames[-1].tb_frame.f_globals.get("__name__", "").startswith("nbtrain."):
+        frames.pop()
+    for frame in reversed(frames):
+        tb = TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return tb
+
+
+def _nobody_to_ask(prompt: object = "", *_: Any, **__: Any) -> str:
+    """In place of `input` and `getpass`; debuggers ask through it too."""
+    raise UsageError(
+        f"nobody can type on a rank, and it asked {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
+        "here; for breakpoints and debuggers write --engine inprocess"
+    )
+
+
+def make_shell(module: Any = None) -> RankShell:
+    """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
+    os.environ["MPLBACKEND"] = INLINE
+    builtins.input = getpass.getpass = _nobody_to_ask
+    sys.breakpointhook = lambda *_, **__: _nobody_to_ask("what to do at breakpoint()")
+    config = Config()
+    config.HistoryManager.enabled = False
+    InteractiveShell.clear_instance()
+    where = tempfile.gettempdir() if not os.access(os.path.expanduser("~"), os.W_OK) else None
+    if where is not None:
+        os.environ.setdefault("IPYTHONDIR", os.path.join(where, f"nbtrain-ipython-{os.getuid()}"))
+    warnings.filterwarnings("ignore", "To exit: use 'exit'", UserWarning)  # a sys.exit() of the cell's: an exception
+    main = sys.modules.get("__main__")
+    shell = RankShell.instance(config=config, user_module=module)
+    _as_a_script()
+    shell.packages = Packages()
+    shell.texts = Texts(kernel.cell_names(shell))
+    shell.old_main = main  # its globals would be cleared with it, under code that still runs
+    return shell
+
+
+def _as_a_script() -> None:
+    """Libraries that distribute refuse to where they take the process for an interactive one; and what stands in
+    `sys.argv` is for this process, not for a script's `parse_args()`."""
+    for place, name in ((sys, "ps1"), (sys, "ps2"), (sys, "ps3"), (builtins, "__IPYTHON__")):
+        if hasattr(place, name):
+            delattr(place, name)
+    sys.argv[:] = [""]
+
+
+def parse(code: str, filename: str) -> ast.Module:
+    """As the shell would parse it: top-level `await` is fine."""
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    return compile(code, filename, "exec", flags, dont_inherit=True)  # type: ignore[return-value]
