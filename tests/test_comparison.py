@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nbtrain.planning.compare.comparison import STATES, Comparison, MeasuredWay
 from nbtrain.planning.compare.table import html
-from nbtrain.planning.scatter import ticks
+from nbtrain.svg import ticks
 from nbtrain.words import size
 from tests.lab import Notebook, Server
 
@@ -161,7 +161,7 @@ def test_the_picture_needs_nothing_from_elsewhere_and_names_what_failed() -> Non
     texts = said(drawing(SPEED))
     assert {"ddp", "fsdp ★", "pipeline", "dp", "samples/s", "400 MB", "500 MB"} <= set(texts)
     assert any("list> of layers" in text for text in texts)
-    drawn = html(SPEED, saved=False)
+    drawn = html(SPEED.data(), saved=False)
     assert "currentColor" in drawn
     for word in ("<script", "href", "url(", "<style", "http"):
         assert word not in drawn.replace("http://www.w3.org/2000/svg", "").replace("<style>\n.nbt-table", "")
@@ -215,14 +215,14 @@ def test_axes_have_round_numbers(low: float, times: float) -> None:
 
 
 CROWD = """import sys
-from nbtrain.planning.compare.comparison import Comparison, Measured
+from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
 from nbtrain.planning.compare.table import html
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]
-rows = [Measured(name=name, line=f"-s {name}", state="done", ranks=2, memory=(400_000_000 + 900_000 * n,),
+rows = [MeasuredWay(name=name, line=f"-s {name}", state="done", ranks=2, memory=(400_000_000 + 900_000 * n,),
                  samples_per_second=400 + n % 3) for n, name in enumerate(names)]
-rows.append(Measured(name="ddp2", line="-s ddp2", state="failed", why="it wants two nodes at the least, here is one"))
+rows.append(MeasuredWay(name="ddp2", line="-s ddp2", state="failed", why="it wants two nodes, here is one"))
 found = Comparison(rows=tuple(rows), steps=10, seconds=14.2)
 """
 PLACES = """() => { const svg = document.querySelector('.jp-OutputArea-output svg');
@@ -237,7 +237,7 @@ IMAGE = "document.querySelector('.jp-OutputArea-output img[alt=\"memory and spee
 def test_nothing_covers_anything_and_an_untrusted_notebook_shows_it(
     notebook: Callable[..., Notebook], lab: Server, browser: Any
 ) -> None:
-    page = notebook(CROWD + "HTML(html(found, saved=False))", "found")
+    page = notebook(CROWD + "HTML(html(found.data(), saved=False))", "found")
     page.run(0)
     page.page.wait_for_selector(".jp-OutputArea-output svg")
     wide, texts = page.page.evaluate(PLACES)

@@ -21,11 +21,11 @@ from comm.base_comm import BaseComm
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
 from nbtrain.session.output.screens import CellScreen
+from nbtrain.svg import DISTINCT
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.views.html import HtmlView
-from nbtrain.views.page import ROWS, page
-from nbtrain.views.picture import RANKS, picture
+from nbtrain.views.page import ROWS, page, picture
 from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
@@ -359,7 +359,7 @@ def test_many_ranks_are_counted() -> None:
     front.run(HtmlView(front.feed, front), 2.5, ranks=ROWS + 5)
     assert front.bundle["text/html"].count("<tr>") == 1 + ROWS + 1
     assert "and 5 more ranks" in front.bundle["text/html"]
-    assert len(named(drawing(picture(front.feed.figures)), "polyline")) == 1 + 2 * RANKS
+    assert len(named(drawing(picture(front.feed.figures)), "polyline")) == 1 + 2 * DISTINCT
 
 
 def test_memory_says_what_it_is_a_part_of() -> None:

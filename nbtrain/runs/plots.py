@@ -1,29 +1,20 @@
-"""Courses of runs as a picture: matplotlib's where that is installed, else an SVG."""
+"""Draws courses of runs: with matplotlib where it is installed, else as an SVG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from nbtrain import svg
 from nbtrain.runs.courses import Course
+from nbtrain.svg import Chart, Picture
 from nbtrain.views.base import duration
-from nbtrain.views.picture import Chart, narrow, past
 from nbtrain.watch.series import Series
 
-
-class Picture:
-    """An SVG that a notebook shows; `.svg` is its text."""
-
-    def __init__(self, courses: Sequence[Course]) -> None:
-        self.svg = svg(courses)
-        self._titles = ", ".join(course.title for course in courses)
-
-    def _repr_html_(self) -> str:
-        return self.svg
-
-    def __repr__(self) -> str:
-        return f"{self._titles}: an SVG, .svg is its text (pip install matplotlib, and it is matplotlib's axes)"
+COLUMNS = 2
+LEGEND = 4
+"""names in a line of the legend"""
 
 
 def draw(courses: Sequence[Course], ax: Any = None) -> Any:
@@ -31,9 +22,11 @@ def draw(courses: Sequence[Course], ax: Any = None) -> Any:
     try:
         from matplotlib import pyplot
     except ImportError:
-        return Picture(courses)
+        titles = ", ".join(course.title for course in courses)
+        more = "an SVG, .svg is its text (pip install matplotlib, and it is matplotlib's axes)"
+        return Picture(picture(courses), f"{titles}: {more}")
     if ax is None:
-        columns = min(2, len(courses))
+        columns = min(COLUMNS, len(courses))
         lines = math.ceil(len(courses) / columns)
         size = (6.4 * columns, 3.4 * lines)
         _, ax = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
@@ -46,14 +39,21 @@ def draw(courses: Sequence[Course], ax: Any = None) -> Any:
     return ax if len(every) > 1 else every[0]
 
 
-def svg(courses: Sequence[Course]) -> str:
+def picture(courses: Sequence[Course]) -> str:
+    """As an SVG."""
     names = list(dict.fromkeys(name for course in courses for name in course.curves))
     charts = []
     for course in courses:
         curves = [(names.index(name), _series(*points)) for name, points in course.curves.items()]
-        across = _step if course.across == "step" else duration
-        charts.append(Chart(course.title, course.words(curves[0][1].last), curves, _brief(course.words), across, False))
-    return past(charts, names)
+        across = svg.step if course.across == "step" else duration
+        charts.append(
+            Chart(course.title, course.words(curves[0][1].last), curves, svg.narrow(course.words), across, False)
+        )
+    legend = [(name, svg.colour(number)) for number, name in enumerate(names[: svg.DISTINCT])]
+    if len(names) > svg.DISTINCT:
+        legend.append((f"and {len(names) - svg.DISTINCT} more", "none"))
+    legends = [legend[at : at + LEGEND] for at in range(0, len(legend), LEGEND)]
+    return svg.draw_charts(charts, COLUMNS, legends if len(names) > 1 else [])
 
 
 def _plot(course: Course, axes: Any) -> None:
@@ -71,11 +71,3 @@ def _series(xs: Sequence[float], ys: Sequence[float]) -> Series:
     for x, y in zip(xs, ys, strict=True):
         series.add(x, y)
     return series
-
-
-def _brief(words: Callable[[float], str]) -> Callable[[float], str]:
-    return lambda value: narrow(words(value), value)
-
-
-def _step(value: float) -> str:
-    return f"step {value:,.0f}"

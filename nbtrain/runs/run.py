@@ -12,7 +12,7 @@ from nbtrain import tables, words
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES
 from nbtrain.runs import courses
-from nbtrain.runs.plots import draw, svg
+from nbtrain.runs.plots import draw, picture
 from nbtrain.views.base import duration, metric
 from nbtrain.watch.record import RunRecord
 from nbtrain.words import quantity
@@ -106,7 +106,7 @@ class Run(Measured):
         return (
             f"{tables.STYLE}<p><strong>run {self.number}</strong> {escape(self._title)}</p>"
             f'<table class="nbt-table"><tbody>{lines}</tbody></table>'
-            f"{tables.html(head, rows) if rows else ''}{svg(there) if there else ''}"
+            f"{tables.html(head, rows) if rows else ''}{picture(there) if there else ''}"
         )
 
     def rows(self, kind: str) -> list[dict[str, Any]]:

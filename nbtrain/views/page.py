@@ -6,11 +6,14 @@ about style at all. So it is a plain table, and the charts are an image.
 
 from __future__ import annotations
 
-import base64
+from collections.abc import Sequence
 from html import escape
+from statistics import fmean
 
-from nbtrain.views.base import duration, place, words
-from nbtrain.views.picture import RANKS, colour, picture
+from nbtrain import svg
+from nbtrain.events import PHASES
+from nbtrain.svg import Bar, Bars, Chart
+from nbtrain.views.base import CURVES, duration, metric, place, words
 from nbtrain.watch.figures import Figures, RankFigures
 from nbtrain.words import quantity, size
 
@@ -18,6 +21,12 @@ ROWS = 16
 """so many ranks are shown; the rest is counted"""
 FULL = 0.92
 """of its limit: from here on memory is short"""
+COLUMNS = 3
+"""charts beside each other"""
+LATELY = 8
+"""points of a curve that are averaged: a single step says little"""
+OF_PHASE = dict(zip(PHASES, (svg.COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), strict=True))
+NAMES = dict(zip(PHASES, ("data", "forward", "backward", "other ranks", "optimizer", "rest"), strict=True))
 
 FONT = "font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif)"
 LINE = "1px solid rgba(128,128,128,.35)"
@@ -37,8 +46,7 @@ def bundle(figures: Figures, saved: bool) -> dict[str, str]:
 def page(figures: Figures, saved: bool) -> str:
     drawn = picture(figures)
     if drawn and saved:
-        data = base64.b64encode(drawn.encode()).decode()
-        drawn = f'<img alt="charts" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+        drawn = svg.image(drawn, "charts")
     charts = f'<div style="margin-top:8px;overflow-x:auto">{drawn}</div>' if drawn else ""
     return f'<div style="{FONT};overflow-x:auto">{_head(figures)}{_table(figures)}{charts}</div>'
 
@@ -75,9 +83,9 @@ def _table(figures: Figures) -> str:
 
 def _cells(rank: RankFigures, several: bool) -> dict[str, str]:
     rate = rank.samples_per_second
-    drawn = several and rank.rank < RANKS
+    drawn = several and rank.rank < svg.DISTINCT
     return {
-        "rank": (f'<span style="color:{colour(rank.rank)}">■</span> ' if drawn else "") + str(rank.rank),
+        "rank": (f'<span style="color:{svg.colour(rank.rank)}">■</span> ' if drawn else "") + str(rank.rank),
         "device": escape(rank.device),
         "state": _toned(": ".join(filter(None, [rank.words, rank.note])), rank.tone),
         "step": f"{rank.steps:,}",
@@ -116,3 +124,74 @@ def _inside(left: str, width: str) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * min(1.0, part / whole):.1f}%"
+
+
+def picture(figures: Figures) -> str:
+    """The charts of a run as an SVG: its metrics, speed, memory, and what a step is made of; empty while there is
+    nothing to draw."""
+    ranks = list(figures.ranks.items())[: svg.DISTINCT]
+    charts = _charts(ranks)
+    bars = _bars(ranks)
+    if not charts and not bars.rows:
+        return ""
+    legends = [[(f"rank {rank}", svg.colour(rank)) for rank, _ in ranks]] if charts and len(ranks) > 1 else []
+    return svg.draw_charts(charts, COLUMNS, legends, bars)
+
+
+def _charts(ranks: Sequence[tuple[int, RankFigures]]) -> list[Chart]:
+    names = list(dict.fromkeys(name for _, one in ranks for name in one.metrics))
+    found = []
+    for name in names[:CURVES]:
+        curves = [(rank, one.metrics[name]) for rank, one in ranks if name in one.metrics]
+        found.append(Chart(name, metric(curves[0][1].last), curves, svg.narrow("{:.3g}".format), svg.step, False))
+    for title, curve, said in (
+        ("samples/s", "speed/samples", quantity),
+        ("memory", "memory/used", size),
+        ("FLOP/s", "compute/tflops", _operations),
+    ):
+        curves = [(rank, one.curves[curve]) for rank, one in ranks if curve in one.curves]
+        if any(len(series) > 1 for _, series in curves):
+            lasts = [series.last for _, series in curves]
+            last = said(max(lasts)) if curve == "memory/used" else said(sum(lasts))
+            several = len(curves) > 1 and curve != "memory/used"
+            found.append(Chart(title, f"{last} in all" if several else last, curves, said, duration, True))
+    return found
+
+
+def _bars(ranks: Sequence[tuple[int, RankFigures]]) -> Bars:
+    """What a step is made of on each rank."""
+    spent = [(rank, found) for rank, one in ranks if (found := _phases(one))]
+    rows = [
+        Bar(
+            f"rank {rank}",
+            [(took, OF_PHASE[phase]) for phase, took in found.items()],
+            _milliseconds(sum(found.values())),
+        )
+        for rank, found in spent
+    ]
+    legend = [(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(found[phase] for _, found in spent)]
+    return Bars("a step, lately", rows, legend)
+
+
+def _phases(one: RankFigures) -> dict[str, float]:
+    """Milliseconds of a step in each phase, lately; empty where that is not known."""
+    found = {}
+    for phase in PHASES:
+        series = one.curves.get(f"phases/{phase}")
+        if series is None:
+            return {}
+        some = list(series.buckets())[-LATELY:]
+        found[phase] = fmean(low / 2 + high / 2 for _, low, high in some) if some else 0.0
+    return found if sum(found.values()) > 0 else {}
+
+
+def _operations(tera: float) -> str:
+    """31.2 T, 540 G"""
+    for unit, one in (("T", 1.0), ("G", 1e-3), ("M", 1e-6)):
+        if tera >= one:
+            return f"{quantity(tera / one)} {unit}"
+    return quantity(1e12 * tera)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"

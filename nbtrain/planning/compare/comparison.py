@@ -1,9 +1,9 @@
-"""What was measured when a loop ran for a few steps in several ways: plain data."""
+"""What was measured when a training loop ran a few steps under several strategies: plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nbtrain.planning.compare import table as comparison_table
@@ -13,32 +13,32 @@ STATES = ("waiting", "running", "done", "failed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredWay:
-    """One way of running the loop, and what came of it."""
+    """One row: the loop under one strategy and size, and what was measured."""
 
     name: str
     """`fsdp`, `ddp · batch 64`"""
     line: str
-    """the options of this way alone, as they are typed: `--strategy fsdp --devices 4`"""
+    """the options of this row, as they are typed: `--strategy fsdp --devices 4`"""
     state: str = "waiting"
     """one of STATES"""
     ranks: int = 0
     memory: tuple[int, ...] = ()
-    """bytes at the most, for each rank"""
+    """peak bytes of each rank"""
     steps: int = 0
-    """that were timed"""
+    """timed steps"""
     step: float = 0.0
-    """seconds that one of them took: the median, of the slowest rank"""
+    """seconds per step: the median, of the slowest rank"""
     steps_per_second: float = 0.0
     samples_per_second: float = 0.0
-    """of all ranks together; 0: no loader said how many samples there are"""
+    """of all ranks together; 0: no loader said how many samples a batch has"""
     batch: int = 0
-    """samples of one step on one rank; 0: not known"""
+    """samples per step and rank; 0: not known"""
     size: float | None = None
-    """what the batch or the size parameter was in this row, where one was looked for"""
+    """the batch size, or the value of the size parameter, where the largest is searched"""
     why: str = ""
-    """it failed: in a sentence"""
+    """why it failed, in a sentence"""
     no_memory: bool = False
-    """that was for want of memory"""
+    """it failed because it ran out of memory"""
 
     @property
     def peak(self) -> int:
@@ -46,7 +46,7 @@ class MeasuredWay:
 
     @property
     def pace(self) -> float:
-        """What rows are compared by."""
+        """What rows are compared by: samples per second, or steps where samples are not known."""
         return self.samples_per_second or self.steps_per_second
 
 
@@ -55,21 +55,21 @@ GOALS = ("speed", "batch", "model", "growth")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Rows in the order in which they were asked for."""
+    """All rows, in the order in which they were asked for."""
 
     rows: tuple[MeasuredWay, ...]
     steps: int
     goal: str = "speed"
-    """one of GOALS: the fastest, the largest batch, the largest model; or how it grows, where none is the best"""
+    """one of GOALS: the fastest, the largest batch, the largest model; with growth no row is the best"""
     parameter: str = ""
-    """the name that was changed, where the goal is a model"""
+    """the name whose value is changed, where the goal is the largest model"""
     seconds: float = 0.0
-    """that all of it took"""
+    """duration of the whole comparison"""
     over: bool = False
 
     @property
     def best(self) -> MeasuredWay | None:
-        """Of those that worked: the fastest; or the one with the largest size, and of equal ones the fastest."""
+        """The fastest row that worked, or the one with the largest size (of equal sizes the fastest)."""
         done = [row for row in self.rows if row.state == "done"]
         if self.goal == "growth":
             return None
@@ -84,15 +84,27 @@ class Comparison:
 
     @staticmethod
     def of(names: Iterable[tuple[str, str]], **what: Any) -> Comparison:
-        """Nothing is measured yet. `names`: name and line of each row."""
+        """A comparison of which nothing is measured yet. `names`: name and line of each row."""
         return Comparison(rows=tuple(MeasuredWay(name=name, line=line) for name, line in names), **what)
 
     def data(self) -> dict[str, Any]:
-        """Plain data, for a front end."""
-        return comparison_table.data(self)
+        """Everything as plain data: the rows, which is the best, what to type, the table and the picture."""
+        best = self.best
+        found: dict[str, Any] = {
+            "goal": self.goal,
+            "parameter": self.parameter,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "rows": [
+                {**asdict(row), "memory": list(row.memory), "peak": row.peak, "pace": row.pace, "best": row is best}
+                for row in self.rows
+            ],
+            "line": best.line if best is not None else "",
+        }
+        return found | comparison_table.shown(found)
 
     def __repr__(self) -> str:
-        return comparison_table.text(self)
+        return comparison_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return comparison_table.html(self)
+        return comparison_table.html(self.data())

@@ -1,4 +1,4 @@
-"""The largest number that still fits: doubling from a guess (or halving), then bisection."""
+"""Finds the largest number that fits: doubling or halving from a guess, then bisection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20, within: float = 0.1) -> int:
-    """0: not even one fits. The smallest that does not fit is at most one more, or a tenth."""
+    """The largest number that fits, to within one or a tenth (`within`); 0: not even 1 fits."""
     low, high = 0, most + 1
     while low < guess < high:
         if fits(guess):

@@ -1,4 +1,4 @@
-"""Bytes a second, as they are typed: 25GB/s, 100Gbit/s, 3.2TB/s; a bare number is GB/s."""
+"""Reads and writes bandwidths: 25GB/s, 100Gbit/s, 3.2TB/s; a bare number is GB/s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOW = "write it as 25GB/s or 200Gbit/s"
 
 
 def read(text: str) -> float:
-    """Bytes a second; ValueError says in a sentence what is wrong."""
+    """Bytes per second. Raises a ValueError that says in a sentence what is wrong."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no bandwidth: {_HOW}")

@@ -1,11 +1,11 @@
-"""How a loop grows: what a step takes on many ranks, from what it took on a few here.
+"""Predicts how long a step takes on many ranks, from what it took on a few here.
 
 A step is computing, bytes at a bandwidth, and rounds of a latency:
 
     seconds(n) = compute · slow(n) + (volume(n) / bandwidth + latency · log2(n)) · crowd(n)
 
-`slow` and `crowd` are of ranks that share too few cores, as on one machine without GPUs: each computes the slower, and
-what it sends is copied, and each round is taken, by the same cores. Where every rank has its own, both are 1.
+`slow` and `crowd` count for ranks that share too few cores, as on one machine without GPUs: computing gets slower, and
+the same cores also copy what is sent. Where every rank has cores or a device of its own, both are 1.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from nbtrain.planning.growth import table as growth_table
 COUNTS = (8, 64, 512)
 PER_NODE = 8
 ALIKE = 1e-6
-"""a term that makes the fit better by less than this share of a step is not needed"""
+"""a term that improves the fit by less than this share of a step is left out"""
 
 SINGULAR = 1e-5
-"""so little is left of a column that the others make up"""
+"""relative tolerance below which a column depends on the others"""
 
 Row = tuple[float, float, float]
 Volume = Callable[[int], float]
@@ -36,86 +36,88 @@ Volume = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measurement."""
+    """One measurement: a step on so many ranks."""
 
     ranks: int
     seconds: float
     """per step"""
     samples: float = 0
-    """per step, of all ranks together; 0: not known"""
+    """samples per step of all ranks together; 0: not known"""
     volume: float = 0
-    """bytes that one rank sends in a step"""
+    """bytes that one rank sends per step"""
     cores: float = 0
-    """that all ranks share; 0: each has a device of its own"""
+    """cores that all ranks share; 0: each rank has a device of its own"""
     threads: int = 1
-    """that a rank computes in"""
+    """threads of one rank"""
 
     @property
     def share(self) -> float:
-        """Cores that one rank computes on."""
+        """Cores per rank."""
         return min(self.threads, self.cores / self.ranks) if self.cores else float(self.threads)
 
     @property
     def crowd(self) -> float:
-        """Ranks for each core."""
+        """Ranks per core, at least 1."""
         return max(1.0, self.ranks / self.cores) if self.cores else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """What was measured and what the fit says of it."""
+    """A measurement, and what the fit expects for it."""
 
     point: Point
     expected: float
     fitted: bool
-    """the fit knows of this measurement: it says less"""
+    """the fit has used this measurement, so agreement proves less"""
 
     @property
     def error(self) -> float:
-        """Share of what was measured; above 0: it was expected to take longer."""
+        """Relative error; above 0: the step was faster than expected."""
         return self.expected / self.point.seconds - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
+    """What is expected of a step on so many ranks."""
+
     ranks: int
     nodes: int
     compute: float
     """seconds"""
     communication: float
-    """seconds, all of it"""
+    """seconds, without overlap"""
     seconds: float
-    """of a step"""
+    """seconds of a step"""
     at_best: float
-    """seconds of a step whose bytes go at the stated bandwidth, however slow they were here, behind the computing"""
+    """seconds of a step if bytes move at the stated bandwidth and overlap with computing"""
     samples: float
-    """per second, of all ranks; 0: not known"""
+    """samples per second of all ranks; 0: not known"""
 
     @property
     def efficiency(self) -> float:
-        """Against one rank that has nobody to talk to."""
+        """Share of a step that is computing: 1 for a single rank."""
         return self.compute / self.seconds
 
     @property
     def waiting(self) -> float:
-        """Share of the step that is communication."""
+        """Share of a step that is communication."""
         return 1 - self.efficiency
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What was fitted."""
+    """The fitted model of a step, with its measurements."""
 
     points: tuple[Point, ...]
-    """in the order of their ranks"""
+    """sorted by ranks"""
     compute: float
-    """seconds of a step on a rank with cores of its own"""
+    """seconds of computing per step, on a rank with cores of its own"""
     bandwidth: float
-    """bytes a second of one rank here; infinite: no time was found to go with bytes"""
+    """bytes per second of one rank here; infinite: no time was found that depends on bytes"""
     latency: float
-    """seconds of a round"""
+    """seconds per round"""
     fitted: tuple[int, ...]
-    """counts of ranks; other measurements are only checked"""
+    """counts of ranks that were fitted; other measurements are only checked"""
     volume: Volume = field(repr=False, compare=False)
 
     @property
@@ -127,79 +129,116 @@ class Growth:
 
     @property
     def held_back(self) -> tuple[Check, ...]:
-        """Measurements that the fit knows nothing of."""
+        """Checks of measurements that the fit did not use."""
         return tuple(check for check in self.checks if not check.fitted)
 
     def expected(self, point: Point) -> float:
-        """Seconds of a step under the circumstances of a measurement."""
+        """Seconds of a step under the conditions of a measurement."""
         factors = (self.compute, 1 / self.bandwidth, self.latency)
         return sum(map(mul, factors, _columns(point, self.points[0])))
 
     def predict(self, ranks: int, nodes: int = 1, bandwidth: float = math.inf, overlap: float = 0.0) -> Prediction:
-        """`bandwidth`: bytes a second between nodes, in each direction; infinite: not stated. `overlap`: the share of
-        communication that is known to be hidden behind the computing."""
+        """A step on so many ranks. `bandwidth`: bytes per second between nodes, each way; infinite: not stated.
+        `overlap`: the share of communication that is hidden behind computing."""
         if ranks < 1 or not 1 <= nodes <= ranks:
             raise UsageError(f"{ranks} ranks on {nodes} nodes: there has to be a rank for every node")
         if not bandwidth > 0 or not 0 <= overlap <= 1:
             raise UsageError("a bandwidth is more than 0 bytes a second, and an overlap a share from 0 to 1")
         stated = self.bandwidth if bandwidth == math.inf else bandwidth
-        talk = self._talk(ranks, min(self.bandwidth, stated) if nodes > 1 else self.bandwidth)
+        communication = self._communication(ranks, min(self.bandwidth, stated) if nodes > 1 else self.bandwidth)
         best = stated if nodes > 1 else max(self.bandwidth, stated)
-        seconds = self.compute + talk - min(overlap * talk, self.compute)
+        seconds = self.compute + communication - min(overlap * communication, self.compute)
         first = self.points[0]
         return Prediction(
             ranks=ranks,
             nodes=nodes,
             compute=self.compute,
-            communication=talk,
+            communication=communication,
             seconds=seconds,
-            at_best=min(seconds, max(self.compute, self._talk(ranks, best))),
+            at_best=min(seconds, max(self.compute, self._communication(ranks, best))),
             samples=first.samples / first.ranks * ranks / seconds,
         )
 
-    def _talk(self, ranks: int, rate: float) -> float:
+    def _communication(self, ranks: int, rate: float) -> float:
         return self.volume(ranks) / rate + self.latency * math.log2(ranks) if ranks > 1 else 0.0
 
     def at(
         self, bandwidth: float, counts: Sequence[int] = COUNTS, per_node: int = PER_NODE, overlap: float = 0.0
     ) -> Outlook:
-        """Predictions for counts of ranks, `per_node` of them on each node."""
+        """Predictions for several counts of ranks, with `per_node` ranks on each node."""
         rows = [self.predict(count, -(-count // per_node), bandwidth, overlap) for count in counts]
         return Outlook(growth=self, rows=tuple(rows), bandwidth=bandwidth, per_node=per_node, overlap=overlap)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What is expected on more ranks than there are here."""
+    """Predictions for more ranks than there are here."""
 
     growth: Growth
     rows: tuple[Prediction, ...]
     bandwidth: float
-    """between nodes, stated"""
+    """bytes per second between nodes, as stated"""
     per_node: int
     overlap: float
 
     def data(self) -> dict[str, Any]:
-        """Plain data, for a front end."""
-        return growth_table.data(self)
+        """Everything as plain data: predictions, checks and assumptions."""
+        growth, first = self.growth, self.growth.points[0]
+        found: dict[str, Any] = {
+            "bandwidth": self.bandwidth,
+            "per_node": self.per_node,
+            "overlap": self.overlap,
+            "compute": growth.compute,
+            "local_bandwidth": growth.bandwidth if growth.bandwidth < math.inf else None,
+            "latency": growth.latency,
+            "fitted": list(growth.fitted),
+            "samples_per_rank": first.samples / first.ranks,
+            "cores": first.cores,
+            "cores_per_rank": first.share,
+            "rows": [
+                {
+                    "ranks": row.ranks,
+                    "nodes": row.nodes,
+                    "seconds": row.seconds,
+                    "at_best": row.at_best,
+                    "samples_per_second": row.samples,
+                    "efficiency": row.efficiency,
+                    "communication": row.waiting,
+                    "sent": growth.volume(row.ranks) if row.ranks > 1 else 0,
+                }
+                for row in self.rows
+            ],
+            "checks": [
+                {
+                    "ranks": check.point.ranks,
+                    "measured": check.point.seconds,
+                    "expected": check.expected,
+                    "error": check.error,
+                    "fitted": check.fitted,
+                    "crowded": check.point.crowd > 1,
+                }
+                for check in growth.checks
+            ],
+        }
+        return found | {"assumes": list(growth_table.assumptions(found))}
 
     def __repr__(self) -> str:
-        return growth_table.text(self)
+        return growth_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return growth_table.html(self)
+        return growth_table.html(self.data())
 
 
 def ring(size: float) -> Volume:
-    """What a rank sends when all gradients of so many bytes are averaged in a ring."""
+    """Bytes that a rank sends when gradients of so many bytes are averaged in a ring."""
     return lambda ranks: 2 * (ranks - 1) / ranks * size
 
 
 def fit(points: Sequence[Point], volume: Volume | None = None) -> Growth:
-    """Of four counts of ranks or more the largest is held back, and checked. `volume`: bytes that each of so many ranks
-    sends in a step; else it is that of a ring that sends what was sent here."""
+    """Fit the model to measurements. With four or more counts of ranks, the largest is held back and only checked.
+    `volume`: bytes that each of so many ranks sends per step; without it, a ring fitted to what was sent here."""
     ordered = tuple(sorted(points, key=lambda point: point.ranks))
-    _look(ordered)
+    _refuse_invalid(ordered)
     counts = sorted({point.ranks for point in ordered})
     kept = counts[:-1] if len(counts) >= 4 else counts
     known = [point for point in ordered if point.ranks in kept]
@@ -216,7 +255,7 @@ def fit(points: Sequence[Point], volume: Volume | None = None) -> Growth:
     )
 
 
-def _look(points: Sequence[Point]) -> None:
+def _refuse_invalid(points: Sequence[Point]) -> None:
     if not points:
         raise UsageError("nothing was measured: growth is fitted on the time of a step on 1, 2 and 4 ranks")
     for point in points:
@@ -228,7 +267,7 @@ def _look(points: Sequence[Point]) -> None:
 
 
 def _columns(point: Point, first: Point) -> Row:
-    """What the three unknowns are multiplied with. `first`: whose computing is the measure."""
+    """The factors of compute, 1/bandwidth and latency. `first`: the measurement that `compute` refers to."""
     slow = first.share / point.share
     if first.samples and point.samples:
         slow *= (point.samples / point.ranks) / (first.samples / first.ranks)
@@ -237,8 +276,8 @@ def _columns(point: Point, first: Point) -> Row:
 
 
 def _solve(rows: Sequence[Row], seconds: Sequence[float]) -> Row:
-    """Least squares of the errors' shares, no factor below 0. Where terms cannot be told apart it is the computing
-    first, and bytes before latency."""
+    """Least squares of relative errors, no factor below 0. Where terms cannot be told apart, computing comes first, and
+    bytes come before latency."""
     shares = [[column / took for column in row] for row, took in zip(rows, seconds, strict=True)]
     best, missed = (0.0, 0.0, 0.0), math.inf
     for terms in ((0,), (0, 1), (0, 2), (0, 1, 2)):
@@ -256,7 +295,7 @@ def _solve(rows: Sequence[Row], seconds: Sequence[float]) -> Row:
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Factors with which every row adds up to 1; None where the columns are not independent."""
+    """Factors for which every row adds up to 1; None if the columns depend on each other."""
     matrix = torch.tensor(rows, dtype=torch.float64)
     scales = matrix.norm(dim=0)
     if not scales.all() or torch.linalg.matrix_rank(matrix / scales, rtol=SINGULAR) < len(scales):
@@ -267,6 +306,6 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 
 
 def _gradients(points: Sequence[Point]) -> float:
-    """Bytes that a ring averages, of what was sent by each rank."""
+    """Bytes of gradients that explain in a ring what each rank sent."""
     sent = [(2 * (one.ranks - 1) / one.ranks, one.volume) for one in points if one.ranks > 1]
     return sum(a * b for a, b in sent) / (sum(a * a for a, _ in sent) or 1.0)

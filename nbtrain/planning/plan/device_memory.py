@@ -1,4 +1,4 @@
-"""Where a plan is made for: the devices that were asked for, what each rank may have there, and how that is typed."""
+"""The devices that a plan is made for: how many, how much memory a rank may use there, and how they are typed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from nbtrain.strategies.estimates import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ground:
-    """The devices, read once."""
+    """The devices of a plan, read once, with the options that memory depends on."""
 
     pool: PoolSpec
     precision: str
     accumulate: int
     alone: Room
-    """of one rank that is alone on the first device"""
+    """memory for a single rank on the first device"""
     each: tuple[Room, ...]
-    """of a rank on each device"""
+    """memory for one rank on each device"""
     host: int | None = None
-    """bytes of the machine's memory for each of as many ranks as there are devices; None: the devices are no cards"""
+    """bytes of CPU memory per rank, with as many ranks as devices; None: the devices are not GPUs"""
     limit: int = 0
-    """bytes that the user lets a rank have; 0: as many as there are"""
+    """bytes that a rank may use because the user said so; 0: no limit was given"""
 
     @property
     def count(self) -> int:
         return len(self.pool.devices)
 
     def world(self, needs: Needs) -> World:
-        """As a strategy with these needs would have it."""
+        """Ranks and devices under a strategy with these needs."""
         together = needs.together and self.count > 1
         ranks = 1 if together or needs.max_ranks == 1 else self.count
         return World(
@@ -45,7 +45,7 @@ class Ground:
         )
 
     def room(self, world: World) -> Room:
-        """Of the rank that may have the least."""
+        """Memory of the rank that may use the least."""
         if world.ranks == 1 and world.devices == 1:
             return self.alone
         if world.devices > 1 and world.kind == "cpu":  # one process has all of it
@@ -53,7 +53,7 @@ class Ground:
         return min(self.each, key=lambda one: (one.bytes, not one.known))
 
     def at_most(self, limit: int, why: str) -> Ground:
-        """The same where no rank may have more than so many bytes."""
+        """The same devices, with at most so many bytes per rank."""
 
         def less(one: Room) -> Room:
             if one.known and one.bytes <= limit:
@@ -63,8 +63,8 @@ class Ground:
         return replace(self, alone=less(self.alone), each=tuple(map(less, self.each)), limit=limit)
 
     def may_have(self, world: World, travels: int) -> int | None:
-        """That each rank may come to have; None: not known. `travels`: what goes from the notebook to the ranks and
-        comes home, in one piece of the machine's memory that all of them see."""
+        """Bytes that each rank may use; None: not known. `travels`: bytes sent to the ranks and back, which lie in
+        memory that all ranks share."""
         found = self.room(world)
         if not found.known:
             return None
@@ -73,7 +73,7 @@ class Ground:
         return max(0, one - travels // world.ranks) if shares else one
 
     def line(self, name: str, world: World, more: Sequence[str] = ()) -> str:
-        """What is typed behind `%%distributed`. `more`: what else belongs to the way."""
+        """The options as typed behind `%%distributed`. `more`: further options of the row."""
         alone = world.ranks == 1 and world.devices == 1
         words = [f"--strategy {name}", *more, devices(self.pool, 1 if alone else self.count)]
         if world.nodes > 1:
@@ -86,7 +86,7 @@ class Ground:
 
 
 def ground(pool: PoolSpec, precision: str = PRECISIONS[0], accumulate: int = 1, own: Collection[int] = ()) -> Ground:
-    """`own`: processes that will make room, because they are the ranks."""
+    """`own`: pids of the current ranks, whose memory counts as free."""
     kind, names = pool.kind, pool.devices
     alone, each = room(kind, names[:1], 1, own)[0], room(kind, names, len(names), own)
     host = in_memory(probes.memory(), len(names), 0).bytes if kind == "cuda" else None
@@ -94,7 +94,7 @@ def ground(pool: PoolSpec, precision: str = PRECISIONS[0], accumulate: int = 1, 
 
 
 def devices(pool: PoolSpec, count: int) -> str:
-    """`--devices 4`, `--devices "0,2"`: the first so many of the pool's."""
+    """`--devices 4` or `--devices "0,2"`: the pool's first `count` devices, as typed."""
     if pool.kind != "cuda":
         more = " --accelerator tpu" if pool.kind == "tpu" else " --accelerator cpu" if probes.gpus() else ""
         return f"--devices {count}{more}"

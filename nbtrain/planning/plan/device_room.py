@@ -1,4 +1,4 @@
-"""How much memory a rank may come to have: what a device has, less what others hold of it."""
+"""How much memory a rank may use: what the device has, less what other processes hold."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import nbtrain.words as words
 from nbtrain.machine.probes import Gpu
 
 INTERPRETER = 120 * 10**6
-"""bytes of its own that a rank has before it has a model: a fork of a process that has imported torch"""
+"""private bytes of a rank without a model: a fork of a process that has imported torch"""
 CONTEXT = 600 * 10**6
-"""bytes of a card that CUDA and its libraries take for each process that computes there"""
+"""bytes that CUDA and its libraries take of a GPU for each process"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Of one rank."""
+    """Memory that one rank may use, and why."""
 
     device: str
     """as torch calls it"""
     total: int
-    """bytes that the device has; of the CPU: what may be used here"""
+    """bytes that the device has; on the CPU what this process or container may use"""
     others: int
-    """held by somebody else than this notebook's ranks"""
+    """bytes held by other processes than this notebook's ranks"""
     bytes: int
-    """that this rank may come to have"""
+    """bytes that this rank may use"""
     why: str
-    """how that came about, in a sentence"""
+    """how that number comes about, in a sentence"""
     known: bool = True
-    """False: nobody says what the device has, so `bytes` means nothing"""
+    """False: the size of the device is not known, and `bytes` means nothing"""
 
 
 def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ()) -> tuple[Room, ...]:
-    """One for each rank; with one rank that has several devices, one for each of these. `names`: the devices, as torch
-    calls them. `own`: processes that will make room, because they are the ranks."""
+    """Memory for each rank, or for each device of a single rank. `names`: the devices, as torch calls them. `own`: pids
+    of the current ranks, whose memory counts as free."""
     if kind == "cuda":
         cards = devices.here().cards()
         return tuple(on_card(name, _card(name, cards), names.count(name), own) for name in names)
@@ -46,7 +46,7 @@ def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ())
 
 
 def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
-    """Of the machine's memory. `own`: bytes that our ranks hold now."""
+    """Memory per rank on the CPU. `own`: bytes that the current ranks hold."""
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free
     each = max(0, free // ranks - INTERPRETER)
@@ -57,7 +57,7 @@ def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
 
 
 def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> Room:
-    """Of one card. `ranks`: that share it."""
+    """Memory per rank on one GPU, which so many `ranks` share."""
     if card is None or not card.total:
         why = f"the driver does not say how much {name} has"
         return Room(device=name, total=0, others=0, bytes=0, why=why, known=False)

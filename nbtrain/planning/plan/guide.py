@@ -1,4 +1,4 @@
-"""Which strategy for which aim: rows of data, which the plan, `auto` and the error of want of memory share."""
+"""Which strategy suits which goal: rows of data for the plan, `auto` and the advice after running out of memory."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GOALS = ("speed", "batch", "model")
-"""What is wanted: the fastest steps, the largest batch, the largest model."""
+"""What the user wants: the fastest steps, the largest batch or the largest model."""
 LOSSES = ("no", "small", "any")
-"""What of the speed may be given for it."""
+"""How much speed may be lost for it."""
 
 RECOMPUTE = "--checkpoint-activations"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingWay:
-    """One way of training: a strategy or a preset, with or without computing activations again."""
+    """A strategy or a preset, with or without activation checkpointing."""
 
     name: str
-    """of the strategy or the preset"""
+    """name of the strategy or the preset"""
     why: str
-    """what it saves, and what that costs: the end of a sentence that begins with its name"""
+    """what it saves and costs: completes a sentence that begins with its name"""
     recompute: bool = False
 
     def __str__(self) -> str:
@@ -58,18 +58,18 @@ ORDER: tuple[TrainingWay, ...] = (
         recompute=True,
     ),
 )
-"""Fastest first: what `auto`, and the plan where speed is wanted, take is the first that fits."""
+"""Fastest first. `auto`, and a plan for speed, take the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One field of the guide."""
+    """What the guide recommends for one goal and loss."""
 
     ways: tuple[str, ...]
-    """Way's names, the first choice first"""
+    """names of ways, the first choice first"""
     why: str
     recompute: bool = False
-    """activations are computed again besides"""
+    """activation checkpointing is used as well"""
 
 
 GUIDE: Mapping[tuple[str, str], Advice] = {
@@ -104,17 +104,17 @@ GUIDE: Mapping[tuple[str, str], Advice] = {
 
 
 def place(name: str, recompute: bool = False) -> int | None:
-    """Where this way stands in the order of speed. None: the guide does not speak of it."""
+    """Position in ORDER; None: not in it."""
     return next((at for at, way in enumerate(ORDER) if (way.name, way.recompute) == (name, recompute)), None)
 
 
 def recomputing() -> tuple[str, ...]:
-    """Names of the ways for which the guide weighs computing activations again."""
+    """Names of the ways that ORDER also has with activation checkpointing."""
     return tuple(way.name for way in ORDER if way.recompute)
 
 
 def less_than(name: str, recompute: bool = False) -> tuple[TrainingWay, ...]:
-    """Ways that need less memory, the fastest first. Of one that the guide does not speak of: all that save any."""
+    """Ways that need less memory, the fastest first; for a name that is not in ORDER, all that save any."""
     at = place(name, recompute)
     after = ORDER[2:] if at is None else ORDER[at + 1 :]
     return tuple(way for way in after if (way.name, way.recompute) != (name, recompute) and way.name != "single")

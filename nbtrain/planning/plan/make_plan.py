@@ -1,4 +1,4 @@
-"""From a model of the notebook to its plan."""
+"""Makes the plan of a model: profiles it and estimates every strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(
     goal: str = "speed",
     loss: str = "any",
 ) -> Plan:
-    """See `making.make`; the model is looked at without allocating anything."""
+    """The plan, as `making.make` makes it. Profiling allocates nothing for the model."""
     made = profile_of(found, ground.precision)
     blocks = repeated(made)
     return make(
@@ -41,5 +41,6 @@ def plan(
 
 
 def profile_of(found: Subject, precision: str) -> Profile:
+    """The profile, with the model's name in the notebook and notes on what was chosen."""
     made = profile(found.model, found.batch, found.optimizer, precision=precision)
     return replace(made, model=found.name, notes=(*made.notes, *found.notes))

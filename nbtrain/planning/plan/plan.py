@@ -1,4 +1,4 @@
-"""What training a model takes under each strategy, whether that fits here, and which one to take."""
+"""A plan: what training a model needs under each strategy, whether it fits here, and which strategy to take."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from typing import Any
 import nbtrain.words as words
 from nbtrain import registry
 from nbtrain.planning.plan import guide
+from nbtrain.planning.plan import table as plan_table
 from nbtrain.planning.plan.device_memory import Ground
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.strategies.estimates import Estimate, Profile, World
 
 TIGHT = 0.9
-"""Of the room: above that, what allocators lose between blocks may be too much."""
+"""share of the memory above which fragmentation may be too much"""
 CLEARLY = 0.75
-"""Of what has failed: less than that is another matter, though an estimate was wrong."""
+"""share of a failed row's peak below which another row is worth trying, although that estimate was wrong"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One way of training, a row of the plan."""
+    """One row of the plan: a strategy or preset, with or without activation checkpointing."""
 
     name: str
     """`fsdp`, `fsdp + --checkpoint-activations Block`"""
     strategy: str
-    """what is typed behind --strategy"""
+    """as typed behind --strategy"""
     base: str
-    """the strategy that this is, of which a preset is one way"""
+    """the strategy itself, also for a preset of it"""
     line: str
     """the options, as they are typed: `--strategy fsdp --devices 4`"""
     world: World
     room: int | None
-    """bytes that each rank may come to have, which may be none at all; None: not known"""
+    """bytes that each rank may use, possibly 0; None: not known"""
     host: int | None = None
-    """bytes of the machine's memory that each rank may come to have, where devices are cards; None: they are not"""
+    """bytes of CPU memory that each rank may use where devices are GPUs; None: they are not"""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """the strategy's own"""
+    """the strategy's own options"""
     recompute: tuple[str, ...] = ()
-    """classes whose activations are computed again"""
+    """classes whose activations are recomputed"""
     estimate: Estimate | None = None
-    """None: not known, see the note"""
+    """None: not known; `note` says why"""
     available: str = ""
-    """why it cannot be used here, and what changes that; empty: it can"""
+    """why it cannot be used here and what would change that; empty: it can be used"""
     note: str = ""
     asks: bool = False
-    """the line has a word that the user has to replace"""
+    """the line holds a placeholder that the user has to replace"""
     why: str = ""
-    """of the recommended one: the reason, in a sentence"""
+    """for the recommended row: the reason, in a sentence"""
 
     @property
     def way(self) -> tuple[str, bool]:
-        """As the guide knows it."""
+        """The row's key in the guide: strategy, and whether activations are recomputed."""
         return self.strategy, bool(self.recompute)
 
     @property
     def share(self) -> float | None:
-        """Of the room; more than 1: it does not fit."""
+        """Peak as a share of the memory that a rank may use; above 1 it does not fit."""
         if self.estimate is None or self.room is None:
             return None
         host = 0.0 if self.host is None else self.estimate.host / max(1, self.host)
@@ -65,19 +66,19 @@ class Planned:
 
     @property
     def fits(self) -> bool | None:
-        """None: nobody knows."""
+        """None: not known."""
         share = self.share
         return None if share is None else share <= 1
 
     @property
     def tight(self) -> bool:
-        """It may fit or not."""
+        """It fits, but so closely that an estimate may be wrong."""
         share = self.share
         return share is not None and TIGHT < share <= 1
 
     @property
     def may_have(self) -> str:
-        """In words."""
+        """The memory that a rank may use, in words."""
         return "nobody knows how much" if self.room is None else words.size(self.room)
 
     @property
@@ -90,25 +91,25 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every way of training one model on the devices that are here."""
+    """All rows for one model on these devices."""
 
     profile: Profile
     ground: Ground
     rows: tuple[Planned, ...]
     bandwidth: float | None = None
-    """bytes a second between ranks, where the user has said it"""
+    """bytes per second between ranks, if the user said so"""
     goal: str = "speed"
     loss: str = "any"
     notes: tuple[str, ...] = ()
 
     @property
     def usable(self) -> tuple[Planned, ...]:
-        """Rows that can be compared: available here, estimated, and with nothing left to fill in."""
+        """Rows that can be compared: available here, estimated, without a placeholder."""
         return tuple(row for row in self.rows if not row.available and row.estimate is not None and not row.asks)
 
     @property
     def worthwhile(self) -> tuple[Planned, ...]:
-        """Of these, what saves anything here: on one device there is nobody to divide with."""
+        """Usable rows that save something here: on one device there is nothing to shard."""
         return tuple(row for row in self.usable if self.ground.count > 1 or self._saves_alone(row))
 
     def _saves_alone(self, row: Planned) -> bool:
@@ -117,34 +118,34 @@ class Plan:
 
     @property
     def recommended(self) -> Planned | None:
-        """What to take for the plan's goal. None: nothing fits, and `why` says so."""
+        """The row to take for the plan's goal. None: nothing fits, and `why` says so."""
         return self.best(self.goal, self.loss)
 
     @property
     def why(self) -> str:
-        """The reason for what is recommended, or what to do where nothing is."""
+        """The reason for the recommendation, or what to do where there is none."""
         best = self.recommended
-        return best.why if best is not None else self._nothing()
+        return best.why if best is not None else self._why_nothing()
 
     def best(self, goal: str = "speed", loss: str = "any") -> Planned | None:
-        """The row for an aim of the guide, with its reason. None: nothing fits."""
+        """The row for a goal of the guide, with its reason. None: nothing fits."""
         return _fastest(self) if goal == "speed" else _roomiest(self, goal, loss)
 
     def row(self, strategy: str, recompute: bool = False) -> Planned | None:
         return next((row for row in self.rows if row.way == (strategy, recompute)), None)
 
     def less_than(self, failed: Planned) -> Planned | None:
-        """For a cell that ran out of memory: the fastest that fits and needs less than its way; where none fits, what
-        needs the least. Where that one was thought to fit, a little less is not enough."""
+        """For a cell that ran out of memory: the fastest row that fits and needs less; if none fits, the one that needs
+        least. If the failed row was expected to fit, only clearly less memory counts."""
         most = failed.estimate.peak * (TIGHT if failed.fits is False else CLEARLY) if failed.estimate else float("inf")
         less = [row for row in self.worthwhile if _peak(row) < most and row.way != failed.way]
         if self.ground.count > 1:
             less = [row for row in less if row.strategy != "single"]
-        fitting = [row for row in less if row.fits and not row.tight and _at(row) is not None]
+        fitting = [row for row in less if row.fits and not row.tight and _position(row) is not None]
         return min(fitting, key=_speed, default=None) or min(less, key=_peak, default=None)
 
     def data(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """Everything as JSON, for the table and the picker."""
         best, profile, pool = self.recommended, self.profile, self.ground.pool
         return {
             "model": profile.model,
@@ -152,6 +153,10 @@ class Plan:
             "optimizer": profile.optimizer,
             "samples": profile.samples,
             "precision": self.ground.precision,
+            "accumulate": self.ground.accumulate,
+            "travels": profile.parameters + profile.buffers + profile.state,
+            "limit": self.ground.limit,
+            "bandwidth": self.bandwidth,
             "kind": pool.kind,
             "devices": list(pool.devices),
             "nodes": pool.nodes,
@@ -190,12 +195,12 @@ class Plan:
         return None if best is None else {"name": best.name, "line": best.line, "why": best.why}
 
     def seconds(self, row: Planned) -> float | None:
-        """That a step's communication takes at the stated bandwidth."""
+        """Seconds of communication per step at the stated bandwidth."""
         if self.bandwidth is None or row.estimate is None:
             return None
         return row.estimate.sent / self.bandwidth
 
-    def _nothing(self) -> str:
+    def _why_nothing(self) -> str:
         usable = self.worthwhile
         if not usable:
             return "No strategy that can be used here says what it needs."
@@ -214,21 +219,17 @@ class Plan:
         return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
 
     def __repr__(self) -> str:
-        from nbtrain.planning.plan import table as plan_table
-
-        return plan_table.text(self)
+        return plan_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        from nbtrain.planning.plan import table as plan_table
-
-        return plan_table.html(self)
+        return plan_table.html(self.data())
 
 
 def _fastest(plan: Plan) -> Planned | None:
-    """The first in the guide's order that fits well, else the first that fits at all. With several devices, one alone
-    is the last resort: on the CPU it has the memory of all."""
+    """The first in the guide's order that fits well, else the first that fits at all. With several devices, `single`
+    comes last: on the CPU one rank has the memory of all."""
     several = plan.ground.count > 1
-    known = [row for row in plan.worthwhile if row.fits and _at(row) is not None]
+    known = [row for row in plan.worthwhile if row.fits and _position(row) is not None]
     known.sort(key=lambda row: (row.tight, several and row.strategy == "single", _speed(row)))
     if not known:
         return None
@@ -236,17 +237,17 @@ def _fastest(plan: Plan) -> Planned | None:
     does = f"it {_way(best).why}{_sends(best)}."
     first = plan.row("ddp" if several else "single")
     if first is None or first.estimate is None or first.way == best.way:
-        why = f"{_of(best)}; {does}"
+        why = f"{_compared(best)}; {does}"
     elif several and best.strategy == "single" and not best.recompute:
-        why = f"{first.needs}, and may have {first.may_have}; one rank alone has the memory of all. {_of(best)}."
+        why = f"{first.needs}, and may have {first.may_have}; one rank alone has the memory of all. {_compared(best)}."
     else:
-        fastest = f"{_of(best)}, and is the fastest that fits: {does}"
+        fastest = f"{_compared(best)}, and is the fastest that fits: {does}"
         why = f"{first.needs}, and may have {first.may_have}. {fastest}"
     return replace(best, why=why)
 
 
 def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
-    """Of what the guide names and can be used here, what needs the least."""
+    """Of the ways that the guide names for this goal, the usable one that needs least."""
     advice = guide.GUIDE[goal, loss]
     several = plan.ground.count > 1
     ways = advice.ways if several else ("single", *(way for way in advice.ways if way != "single"))
@@ -257,10 +258,10 @@ def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
     if best is None:
         return None
     why = advice.why if several else f"on one device there is nothing to divide, and it {_way(best).why}"
-    return replace(best, why=f"For the largest {goal} at {loss} loss of speed: {_of(best)}; {why}.")
+    return replace(best, why=f"For the largest {goal} at {loss} loss of speed: {_compared(best)}; {why}.")
 
 
-def _of(row: Planned) -> str:
+def _compared(row: Planned) -> str:
     close = ", which is close: an estimate may be off by that much" if row.tight else ""
     return f"{row.needs} of the {row.may_have} that it may have{close}"
 
@@ -271,17 +272,17 @@ def _sends(row: Planned) -> str:
 
 
 def _way(row: Planned) -> TrainingWay:
-    at = _at(row)
+    at = _position(row)
     assert at is not None
     return guide.ORDER[at]
 
 
-def _at(row: Planned) -> int | None:
+def _position(row: Planned) -> int | None:
     return guide.place(*row.way)
 
 
 def _speed(row: Planned) -> int:
-    at = _at(row)
+    at = _position(row)
     return len(guide.ORDER) if at is None else at
 
 

@@ -1,4 +1,4 @@
-"""What a model needs before any forward of it is known: weights, gradients and the optimizer's state alone."""
+"""Estimates memory without running the model: from weights, gradients and the optimizer's state alone."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def weighed(
     name: str, models: Sequence[nn.Module], parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer],
     precision: str,
 ) -> Profile:  # fmt: skip
-    """A profile without activations. `parameters`: all of them, each once; some may belong to none of the models, and
-    of some only the first batch will say how large they are: they are left out."""
+    """A profile without activations. `parameters`: each once, also those outside of the models; lazy ones, whose size
+    the first batch decides, are left out."""
     held = [p for p in parameters if not is_lazy(p)]
     state: dict[int, int] = {}
     names: list[str] = []
     for optimizer in optimizers:
-        stepped = step(optimizer, {id(p): _hollow(p) for p in held})
+        stepped = step(optimizer, {id(p): _on_meta(p) for p in held})
         names.append(stepped.name)
         for key, size in stepped.state.items():
             state[key] = state.get(key, 0) + size
@@ -59,7 +59,7 @@ def weighed(
 
 
 def _units(models: Sequence[nn.Module]) -> tuple[tuple[Unit, ...], dict[int, int]]:
-    """What is gathered as one, and where each weight is among that."""
+    """The units of all models, and for each weight (by its id) the number of its unit."""
     units: list[Unit] = []
     places: dict[int, int] = {}
     for model in models:
@@ -74,7 +74,7 @@ def _units(models: Sequence[nn.Module]) -> tuple[tuple[Unit, ...], dict[int, int
 
 
 def instead_of(name: str, profile: Profile, ground: Ground) -> tuple[Planned, Planned] | None:
-    """The row of this strategy, which does not fit, and the guide's first that does. None: it fits, or nothing does."""
+    """The row of this strategy and the guide's first row that fits. None: this strategy fits, or none does."""
     known: Mapping[str, Planned] = {
         candidate.name: planned(candidate, profile, ground)
         for candidate in candidates({}, {}, ground.pool.nodes)
@@ -88,8 +88,8 @@ def instead_of(name: str, profile: Profile, ground: Ground) -> tuple[Planned, Pl
     return None if best is None else (row, best)
 
 
-def _hollow(real: torch.Tensor) -> torch.Tensor:
-    """Of the same shape, and with a gradient."""
+def _on_meta(real: torch.Tensor) -> torch.Tensor:
+    """The same on the device "meta", with a gradient if it is trained."""
     made = nn.Parameter(torch.empty_like(real, device="meta"), real.requires_grad)
     if real.requires_grad:
         made.grad = torch.empty_like(made)

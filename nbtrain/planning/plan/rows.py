@@ -1,4 +1,4 @@
-"""The rows of a plan: every strategy of the registry, presets whose memory differs, those of the notebook."""
+"""Makes the rows of a plan: strategies of the registry, presets whose memory differs, strategies of the notebook."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from nbtrain.strategies import presets
 from nbtrain.strategies.estimates import Profile
 
 UNTOUCHED = "none"
-"""Under it, code brings what a strategy would do: nobody can know what that needs."""
+"""the strategy under which the user's code does everything itself, so that its memory cannot be estimated"""
 NOT_KNOWN = "not known: it has no estimate(profile, world)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A row to be."""
+    """A strategy or preset that may become a row."""
 
     name: str
-    """as it is typed"""
+    """as typed behind --strategy"""
     needs: Needs
     source: Any
-    """an `Entry` of the registry, or a class or object of the notebook's"""
+    """an `Entry` of the registry, or a class or object of the notebook"""
     options: Mapping[str, Any] = field(default_factory=dict)
     more: tuple[str, ...] = ()
-    """what else is typed"""
+    """further options as typed"""
     asks: bool = False
 
     @property
@@ -39,7 +39,7 @@ class Candidate:
         return self.source.name if isinstance(self.source, registry.Entry) else self.name
 
     def strategy(self) -> Any:
-        """Ready to be asked. Only of one that can be used here: a module may import what it needs."""
+        """The strategy object. Call it only if `lacking` is empty: loading imports the packages it needs."""
         found = self.source.load() if isinstance(self.source, registry.Entry) else self.source
         if not isinstance(found, type):
             return found
@@ -57,8 +57,8 @@ def make(
     goal: str = "speed",
     loss: str = "any",
 ) -> Plan:
-    """`recomputed`: the same model where its blocks compute their activations again. `own`: strategies of the notebook,
-    by name. `given`: options that the user has given, by strategy."""
+    """The plan. `recomputed`: the profile with activation checkpointing. `own`: strategies of the notebook, by name.
+    `given`: options that the user gave, by strategy."""
     rows: list[Planned] = []
     for candidate in candidates(own or {}, given or {}, ground.pool.nodes):
         row = planned(candidate, profile, ground)
@@ -69,7 +69,7 @@ def make(
 
 
 def candidates(own: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]], nodes: int = 1) -> Iterator[Candidate]:
-    """A strategy, then its presets, in the order of the registry; then those of the notebook."""
+    """Each strategy of the registry, followed by its presets; then strategies of the notebook."""
     for entry in registry.strategies().values():
         if entry.name == UNTOUCHED:
             continue
@@ -88,7 +88,7 @@ def candidates(own: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]], n
 
 
 def _preset(name: str, preset: presets.Preset, entry: registry.Entry, nodes: int) -> Candidate:
-    """What a preset asks the user for is guessed where that can be, and else left to be filled in."""
+    """A preset as a candidate. Values that it asks the user for are guessed, or left for the user to fill in."""
     needs = entry.needs
     if "replicas" in preset.asks:
         replicas = max(2, nodes)
@@ -110,7 +110,7 @@ def _preset(name: str, preset: presets.Preset, entry: registry.Entry, nodes: int
 
 
 def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
-    """The row; whatever the strategy raises is part of it."""
+    """The row of a candidate. Errors of the strategy become part of the row."""
     world = ground.world(candidate.needs)
     recompute = profile.recomputed
     again = f"{guide.RECOMPUTE} {','.join(recompute)}" if recompute else ""
@@ -141,7 +141,7 @@ def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
 
 
 def lacking(candidate: Candidate, ground: Ground) -> str:
-    """Why it cannot be used here; empty: it can."""
+    """Why the candidate cannot be used here; empty: it can."""
     needs, kind = candidate.needs, ground.pool.kind
     if reason := registry.lacking(needs):
         return reason
@@ -154,8 +154,8 @@ def lacking(candidate: Candidate, ground: Ground) -> str:
 
 
 def _add(row: Planned, rows: list[Planned]) -> bool:
-    """A preset that says what its strategy does anyway is no second row; the name that the guide has is kept. False: it
-    was the other one's."""
+    """Append the row unless another has the same estimate; of two, the one whose name the guide has stays. True: this
+    row is in."""
     same = next((at for at, other in enumerate(rows) if _same(row, other)), None)
     if same is None:
         rows.append(row)

@@ -1,21 +1,22 @@
-"""A plan as a table: for a terminal, and for a notebook's page, with bars of what is needed against the room."""
+"""Renders a plan as a table, as text and as HTML with bars of the memory that is needed. Reads `Plan.data()`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
 import nbtrain.words as words
 from nbtrain import tables
 from nbtrain.tables import Row
 
-if TYPE_CHECKING:
-    from nbtrain.planning.plan.plan import Plan, Planned
+Data = Mapping[str, Any]
 
 STAR = "★ "
 HEAD = ("strategy", "parameters", "gradients", "optimizer", "activations", "buffers", "peak per rank", "sent per step")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "sent")
+"""fields of an estimate, in the order of the columns"""
 WIDE = 60
 
 STYLE = """<style>
@@ -35,89 +36,78 @@ STYLE = """<style>
 </style>"""
 
 
-def text(plan: Plan) -> str:
-    best = plan.recommended
-    rows = [_cells(plan, row, _mark(row, best)) for row in plan.rows if not row.available]
+def text(plan: Data) -> str:
+    rows = [_cells(plan, row) for row in plan["rows"] if not row["available"]]
     parts = [tables.text(_head(plan), rows, WIDE)] if rows else []
     return "\n".join([*parts, "", *_below(plan)]).strip("\n")
 
 
-def html(plan: Plan) -> str:
-    best = plan.recommended
+def html(plan: Data) -> str:
     top = "".join(f"<th{_number(at)}>{escape(cell)}</th>" for at, cell in enumerate(_head(plan)))
-    body = "".join(_tr(plan, row, best) for row in plan.rows if not row.available)
+    body = "".join(_tr(plan, row) for row in plan["rows"] if not row["available"])
     table = f'<table class="nbt-table nbt-plan"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
     below = "".join(f'<div class="nbt-plan-words">{_line(line)}</div>' for line in _below(plan))
     return tables.STYLE + STYLE + table + below
 
 
-def _head(plan: Plan) -> Row:
-    return (*HEAD, *(["communication"] if plan.bandwidth is not None else []), "fits its room")
+def _head(plan: Data) -> Row:
+    return (*HEAD, *(["communication"] if plan["bandwidth"] is not None else []), "fits its room")
 
 
-def _cells(plan: Plan, row: Planned, mark: str) -> Row:
-    estimate = row.estimate
+def _cells(plan: Data, row: Data) -> Row:
+    estimate, seconds = row["estimate"], row["seconds"]
+    name = (STAR if _is_best(plan, row) else "  ") + _name(row)
     if estimate is None:
-        return (mark + _name(row), *[""] * (len(_head(plan)) - 2), row.note)
-    parts = (
-        estimate.parameters,
-        estimate.gradients,
-        estimate.optimizer,
-        estimate.activations,
-        estimate.buffers,
-        estimate.peak,
-        estimate.sent,
-    )
-    seconds = plan.seconds(row)
+        return (name, *[""] * (len(_head(plan)) - 2), row["note"])
     takes = [] if seconds is None else [_seconds(seconds)]
-    return (mark + _name(row), *map(words.size, parts), *takes, _fits(row))
+    return (name, *(words.size(estimate[part]) for part in PARTS), *takes, _fits(row))
 
 
-def _name(row: Planned) -> str:
-    """What computes activations again stands below the same without."""
-    return f"  {row.name.removeprefix(row.strategy + ' ')}" if row.recompute else row.name
+def _is_best(plan: Data, row: Data) -> bool:
+    return bool(row["name"] == plan["recommended"])
 
 
-def _fits(row: Planned) -> str:
-    if row.share is None:
+def _name(row: Data) -> str:
+    """The name column: a row with activation checkpointing stands, indented, below the one without."""
+    name: str = row["name"]
+    return f"  {name.removeprefix(row['strategy'] + ' ')}" if row["recompute"] else name
+
+
+def _fits(row: Data) -> str:
+    if row["share"] is None:
         return "not known"
-    if not row.room:
+    if not row["room"]:
         return "no, nothing is left"
-    said = "no" if not row.fits else "barely" if row.tight else "yes"
-    return f"{said}, {math.ceil(row.share * 100)} %"
+    said = "no" if not row["fits"] else "barely" if row["tight"] else "yes"
+    return f"{said}, {math.ceil(row['share'] * 100)} %"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _mark(row: Planned, best: Planned | None) -> str:
-    return STAR if best is not None and row.name == best.name else "  "
+# ---------------------------------------------------------------- below the table
 
 
-# ---------------------------------------------------------------- what stands below
-
-
-def _below(plan: Plan) -> list[str]:
-    best = plan.recommended
+def _below(plan: Data) -> list[str]:
+    best = next((row for row in plan["rows"] if _is_best(plan, row)), None)
     lines = [_what(plan), _room(plan)]
     if best is not None:
-        lines += [f"{STAR}{best.why}", f"  %%distributed {best.line}"]
+        lines += [f"{STAR}{plan['why']}", f"  %%distributed {best['line']}"]
     else:
-        lines.append(plan.why)
-    lines += _left_out(plan.rows)
-    notes = dict.fromkeys([*plan.profile.notes, *plan.notes, *([] if best is None else _notes(best))])
+        lines.append(plan["why"])
+    lines += _left_out(plan["rows"])
+    notes = dict.fromkeys([*plan["notes"], *([] if best is None else _notes(best))])
     return [*lines, *notes]
 
 
-def _what(plan: Plan) -> str:
-    profile = plan.profile
+def _what(plan: Data) -> str:
     made = [
-        f"{profile.model or 'the model'}: {_count(profile.numel)} parameters",
-        f"{profile.samples} samples for each rank" if profile.samples else "",
-        profile.optimizer or "no optimizer",
-        plan.ground.precision if plan.ground.precision != "32" else "",
-        f"an optimizer step every {plan.ground.accumulate} batches" if plan.ground.accumulate > 1 else "",
+        f"{plan['model'] or 'the model'}: {_count(plan['parameters'])} parameters",
+        f"{plan['samples']} samples for each rank" if plan["samples"] else "",
+        plan["optimizer"] or "no optimizer",
+        plan["precision"] if plan["precision"] != "32" else "",
+        f"an optimizer step every {plan['accumulate']} batches" if plan["accumulate"] > 1 else "",
     ]
     return " · ".join(filter(None, made))
 
@@ -129,53 +119,52 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def _room(plan: Plan) -> str:
-    each = plan.ground.each
-    if not each:
+def _room(plan: Data) -> str:
+    if not plan["rooms"]:
         return "How much room there is on these devices is not known."
-    least = min(each, key=lambda one: (one.bytes, not one.known))
-    why = least.why if least.bytes or not least.known else f"no room: {least.why}"
-    profile, travels = plan.profile, ""
-    if plan.ground.pool.kind == "cpu" and not plan.ground.limit:
-        size = profile.parameters + profile.buffers + profile.state
-        travels = f", less their share of the {words.size(size)} that travel between them and the notebook"
+    least = min(plan["rooms"], key=lambda one: (one["bytes"], not one["known"]))
+    why = least["why"] if least["bytes"] or not least["known"] else f"no room: {least['why']}"
+    travels = ""
+    if plan["kind"] == "cpu" and not plan["limit"]:
+        size = words.size(plan["travels"])
+        travels = f", less their share of the {size} that travel between them and the notebook"
     return f"{why[0].upper()}{why[1:]}{travels}."
 
 
-def _left_out(rows: Sequence[Planned]) -> Iterable[str]:
-    """One line for each reason."""
+def _left_out(rows: Sequence[Data]) -> Iterable[str]:
+    """Strategies that cannot be used here, one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        if row.available:
-            reasons.setdefault(row.available, []).append(row.name)
+        if row["available"]:
+            reasons.setdefault(row["available"], []).append(row["name"])
     return [f"Not here: {', '.join(names)} ({why})" for why, names in reasons.items()]
 
 
-def _notes(best: Planned) -> list[str]:
-    return [f"{best.name}: {note}" for note in (best.estimate.notes if best.estimate is not None else ())]
+def _notes(best: Data) -> list[str]:
+    return [f"{best['name']}: {note}" for note in (best["estimate"]["notes"] if best["estimate"] is not None else ())]
 
 
-# ---------------------------------------------------------------- on a page
+# ---------------------------------------------------------------- HTML
 
 
-def _tr(plan: Plan, row: Planned, best: Planned | None) -> str:
-    chosen = best is not None and row.name == best.name
-    name, *cells = _cells(plan, row, _mark(row, best))
-    kind = ' class="nbt-best"' if chosen else "" if row.estimate is not None else ' class="nbt-off"'
-    if row.estimate is None:
-        return f'<tr{kind}><td><code>{escape(name)}</code></td><td colspan="{len(cells)}">{escape(row.note)}</td></tr>'
+def _tr(plan: Data, row: Data) -> str:
+    name, *cells = _cells(plan, row)
+    known, note = row["estimate"] is not None, escape(row["note"])
+    kind = ' class="nbt-best"' if _is_best(plan, row) else "" if known else ' class="nbt-off"'
+    if not known:
+        return f'<tr{kind}><td><code>{escape(name)}</code></td><td colspan="{len(cells)}">{note}</td></tr>'
     *numbers, fits = cells
     body = "".join(f'<td class="nbt-n">{escape(cell)}</td>' for cell in numbers)
-    hint = f' title="{escape(row.note)}"' if row.note else ""
+    hint = f' title="{note}"' if note else ""
     return f"<tr{kind}{hint}><td><code>{escape(name)}</code></td>{body}<td>{_bar(row)}{escape(fits)}</td></tr>"
 
 
-def _bar(row: Planned) -> str:
-    """Of the room; full and red where that is not enough."""
-    share = row.share
+def _bar(row: Data) -> str:
+    """The share of memory as a bar; full and red where it does not fit."""
+    share = row["share"]
     if share is None:
         return ""
-    colour = " class=nbt-close" if row.tight else "" if row.fits else " class=nbt-over"
+    colour = " class=nbt-close" if row["tight"] else "" if row["fits"] else " class=nbt-over"
     return f'<span class="nbt-plan-bar"><i{colour} style="width:{min(share, 1.0) * 100:.0f}%"></i></span>'
 
 
@@ -184,7 +173,7 @@ def _number(at: int) -> str:
 
 
 def _line(line: str) -> str:
-    """What can be typed is set as code."""
+    """A line below the table as HTML, with what can be typed as code."""
     typed = line.strip()
     if typed.startswith("%%"):
         return f"<code>{escape(typed)}</code>"

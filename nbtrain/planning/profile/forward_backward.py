@@ -1,4 +1,4 @@
-"""One forward and backward of a model that has been lent, looked at: `nbtrain.planning.profile.trace` counts."""
+"""Runs one forward and backward while `nbtrain.planning.profile.trace` counts memory and operations."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from nbtrain.training.precision.autocast import HALVES, Format, changed
 
 @dataclass(slots=True)
 class Traced:
-    """What was seen."""
+    """What one forward and backward took."""
 
     moments: list[Moment]
     units: tuple[Unit, ...]
     operations: float
     notes: tuple[str, ...]
     watched: Sequence[Callable[[], Any]] = ()
-    """weak references to what there was at the end; nothing of it is to stay"""
+    """weak references to tensors that existed at the end and must not outlive the profile"""
 
 
 def trace(
     model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...], real: bool = False
 ) -> Traced:
-    """`real`: there is memory behind what is computed, so that gradients are let go of."""
+    """Run the model and count. `real`: tensors have memory, so gradients are freed at once."""
     attributes = [value for module in model.modules() for value in vars(module).values()]
     given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
     call.changed(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
@@ -62,7 +62,7 @@ def trace(
 
 
 def _forward(model: nn.Module, call: ModelCall, form: Format | None) -> Any:
-    """As `nbtrain.training.precision.autocast` does it on the ranks."""
+    """The forward in the given precision, as `nbtrain.training.precision` does it on ranks."""
     if form is None:
         return model(*call.given, **call.named)
     if form.weights:
@@ -77,7 +77,7 @@ def _forward(model: nn.Module, call: ModelCall, form: Format | None) -> Any:
 
 @contextmanager
 def _default(form: Format | None) -> Iterator[None]:
-    """What a forward makes itself has to fit its weights."""
+    """Tensors that a forward makes get the dtype of its weights."""
     if form is None or not form.weights:
         yield
         return

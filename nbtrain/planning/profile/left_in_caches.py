@@ -1,6 +1,6 @@
-"""What a forward has kept for its next call, outside of the model, is taken out again where it has no content.
+"""Removes the fake tensors that a profiled forward has stored outside of the model.
 
-A mask in a module's dict, or behind `lru_cache`, would else be found by the next real forward.
+A mask that is stored in a global dict, or behind `lru_cache`, would otherwise be used by the next real forward.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from nbtrain.compat.fake import FakeTensor
 
 ROUNDS = 5
 DEEP = 6
-"""tuples in tuples"""
+"""levels of tuples in tuples"""
 REMAINS = (
     "the forward keeps what it has computed somewhere where it could not be taken out again after it was looked at: "
     "make the model anew if its next call fails"
 )
 
 
-class LeftInCaches:
-    """Of one trace, which runs inside of it: what is made there is known to be new."""
+class FakeTensorCleanup:
+    """A context around one trace: knows which objects are new, and removes fake tensors that outlive it."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
@@ -37,7 +37,7 @@ class LeftInCaches:
         self._remains = False
 
     def watch(self, made: Sequence[Callable[[], Any]]) -> None:
-        """Weak references to what has to be gone at the end; nothing is searched as long as it is."""
+        """Takes weak references to what must be gone at the end. If all is gone, nothing is searched."""
         self._watched = made
 
     def notes(self) -> tuple[str, ...]:
@@ -45,14 +45,14 @@ class LeftInCaches:
         return (*([taken] if self._kept else []), *([REMAINS] if self._remains else []))
 
     def __enter__(self) -> None:
-        if not gc.get_freeze_count():  # by somebody else, who wants it to stay
-            gc.freeze()  # the collector lists only what is made from here on
+        if not gc.get_freeze_count():  # other code has frozen objects, and wants that to stay
+            gc.freeze()  # from here on, gc.get_objects() lists only new objects
             self._frozen = True
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         try:
             if error is not None:
-                _let_go_of_frames(error)
+                _clear_frames(error)
             search = error is not None or any(one() is not None for one in self._watched)
             if search and self._frozen:
                 self._new = {id(one) for one in gc.get_objects()}
@@ -60,41 +60,42 @@ class LeftInCaches:
             if self._frozen:
                 gc.unfreeze()
         if search:
-            self._take_out()
+            self._remove_all()
 
-    def _take_out(self) -> None:
+    def _remove_all(self) -> None:
         for _ in range(ROUNDS):
             gc.collect()
-            found = self._alive()
+            found = self._remaining()
             if not found:
                 return
-            if not self._taken(found):
+            if not self._remove(found):
                 break
             del found
         self._remains = True
 
-    def _alive(self) -> list[Any]:
+    def _remaining(self) -> list[Any]:
         fakes = (one for one in gc.get_objects() if issubclass(type(one), FakeTensor))
         return [one for one in fakes if one.fake_mode is self._mode]
 
-    def _taken(self, targets: list[Any]) -> bool:
-        """Of all that holds them. What cannot be changed, or was made only now, goes as a whole."""
+    def _remove(self, targets: list[Any]) -> bool:
+        """Remove these from all containers and attributes; of new or immutable containers, remove the container itself.
+        True: something was removed."""
         taken = False
         seen = {id(one) for one in targets}
         for _ in range(DEEP):
             above: list[Any] = []
             ids = {id(one) for one in targets}
-            asked = tuple(targets)  # as such it is passed on; of a list Python 3.13 shows a copy
+            asked = tuple(targets)  # a tuple is passed on as it is; for a list, Python 3.13 reports a copy
             for holder in gc.get_referrers(*asked):
                 if holder is targets or holder is asked or id(holder) in seen or isinstance(holder, FrameType):
                     continue
                 owner = _owner(holder) if type(holder) is dict else holder
                 if issubclass(type(owner), FakeTensor):
                     continue
-                if self._whole(owner):
+                if self._goes_whole(owner):
                     seen.add(id(owner))
                     above.append(owner)
-                elif (name := _out_of(holder, owner, ids)) is not None:
+                elif (name := _remove_from(holder, owner, ids)) is not None:
                     self._kept.update({name: None} if name else {})
                     taken = True
             if not above:
@@ -102,16 +103,16 @@ class LeftInCaches:
             targets = above
         return taken
 
-    def _whole(self, owner: Any) -> bool:
+    def _goes_whole(self, owner: Any) -> bool:
         if issubclass(type(owner), tuple | frozenset):
             return True
-        # (An empty dict is unknown to the collector: one that it comes to know may be older.)
+        # The collector does not track empty dicts: one that it lists as new may be older.
         apart = (dict, CellType, FunctionType, ModuleType, type)
         return id(owner) in self._new and not issubclass(type(owner), apart)
 
 
-def _let_go_of_frames(error: BaseException) -> None:
-    """What went wrong is told; what it went wrong with is let go of."""
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error and its causes, which hold the tensors that it happened with."""
     told: BaseException | None = error
     seen: set[int] = set()
     while told is not None and id(told) not in seen:
@@ -121,7 +122,7 @@ def _let_go_of_frames(error: BaseException) -> None:
 
 
 def _owner(space: dict[Any, Any]) -> Any:
-    """Whose attributes these are; the dict itself if it is nobody's."""
+    """The object whose `__dict__` this is; the dict itself if there is none."""
     for one in gc.get_referrers(space):
         if _attributes(one) is space:
             return one
@@ -131,14 +132,14 @@ def _owner(space: dict[Any, Any]) -> Any:
 
 
 def _attributes(one: Any) -> Any:
-    """Asks the object itself nothing."""
+    """The `__dict__`, without running code of the object's class."""
     with suppress(AttributeError):
         return object.__getattribute__(one, "__dict__")
     return None
 
 
-def _out_of(holder: Any, owner: Any, ids: set[int]) -> str | None:
-    """The name of what it was taken out of, empty if nobody uses that any more; None: it could not be."""
+def _remove_from(holder: Any, owner: Any, ids: set[int]) -> str | None:
+    """Remove the tensors from one holder. The holder's name, empty if it is not in use; None: nothing was removed."""
     if isinstance(holder, python.LruCache):
         holder.cache_clear()
         return str(getattr(holder, "__name__", "a cache"))
@@ -161,11 +162,11 @@ def _out_of(holder: Any, owner: Any, ids: set[int]) -> str | None:
         for one in [one for one in holder if id(one) in ids]:
             holder.discard(one)
         return name
-    return _off(owner, ids)
+    return _reset_attributes(owner, ids)
 
 
 def _closure(cell: CellType) -> str:
-    """Empty: only the frames of an error still know the function."""
+    """The name of the function whose cell this is; empty if only frames of an error still refer to it."""
     for cells in gc.get_referrers(cell):
         for function in gc.get_referrers(cells) if isinstance(cells, tuple) else ():
             if isinstance(function, FunctionType) and function.__closure__ is cells and _is_used(function):
@@ -177,8 +178,8 @@ def _is_used(function: FunctionType) -> bool:
     return any(not isinstance(one, FrameType | list) for one in gc.get_referrers(function))
 
 
-def _off(owner: Any, ids: set[int]) -> str | None:
-    """An attribute becomes what it is before a forward, as far as its class says so."""
+def _reset_attributes(owner: Any, ids: set[int]) -> str | None:
+    """Reset attributes that hold the tensors: to None if `__init__` makes them, else delete them. The first name."""
     names = [name for name, value in _all_attributes(owner) if id(value) in ids]
     for name in names:
         if isinstance(owner, ModuleType | FunctionType):
@@ -205,7 +206,7 @@ def _all_attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def _begins_with(cls: type, name: str) -> bool:
-    """Whether an `__init__` makes this attribute, and no class has it for those that lack it."""
+    """True if an `__init__` makes this attribute, and no class has a default for it."""
     if any(name in vars(one) and name not in vars(one).get("__slots__", ()) for one in cls.__mro__):
         return False
     codes = (getattr(vars(one).get("__init__"), "__code__", None) for one in cls.__mro__)
@@ -213,19 +214,19 @@ def _begins_with(cls: type, name: str) -> bool:
 
 
 def _named(holder: Any) -> str:
-    """As the user knows it."""
+    """The container's name as the user knows it."""
     for space in gc.get_referrers(holder):
         if type(space) is dict:
             owner = _owner(space)
             key = next((key for key, value in space.items() if value is holder), None)
             if owner is not space and isinstance(key, str):
                 return key if isinstance(owner, ModuleType) else f"{_class(owner)}.{key}"
-        elif (name := next((name for name, value in _some(space) if value is holder), None)) is not None:
+        elif (name := next((name for name, value in _named_values(space) if value is holder), None)) is not None:
             return f"{_class(space)}.{name}"
     return f"a {type(holder).__name__}"
 
 
-def _some(space: Any) -> Iterable[tuple[str, Any]]:
+def _named_values(space: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(space, FrameType | CellType | ModuleType | list | tuple):
         return ()
     return _all_attributes(space)

@@ -1,4 +1,4 @@
-"""A model is lent to a profile and comes back as it was: whatever its forward writes to itself is taken back."""
+"""Puts stand-ins into a model while it is profiled, and restores everything that its forward changes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nbtrain.training.ranks.default_generators import capture, restore
 BOXES = (dict, OrderedDict, list, set, deque)
 APART = (nn.Module, torch.Tensor, type, ModuleType, FunctionType)
 HELPERS = 10_000
-"""Objects of a model that are looked at, at most."""
+"""objects of a model that are searched at most"""
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """What the user wrote, out of what torch has put around it."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model, without `torch.compile`, `DataParallel` or `DistributedDataParallel` around it."""
     while True:
         inner = modules.compiled(model)
         if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
@@ -33,8 +33,8 @@ def bare(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def check(model: nn.Module) -> None:
-    """Raise what is known beforehand."""
+def refuse_unprofilable(model: nn.Module) -> None:
+    """Raise `CannotProfile` for what is known before running the model."""
     name = type(model).__name__
     if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
         raise CannotProfile(
@@ -46,16 +46,16 @@ def check(model: nn.Module) -> None:
 
 
 @contextmanager
-def lent(
+def stand_ins(
     model: nn.Module, others: Mapping[int, torch.Tensor], like: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """In training, without hooks but torch's own. `others`: by the id of the model's parameter or buffer, what is there
-    in its place; `like` makes what stands for a tensor that is a plain attribute.
+    """The model in training mode, with stand-ins for its tensors and without the user's hooks. `others`: the stand-ins
+    of parameters and buffers, by the id of the real one; `like` makes those of tensors that are plain attributes.
 
-    (`torch.func.functional_call` ends with the forward, but layers that are computed again need it in the backward.)
+    `torch.func.functional_call` would end with the forward, but recomputed layers need the stand-ins in the backward.
     """
-    notebooks = [*(_Attributes(vars(module)) for module in model.modules()), *map(_Attributes, _helpers(model))]
-    streams = capture()
+    snapshots = [*(_Snapshot(vars(module)) for module in model.modules()), *map(_Snapshot, _helpers(model))]
+    random_state = capture()
     try:
         for module in model.modules():
             held = vars(module)
@@ -71,20 +71,20 @@ def lent(
         with torch.inference_mode(False), torch.enable_grad(), _uncompiled(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for one in notebooks:
-            one.put_back()
-        restore(streams)
+        for one in snapshots:
+            one.restore()
+        restore(random_state)
 
 
 def _of_torch(hook: Any) -> bool:
-    """Such as that of `spectral_norm`, without which a model does not compute what it is to."""
+    """True for hooks such as that of `spectral_norm`, which belong to what the model computes."""
     where = getattr(hook, "__module__", None) or type(hook).__module__
     return str(where).split(".")[0] == "torch"
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Functions that were compiled are run as they are written."""
+    """Compiled functions run uncompiled."""
     if not compiler.is_loaded():
         yield
         return
@@ -93,7 +93,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _helpers(model: nn.Module) -> list[dict[str, Any]]:
-    """Attributes of objects that modules hold and that are no modules: tables that are filled when they are needed."""
+    """The `__dict__` of objects that modules hold and that are not modules: they may cache tensors too."""
     waiting: list[Any] = [value for module in model.modules() for value in vars(module).values()]
     found: dict[int, dict[str, Any]] = {}
     seen: set[int] = set()
@@ -112,22 +112,22 @@ def _helpers(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _space(one: Any) -> Any:
-    """Without asking the object itself."""
+    """The `__dict__`, without running code of the object's class."""
     try:
         return object.__getattribute__(one, "__dict__")
     except AttributeError:
         return None
 
 
-class _Attributes:
-    """Of one module, or of what helps it: what there is, and what is in its lists and dicts."""
+class _Snapshot:
+    """A snapshot of the attributes of one object, and of the content of its lists, dicts and sets."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self._held = held
         self._before = dict(self._held)
         self._contents = [(box, _listed(box)) for box in self._held.values() if type(box) in BOXES]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if not _same(_listed(self._held), _listed(self._before)):
             self._held.clear()
             self._held.update(self._before)

@@ -1,4 +1,4 @@
-"""How a model is called with a batch, and what its loss is: as training loops do it, as far as that can be told."""
+"""Finds out how a training loop calls a model with a batch, and what its loss is."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nbtrain.planning.profile.trace import CannotProfile, tensors
 from nbtrain.training.precision.autocast import changed
 
 TARGETS = ("target", "targets", "label", "labels", "y")
-"""Arguments of a forward that computes its loss itself."""
+"""names of the target among a forward's arguments, where the forward computes the loss itself"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """`model(*given, **named)`, and what the output is compared with."""
+    """`model(*given, **named)`, and the targets that its output is compared with."""
 
     given: tuple[Any, ...]
     named: dict[str, Any]
@@ -38,7 +38,7 @@ class ModelCall:
         )
 
     def cut(self, samples: int) -> ModelCall:
-        """The first so many samples."""
+        """The same call with only the first samples of the batch."""
 
         def first(tensor: torch.Tensor) -> torch.Tensor:
             whole = tensor.dim() and tensor.shape[0] == self.samples
@@ -49,7 +49,8 @@ class ModelCall:
 
 
 def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
-    """`keyword`: whether a dict is its arguments by name; None: if the forward takes them."""
+    """How to call the model with this batch. `keyword`: whether a dict holds arguments by name; None: if the forward
+    takes them."""
     samples = next((t.shape[0] if t.dim() else 1 for t in tensors(batch)), 0)
     if not samples:
         raise CannotProfile(
@@ -67,7 +68,7 @@ def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # it was made by a compiler
+    except (TypeError, ValueError):  # a compiled function may have none
         return []
 
 
@@ -89,7 +90,7 @@ def _in_order(model: nn.Module, batch: tuple[Any, ...], parameters: list[inspect
     needed = max(sum(one.default is one.empty for one in places), 1)
     if several and len(batch) > 1 and not (len(batch) == 2 and _is_target(batch[1])):
         needed = len(batch)
-    # A loss that the forward computes itself is a part of what it keeps.
+    # A forward that takes the target computes its loss itself, which belongs to its activations.
     while needed < min(len(batch), len(places)) and places[needed].name in TARGETS:
         needed += 1
     if needed >= len(batch):
@@ -108,7 +109,7 @@ def _is_target(value: Any) -> bool:
 
 
 def find_loss(output: Any, targets: tuple[Any, ...]) -> tuple[torch.Tensor, str]:
-    """What a backward starts from, and what it was in words."""
+    """The loss that a backward starts from, and a sentence that says what it was."""
     found = [t for t in tensors(output) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not found:
         raise CannotProfile(

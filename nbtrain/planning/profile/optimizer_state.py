@@ -1,7 +1,7 @@
-"""What an optimizer comes to keep, and what its step takes for a moment: one step of its own code, on shapes alone.
+"""Measures an optimizer's state and the temporary memory of its step: one step of its own code, on meta tensors.
 
-On torch's device "meta", which is faster than fake tensors: an optimizer's arithmetic needs nothing that those know
-more. What it keeps as numbers (how many steps there were) is there.
+The device "meta" is faster than fake tensors and does for an optimizer's arithmetic. State that is a plain number, such
+as a count of steps, has its value.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ from nbtrain.training.precision.autocast import changed
 
 @dataclass(slots=True)
 class Stepped:
+    """What one step of an optimizer takes."""
+
     name: str
     state: dict[int, int] = field(default_factory=dict)
-    """bytes, by the weight's id"""
+    """bytes by the weight's id"""
     step: int = 0
+    """temporary bytes"""
     step_together: int = 0
-    """where torch steps all weights at once, as it does on GPUs"""
+    """the same where torch steps all weights at once (`foreach`), as it does on GPUs"""
     notes: tuple[str, ...] = ()
 
 
 def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor]) -> Stepped:
-    """`weights`: by the id of the real one, something of its shape and dtype; with a gradient, if it gets one."""
-    hollow = {key: _hollow(weight) for key, weight in weights.items()}
+    """One step. `weights`: by the id of the real one, of its shape and dtype, with a gradient if it gets one."""
+    on_meta = {key: _on_meta(weight) for key, weight in weights.items()}
     if optimizer is None:
-        trained = {key: one for key, one in hollow.items() if one.requires_grad}
+        trained = {key: one for key, one in on_meta.items() if one.requires_grad}
         found = _stepped(torch.optim.AdamW(trained.values()), {id(one): one for one in trained.values()})
         found.state = {key: found.state.get(id(one), 0) for key, one in trained.items()}
         found.notes = ("no optimizer was found, so AdamW is assumed", *found.notes)
         return found
-    return _stepped(optimizer, hollow)
+    return _stepped(optimizer, on_meta)
 
 
-def _hollow(weight: torch.Tensor) -> torch.Tensor:
+def _on_meta(weight: torch.Tensor) -> torch.Tensor:
     new = nn.Parameter(_meta(weight), weight.requires_grad)
     if weight.grad is not None:
         new.grad = _sparse(new) if weight.grad.is_sparse else torch.empty_like(new)
@@ -66,7 +69,7 @@ def _stepped(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> Stepp
         found.state, found.step = _run(optimizer, weights, together=False)
     except Exception as error:  # it wants a closure, or numbers that are not there
         found.state = {
-            key: sum(map(size, tensors(optimizer.state.get(real)))) for key, real in _held(optimizer, weights)
+            key: sum(map(size, tensors(optimizer.state.get(real)))) for key, real in _weights_of(optimizer, weights)
         }
         found.notes = (
             f"the step of {found.name} could not be tried ({type(error).__name__}), so its state is counted as it is "
@@ -80,47 +83,47 @@ def _stepped(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> Stepp
     return found
 
 
-def _held(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+def _weights_of(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
     return [(id(p), p) for group in optimizer.param_groups for p in group["params"] if id(p) in weights]
 
 
 def _run(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], together: bool) -> tuple[dict[int, int], int]:
-    twin = _twin(optimizer, weights, together)
+    copied = _meta_optimizer(optimizer, weights, together)
     held = list(weights.values())
     gradients = [one.grad for one in held if one.grad is not None]
-    apart = [*held, *gradients, *tensors(list(twin.state.values()))]
+    apart = [*held, *gradients, *tensors(list(copied.state.values()))]
     memory = LiveBytes(apart, numbers=True)
     with memory:
-        twin.step()
-    state = {key: sum(map(size, tensors(twin.state.get(weights[key])))) for key, _ in _held(optimizer, weights)}
+        copied.step()
+    state = {key: sum(map(size, tensors(copied.state.get(weights[key])))) for key, _ in _weights_of(optimizer, weights)}
     fused = all(group.get("fused") for group in optimizer.param_groups)  # all of it in one kernel
-    return state, 0 if fused else max(memory.high().bytes - memory.live, 0)
+    return state, 0 if fused else max(memory.peak().bytes - memory.live, 0)
 
 
-def _twin(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], together: bool) -> Any:
-    """The same optimizer, of what stands for its weights."""
-    twin: Any = object.__new__(type(optimizer))
-    # A scheduler has put a `step` there that counts those of the real one.
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+def _meta_optimizer(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], together: bool) -> Any:
+    """The same optimizer for the meta tensors."""
+    copied: Any = object.__new__(type(optimizer))
+    # A scheduler replaces `step` on the object, to count calls of the real one.
+    vars(copied).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     for name, value in vars(optimizer).items():
         if modules.is_hook_table(name):
-            vars(twin)[name] = OrderedDict()
+            vars(copied)[name] = OrderedDict()
         elif isinstance(value, dict | list):
-            vars(twin)[name] = type(value)(value) if type(value) in (dict, list) else value
-    twin.param_groups = [_group(group, weights, together) for group in optimizer.param_groups]
-    twin.state = defaultdict(dict)
-    for key, real in _held(optimizer, weights):
+            vars(copied)[name] = type(value)(value) if type(value) in (dict, list) else value
+    copied.param_groups = [_group(group, weights, together) for group in optimizer.param_groups]
+    copied.state = defaultdict(dict)
+    for key, real in _weights_of(optimizer, weights):
         if real in optimizer.state:
-            twin.state[weights[key]] = _state(optimizer.state[real], weights[key])
-    return twin
+            copied.state[weights[key]] = _state(optimizer.state[real], weights[key])
+    return copied
 
 
 def _state(state: dict[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-    """Without content, and in the weight's precision if it is a lower one."""
+    """State on meta tensors, in the weight's precision if that is lower."""
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:
-            return torch.ones((), dtype=tensor.dtype)  # steps, most likely
+            return torch.ones((), dtype=tensor.dtype)  # most likely a count of steps
         lowers = tensor.is_floating_point() and weight.element_size() < tensor.element_size()
         return _meta(tensor, weight.dtype if lowers else None)
 
@@ -140,5 +143,5 @@ def _group(group: dict[str, Any], weights: Mapping[int, torch.Tensor], together:
 
 
 def _number(value: Any) -> Any:
-    """A learning rate may be a tensor."""
+    """A number in place of a learning rate that is a tensor."""
     return 1e-3 if isinstance(value, torch.Tensor) and value.numel() == 1 else value

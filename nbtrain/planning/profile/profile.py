@@ -1,7 +1,7 @@
-"""What training a model takes: one forward, backward and step of it, with nothing behind the tensors but their shapes.
+"""Profiles one forward, backward and optimizer step of a model on fake tensors, which have a shape and no content.
 
-Torch's fake tensors go through the user's own code, so that whatever it does is counted as it does it. Models that
-look at numbers (`if loss.item() > 1`), or use code that knows nothing of such tensors, are run for real on a sample.
+Fake tensors run through the user's own code, so everything it allocates is counted. Models that read numbers
+(`if loss.item() > 1`), or use code that cannot take fake tensors, run for real on one sample and on two.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from nbtrain.compat.fake import FakeTensorMode, quiet
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.forward_backward import Traced, trace
-from nbtrain.planning.profile.left_in_caches import LeftInCaches
-from nbtrain.planning.profile.lend_model import bare, check, lent
+from nbtrain.planning.profile.left_in_caches import FakeTensorCleanup
+from nbtrain.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
 from nbtrain.planning.profile.model_call import ModelCall, find_call
 from nbtrain.planning.profile.optimizer_state import Stepped, step
-from nbtrain.planning.profile.real_run import for_real
+from nbtrain.planning.profile.real_run import run_for_real
 from nbtrain.planning.profile.trace import CannotProfile, size
 from nbtrain.planning.profile.units import places_of
 from nbtrain.specs import PRECISIONS
@@ -40,28 +40,28 @@ def profile(
     recompute: tuple[str, ...] = (),
     keyword: bool | None = None,
 ) -> Profile:
-    """Of one step with this batch. The model, its optimizer and the random streams are left as they are.
+    """The profile of one step with this batch. Model, optimizer and random states stay as they are.
 
-    `recompute`: names of classes whose activations are computed again; `keyword`: whether a batch that is a dict is
-    the model's arguments by name (None: if its forward takes them). Raises `CannotProfile` where it cannot be run.
+    `recompute`: names of classes whose activations are recomputed; `keyword`: whether a dict as batch holds the model's
+    arguments by name (None: if its forward takes them). Raises `CannotProfile` if the model cannot run.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
-    model = bare(model)
-    check(model)
+    model = unwrapped(model)
+    refuse_unprofilable(model)
     call = find_call(model, batch, keyword)
     form = FORMATS.get(precision)
     shapes = Shapes(form)
-    left = LeftInCaches(shapes.mode)
+    cleanup = FakeTensorCleanup(shapes.mode)
     try:
-        with left:
-            looked = _on_shapes(model, call, shapes, recompute, optimizer, left)
+        with cleanup:
+            measured = _on_shapes(model, call, shapes, recompute, optimizer, cleanup)
     except UsageError:
         raise
     except Exception as error:
-        traced = for_real(model, call, form, recompute, error)
-        looked = _without_trace(model, shapes, optimizer, traced)
-    traced, stepped = looked.traced, looked.stepped
+        traced = run_for_real(model, call, form, recompute, error)
+        measured = _without_trace(model, shapes, optimizer, traced)
+    traced, stepped = measured.traced, measured.stepped
     places = places_of(model, traced.units)
     return Profile(
         model=type(model).__name__,
@@ -69,7 +69,7 @@ def profile(
             Weight(
                 name=name,
                 numel=p.numel(),
-                bytes=looked.sizes[id(p)],
+                bytes=measured.sizes[id(p)],
                 trains=p.requires_grad,
                 state=stepped.state.get(id(p), 0),
                 unit=places.get(id(p), -1),
@@ -86,12 +86,12 @@ def profile(
         precision=precision,
         operations=traced.operations,
         recomputed=recompute,
-        notes=(*call.notes, *traced.notes, *stepped.notes, *left.notes()),
+        notes=(*call.notes, *traced.notes, *stepped.notes, *cleanup.notes()),
     )
 
 
 class Shapes:
-    """Where tensors are only shapes, all of them on the CPU."""
+    """Makes fake tensors for real ones, all of them on the CPU."""
 
     def __init__(self, form: Format | None) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,17 +105,19 @@ class Shapes:
         return fake.requires_grad_(real.requires_grad)
 
     def lowered(self, real: torch.Tensor) -> torch.Tensor:
-        """In the precision of weights."""
+        """The same in the precision that weights have."""
         lowers = self.form is not None and self.form.weights and real.is_floating_point() and real.element_size() > 1
         return self.like(real, self.form.dtype if lowers and self.form else None)
 
 
 @dataclass(slots=True)
-class _Looked:
+class _Measured:
+    """What the forward, backward and step gave, with the size of each weight."""
+
     traced: Traced
     stepped: Stepped
     sizes: dict[int, int]
-    """bytes, by the weight's id"""
+    """bytes by the weight's id"""
 
 
 def _on_shapes(
@@ -124,9 +126,9 @@ def _on_shapes(
     shapes: Shapes,
     recompute: tuple[str, ...],
     optimizer: Optimizer | None,
-    left: LeftInCaches,
-) -> _Looked:
-    """Whatever stands for something real here is gone when this is over."""
+    cleanup: FakeTensorCleanup,
+) -> _Measured:
+    """Run on fake tensors. None of them outlives the call."""
     weights = {id(p): shapes.lowered(p) for p in model.parameters()}
     others = weights | {id(b): shapes.lowered(b) for b in model.buffers()}
     given = call.changed(shapes.like)
@@ -134,16 +136,21 @@ def _on_shapes(
     def attribute(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device.type == "cpu" else shapes.like(tensor)
 
-    # What the forward makes itself lies where torch is told to make it, but everything is on the CPU here.
+    # The forward makes its own tensors on torch's default device, and all fake ones are on the CPU.
     elsewhere = torch.get_default_device().type != "cpu"
-    with quiet(), lent(model, others, attribute), torch.device("cpu") if elsewhere else nullcontext(), shapes.mode:
+    with (
+        quiet(),
+        stand_ins(model, others, attribute),
+        torch.device("cpu") if elsewhere else nullcontext(),
+        shapes.mode,
+    ):
         traced = trace(model, given, shapes.form, recompute)
-    left.watch(traced.watched)
+    cleanup.watch(traced.watched)
     return _stepped(traced, weights, optimizer)
 
 
-def _without_trace(model: nn.Module, shapes: Shapes, optimizer: Optimizer | None, traced: Traced) -> _Looked:
-    """Where it was run for real, and has gradients of which nothing is left."""
+def _without_trace(model: nn.Module, shapes: Shapes, optimizer: Optimizer | None, traced: Traced) -> _Measured:
+    """The optimizer's step after a real run, whose gradients are gone: fake ones take their place."""
     weights = {id(p): shapes.lowered(p) for p in model.parameters()}
     with shapes.mode:
         for fake in weights.values():
@@ -151,7 +158,7 @@ def _without_trace(model: nn.Module, shapes: Shapes, optimizer: Optimizer | None
     return _stepped(traced, weights, optimizer)
 
 
-def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimizer | None) -> _Looked:
+def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimizer | None) -> _Measured:
     with torch.inference_mode(False), torch.enable_grad():
         stepped = step(optimizer, weights)
-    return _Looked(traced, stepped, {key: size(fake) for key, fake in weights.items()})
+    return _Measured(traced, stepped, {key: size(fake) for key, fake in weights.items()})

@@ -1,7 +1,7 @@
-"""A model whose forward cannot do without numbers is run for real, on one sample and on two, and scaled up from that.
+"""Runs a model that fake tensors cannot go through for real, on one sample and on two, and scales the result up.
 
-It computes with the memory of its own weights, so that a large one is not copied; what is written to is put back.
-Gradients are let go of as soon as they are complete.
+The run uses the memory of the model's own weights, so a large model is not copied; what it writes to is restored.
+Gradients are freed as soon as they are complete.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import nn
 from nbtrain.compat import fake
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.forward_backward import Traced, trace
-from nbtrain.planning.profile.lend_model import lent
+from nbtrain.planning.profile.lend_model import stand_ins
 from nbtrain.planning.profile.model_call import ModelCall
 from nbtrain.planning.profile.trace import CannotProfile
 from nbtrain.strategies.estimates import Moment, Unit
 from nbtrain.training.precision.autocast import Format
 
 
-def for_real(
+def run_for_real(
     model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...], why: Exception
 ) -> Traced:
-    """`why`: what happened when only shapes were looked at. Raises `CannotProfile`."""
+    """Measured on a few samples. `why`: the error with fake tensors. Raises `CannotProfile` if this fails too."""
     name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CannotProfile(
@@ -33,7 +33,7 @@ def for_real(
     except UsageError:
         raise
     except Exception as error:
-        # Shapes that do not fit are told of in the batch's own, rather than in those of its first samples.
+        # If shapes do not fit, report those of the whole batch rather than of its first samples.
         told = error if fake.is_of_shapes(why) else why
         raise CannotProfile(f"{name} cannot be run with this batch: {_named(told)}") from error
     traced = _scaled(runs, counts, call.samples)
@@ -63,16 +63,16 @@ def _run(model: nn.Module, call: ModelCall, samples: int, form: Format | None, r
             return tensor.detach().to(form.dtype)
         return tensor.detach()
 
-    # The same memory, but with hooks and gradients of its own.
+    # New parameters on the same memory, with hooks and gradients of their own.
     weights = {id(p): nn.Parameter(own(p), p.requires_grad) for p in model.parameters()}
     buffers = {id(b): own(b).clone() for b in model.buffers()}
     here = call.cut(samples).changed(lambda tensor: tensor.detach().to(device))
-    with lent(model, weights | buffers, lambda tensor: tensor):
+    with stand_ins(model, weights | buffers, lambda tensor: tensor):
         return trace(model, here, form, recompute, real=True)
 
 
 def _scaled(runs: list[Traced], counts: list[int], samples: int) -> Traced:
-    """On a straight line through both."""
+    """Extrapolated to the whole batch on a straight line through both runs."""
     first, last = runs[0], runs[-1]
     straight = len(runs) == 2 and len(first.moments) == len(last.moments)
 
@@ -97,6 +97,6 @@ def _because(error: Exception) -> str:
 
 
 def _named(error: BaseException) -> str:
-    """What went wrong, in a part of a sentence."""
+    """The error as part of a sentence."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

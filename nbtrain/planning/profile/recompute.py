@@ -1,4 +1,4 @@
-"""What a profile would be if blocks of the model computed their activations again: arithmetic, no second forward."""
+"""Derives the profile with activation checkpointing from the one without: arithmetic, no second forward."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from nbtrain.strategies.estimates import Moment, Profile, Unit
 
 WORTH = 0.1
-"""of the activations have to be saved for it"""
+"""share of the activations that it must save to be worth it"""
 AGAIN = 4 / 3
-"""A backward computes twice what the forward does, and now the forward besides."""
+"""operations with recomputation: a backward computes twice as much as the forward, and now the forward again"""
 
 
 def repeated(profile: Profile) -> str:
-    """The class of the blocks for which it would save the most; empty where it saves next to nothing."""
+    """The class of repeated blocks for which checkpointing saves most; empty if it saves next to nothing."""
     saved: dict[str, list[int]] = {}
     for unit in profile.units:
         saved.setdefault(unit.kind, []).append(_saved(unit))
@@ -22,7 +22,7 @@ def repeated(profile: Profile) -> str:
 
 
 def recomputed(profile: Profile, kind: str) -> Profile:
-    """With all blocks of this class."""
+    """The profile with all blocks of this class checkpointed."""
     units = tuple(replace(unit, activations=unit.activations - _saved(unit)) if unit.kind == kind else unit
                   for unit in profile.units)  # fmt: skip
     return replace(
@@ -35,19 +35,19 @@ def recomputed(profile: Profile, kind: str) -> Profile:
 
 
 def _saved(unit: Unit) -> int:
-    """All that it keeps but what it returns, which whoever comes next keeps."""
+    """Bytes that checkpointing this unit saves: all that it keeps except its output, which the next unit keeps."""
     return max(0, unit.activations - unit.output)
 
 
 def _moments(profile: Profile, kind: str) -> tuple[Moment, ...]:
-    """How far the backward has come at a moment is seen by the gradients that are there. A block that it has not come
-    to has nothing yet of what it will compute again."""
+    """Moments of the backward. The gradients at a moment tell how far the backward is; blocks before that have not
+    recomputed anything yet."""
     gradients = [0] * len(profile.units)
     for weight in profile.weights:
         if weight.trains and weight.unit >= 0:
             gradients[weight.unit] += weight.bytes
     begins: list[tuple[int, int]] = []
-    """(gradients that are there when the backward comes to a block, bytes that the block has not had until then)"""
+    """for each block: bytes of gradients when the backward reaches it, bytes that it recomputes then"""
     there = 0
     for unit, own in zip(reversed(profile.units), reversed(gradients), strict=True):
         if unit.kind == kind:
@@ -61,5 +61,5 @@ def _moments(profile: Profile, kind: str) -> tuple[Moment, ...]:
 
 
 def _after(end: Moment, begins: list[tuple[int, int]]) -> int:
-    """At the end of the forward no block has anything of it."""
+    """Activations at the end of the forward, when no block has recomputed anything."""
     return max(0, end.activations - sum(saved for _, saved in begins))

@@ -1,4 +1,4 @@
-"""One batch of a DataLoader, without taking it out of the loader: no worker starts, no random number is drawn."""
+"""Makes one batch of a DataLoader without iterating it: no worker starts, no random number is drawn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nbtrain.errors import UsageError
 from nbtrain.training.ranks.default_generators import capture, restore
 
 GUESS = 32
-"""Samples of a batch, where a batch sampler does not say how many it gives."""
+"""samples of a batch, where a batch sampler does not say how many"""
 
 
 def first_batch(name: str, loader: DataLoader[Any]) -> Any:
-    """The dataset's first samples, as the loader puts them together."""
-    streams = capture()
+    """The dataset's first samples, collated by the loader's own function. Raises a UsageError if that fails."""
+    random_state = capture()
     try:
         if isinstance(loader.dataset, IterableDataset):
             return _streamed(name, loader)
@@ -30,12 +30,12 @@ def first_batch(name: str, loader: DataLoader[Any]) -> Any:
             "yourself, as in x, y = next(iter(loader)), and write --batch x,y"
         ) from error
     finally:
-        restore(streams)
+        restore(random_state)
 
 
 def _indexed(name: str, loader: DataLoader[Any]) -> Any:
     dataset: Any = loader.dataset
-    if loader.batch_sampler is None:  # what the dataset has are batches
+    if loader.batch_sampler is None:  # the dataset gives whole batches
         return loader.collate_fn(dataset[0])
     count = min(_count(loader), len(dataset))
     if not count:

@@ -1,4 +1,4 @@
-"""What a plan is made for: a model of the notebook, the optimizer that trains it, and one batch."""
+"""Finds what a plan is made for: a model of the notebook, the optimizer that trains it, and one batch."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ PAIRS = (
     ("X_train", "y_train"),
 )
 SINGLE = ("batch", "inputs", "xb", "x", "X", "tokens", "images", "input_ids", "data", "x_train", "X_train")
-"""What batches are called, those of a loop's body first."""
+"""names that a batch may have, those of a loop's body first"""
 OTHERS = ("val", "valid", "test", "eval", "dev")
-"""What loaders are called that nobody trains with."""
+"""parts of names of loaders that are not for training"""
 NOT_THEIRS = ("In", "Out", "exit", "quit", "get_ipython")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """As the notebook knows it."""
+    """A model, its optimizer and a batch, with their names in the notebook."""
 
     name: str
     model: nn.Module
     optimizer: Optimizer | None
     optimizer_name: str
-    """empty: there is none"""
+    """empty: there is no optimizer"""
     batch: Any
     batch_name: str
     """`loader`, `x, y`"""
     notes: tuple[str, ...] = ()
-    """what was chosen among others, in sentences"""
+    """which of several candidates was chosen, in sentences"""
 
 
 def subject(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> Subject:
-    """`model`, `batch`: names of the notebook; empty: whatever is meant, if that can be told.
+    """`model`, `batch`: names of the notebook; empty: the most likely one.
 
-    A batch may be a tensor, a tuple, list or dict of them, or a DataLoader, whose first samples are put together
-    without anything being taken out of it.
+    A batch may be a tensor, a tuple, list or dict of tensors, or a DataLoader, whose first samples are collated without
+    iterating it. Raises a UsageError that says what to name if nothing fits.
     """
     theirs = {name: value for name, value in notebook.items() if not name.startswith("_") and name not in NOT_THEIRS}
     notes: list[str] = []
@@ -76,7 +76,7 @@ def subject(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> Su
 
 
 def optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
-    """The one that is meant: itself, or by its name."""
+    """The optimizer that the user gave, as an object or by its name."""
     name = value if isinstance(value, str) else "optimizer"
     found = _value(notebook, name, lambda one: _is(one, Optimizer), "an optimizer") if name is value else value
     if not _is(found, Optimizer):
@@ -90,12 +90,12 @@ def optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
 
 
 def _is(value: Any, kind: type) -> bool:
-    """Asks the object itself nothing: it may be anything."""
+    """An isinstance that runs no code of the object's class."""
     return issubclass(type(value), kind)
 
 
 def _unique(theirs: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Under the name that each has had first."""
+    """Objects of this kind, each once, under its first name."""
     found: dict[int, str] = {}
     for name, value in theirs.items():
         if _is(value, kind):
@@ -132,7 +132,7 @@ def _model(theirs: Mapping[str, Any], name: str) -> nn.Module:
 
 
 def _optimizer(theirs: Mapping[str, Any], name: str, model: nn.Module, notes: list[str]) -> str:
-    """The name of the one that trains most of it."""
+    """The name of the optimizer that trains most of the model's weights; empty: none does."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     counts = {
         other: sum(id(p) in trained for group in getattr(one, "param_groups", ()) for p in group["params"])
@@ -169,7 +169,7 @@ def _main_batch(theirs: Mapping[str, Any], name: str, notes: list[str]) -> str:
 
 
 def _rank(name: str) -> tuple[bool, bool]:
-    """Those to train with first."""
+    """Sort key of loaders: those for training first."""
     low = name.lower()
     return any(other in low for other in OTHERS), "train" not in low
 
@@ -189,7 +189,7 @@ def _is_batch(value: Any) -> bool:
 
 
 def _batch(theirs: Mapping[str, Any], name: str) -> Any:
-    """`x,y`: both of them."""
+    """The batch of this name; `x,y` is a tuple of both."""
     names = [part.strip() for part in name.strip("()").split(",") if part.strip()]
     if not names:
         raise UsageError("--batch takes a name of the notebook, as in --batch x or --batch loader")
@@ -212,7 +212,7 @@ def _may_be_batch(value: Any) -> bool:
 
 
 def _value(theirs: Mapping[str, Any], name: str, wanted: Any, what: str) -> Any:
-    """`trainer.model`: attributes, too."""
+    """The notebook's value of this name, which may have attributes (`trainer.model`)."""
     first, *rest = name.split(".")
     if first not in theirs:
         likely = [other for other, value in theirs.items() if wanted(value)]

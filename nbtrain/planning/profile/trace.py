@@ -1,7 +1,6 @@
-"""What is alive while a model computes: each result is counted when it is made, and no more once nothing holds it.
+"""Counts the bytes that are alive while a model computes: each tensor from when it is made until nothing holds it.
 
-It does not matter whether there is memory behind the numbers: tensors that are only shapes (torch's `FakeTensor`) die
-when real ones would.
+It works for real and for fake tensors alike: both are freed at the same moment.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from nbtrain.training.loop.flop_count import KNOWN, UNKNOWN
 
 
 class CannotProfile(UsageError):
-    """Nobody can say what a model needs: it cannot be run, or not with this batch."""
+    """The model cannot be profiled, because it does not run, or not with this batch."""
 
 
 def size(tensor: torch.Tensor) -> int:
-    """Bytes of its own numbers."""
+    """Bytes of a tensor's elements."""
     if tensor.is_sparse:
         return sum(map(size, sparse_parts(tensor)))
     return tensor.numel() * tensor.element_size()
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """In tuples, lists, dicts and dataclasses, however deep."""
+    """All tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -47,61 +46,63 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, one.name, None))
 
 
-class High(NamedTuple):
+class Peak(NamedTuple):
+    """The most bytes that were alive, and when."""
+
     bytes: int
     tick: int
-    """things that had been made until then"""
+    """number of storages made until then"""
 
 
 class LiveBytes(fake.DispatchMode):
-    """Bytes that operations have made and that are still held. `apart`: what was there before, and is not counted; of
-    what is written to there and has content, the content is kept."""
+    """Counts bytes that operations allocate and that are still alive. `apart`: tensors that existed before, which are
+    not counted; their content is saved before an operation writes to them, and `undo` restores it."""
 
     supports_higher_order_operators = True
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), numbers: bool = False) -> None:
-        """`numbers`: whoever wants a number, which nothing has, is told 1."""
+        """`numbers`: reading a number from a tensor without content gives 1."""
         super().__init__()
         self.live = 0
-        self._top = High(0, 0)
+        self._top = Peak(0, 0)
         self.operations = 0.0
         self.counted = True
-        """nothing was computed of which nobody knows how much it is"""
+        """False: an operation was run whose cost is not known"""
         self._sizes: dict[int, int] = {}
-        """of each storage, by its address; 0: it is not counted"""
-        self._born: dict[int, int] = {}
+        """bytes of each storage, by its address; 0: it is not counted"""
+        self._made_at: dict[int, int] = {}
         self._ticks = 0
         self._watched: dict[int, Any] = {}
         self._numbers = numbers
-        self._guard: dict[int, torch.Tensor] = {}
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unsaved: dict[int, torch.Tensor] = {}
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in apart:
             self._watch(tensor, counted=False)
             if not (tensor.is_meta or tensor.is_sparse or isinstance(tensor, fake.FakeTensor)):
-                self._guard[_address(tensor)] = tensor
+                self._unsaved[_address(tensor)] = tensor
 
-    def high(self) -> High:
-        """The most there was since this was last asked."""
-        top, self._top = self._top, High(self.live, self._ticks)
+    def peak(self) -> Peak:
+        """The peak since the last call."""
+        top, self._top = self._top, Peak(self.live, self._ticks)
         return top
 
-    def stays(self, tensor: torch.Tensor) -> High:
-        """It counts as if it were held for good; how much it is, and when it was made."""
+    def count_for_good(self, tensor: torch.Tensor) -> Peak:
+        """Count this tensor as alive for good. Returns its bytes, and when it was made."""
         try:
             address = _address(tensor)
-        except NotImplementedError:  # a sparse one, whose parts go on being counted
-            return High(size(tensor), self._ticks)
+        except NotImplementedError:  # a sparse one, whose parts are still counted
+            return Peak(size(tensor), self._ticks)
         self._watched.pop(address, None)
-        return High(self._sizes.pop(address, 0) or size(tensor), self._born.pop(address, self._ticks))
+        return Peak(self._sizes.pop(address, 0) or size(tensor), self._made_at.pop(address, self._ticks))
 
     def watched(self) -> list[Any]:
-        """Weak references to whatever has memory now, what was there before included."""
+        """Weak references to all storages that are alive, also to those that existed before."""
         return list(self._watched.values())
 
     def undo(self) -> None:
-        """What was written to has the content that it had."""
-        while self._before:
-            tensor, content = self._before.pop()
+        """Restore the content of the tensors of `apart` that were written to."""
+        while self._saved:
+            tensor, content = self._saved.pop()
             with fake.without_modes(), torch.no_grad():
                 tensor.detach().copy_(content)
 
@@ -110,7 +111,7 @@ class LiveBytes(fake.DispatchMode):
         if self._numbers and func is fake.READS_A_NUMBER:
             return 1.0 if args[0].is_floating_point() else 1
         schema = fake.schema_of(func)
-        if self._guard and schema is not None and schema.is_mutable:
+        if self._unsaved and schema is not None and schema.is_mutable:
             self._keep(schema, args, kwargs)
         out = func(*args, **kwargs)
         returns: Sequence[Any] = schema.returns if schema is not None else ()
@@ -125,7 +126,7 @@ class LiveBytes(fake.DispatchMode):
         return out
 
     def _made(self, what: Any, alias: Any) -> None:
-        """`alias`: it lies in the memory of something else: of a constant of the model, perhaps."""
+        """Count a result. `alias`: it is a view of another tensor, and not counted."""
         if alias is None:
             for tensor in tensors(what):
                 self._watch(tensor)
@@ -141,31 +142,31 @@ class LiveBytes(fake.DispatchMode):
         self._sizes[address] = storage.nbytes() if counted else 0
         self._watched[address] = weakref.ref(storage, partial(self._gone, address))
         self._ticks += 1
-        self._born[address] = self._ticks
+        self._made_at[address] = self._ticks
         self.live += self._sizes[address]
         if self.live > self._top.bytes:
-            self._top = High(self.live, self._ticks)
+            self._top = Peak(self.live, self._ticks)
 
     def _gone(self, address: int, _: Any) -> None:
         self.live -= self._sizes.pop(address, 0)
         self._watched.pop(address, None)
-        self._born.pop(address, None)
+        self._made_at.pop(address, None)
 
     def _keep(self, schema: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
-                    kept = None if tensor.is_sparse else self._guard.pop(_address(tensor), None)
+                    kept = None if tensor.is_sparse else self._unsaved.pop(_address(tensor), None)
                     if kept is not None:
                         with fake.without_modes():
-                            self._before.append((kept, kept.detach().clone()))
+                            self._saved.append((kept, kept.detach().clone()))
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         packet = fake.packet_of(func)
         if packet in KNOWN:
             try:
                 self.operations += KNOWN[packet](*args, **kwargs, out_val=out)
-            except Exception:  # a form of the call that torch's formula does not know
+            except Exception:  # torch's formula does not take this form of the call
                 self.counted = False
         elif packet in UNKNOWN:
             self.counted = False
@@ -176,38 +177,38 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class Timeline:
-    """The moments of a backward: each ends when the gradient of a weight is complete, and is as its worst instant."""
+    """The peaks of a forward and a backward: one for each weight, up to when its gradient is complete."""
 
     def __init__(self, memory: LiveBytes, weights: Iterable[torch.Tensor], keeps: bool) -> None:
-        """`keeps`: the gradients stay. Those of real numbers are only counted, and let go of at once."""
+        """`keeps`: gradients stay. Otherwise they are counted and freed at once."""
         self._memory = memory
         self._keeps = keeps
-        self._highs: list[High] = []
-        self._gradients: list[High] = []
+        self._peaks: list[Peak] = []
+        self._gradients: list[Peak] = []
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._complete) for weight in weights if weight.requires_grad
         ]
 
     def end(self) -> None:
-        """Of the forward, or of the backward."""
-        self._highs.append(self._memory.high())
+        """The forward or the backward is over."""
+        self._peaks.append(self._memory.peak())
 
     def close(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
     def moments(self) -> list[Moment]:
-        # A gradient is one from when it was made, not from when torch says that it is complete.
+        # A gradient counts from when it was made, not from when torch calls its hook.
         found = []
-        for high in self._highs:
-            gradients = sum(one.bytes for one in self._gradients if one.tick <= high.tick)
-            found.append(Moment(max(high.bytes - gradients, 0), gradients))
+        for peak in self._peaks:
+            gradients = sum(one.bytes for one in self._gradients if one.tick <= peak.tick)
+            found.append(Moment(max(peak.bytes - gradients, 0), gradients))
         return found
 
     def _complete(self, weight: torch.Tensor) -> None:
         gradient = weight.grad
         assert gradient is not None
         self.end()
-        self._gradients.append(self._memory.stays(gradient))
+        self._gradients.append(self._memory.count_for_good(gradient))
         if not self._keeps:
             weight.grad = None

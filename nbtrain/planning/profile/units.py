@@ -1,4 +1,4 @@
-"""What each unit of a model keeps for the backward, and which unit a weight belongs to."""
+"""Counts what each unit of a model keeps for the backward, and finds the unit of each weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbtrain.strategies.kit.units import find_units
 
 
 class Units:
-    """Of one model. What a unit inside of another keeps is not the other's."""
+    """The units of one model. What an inner unit keeps does not count for the outer one."""
 
     def __init__(self, model: nn.Module, memory: LiveBytes) -> None:
         self._memory = memory
@@ -21,14 +21,14 @@ class Units:
         self._kept: dict[int, int] = {}
         self._outputs: dict[int, int] = {}
         self._open: list[list[int]] = []
-        """of each unit that is being called, outermost first: what was alive before, what inner ones keep"""
+        """for each unit being called, outermost first: bytes alive before it, bytes that inner units keep"""
         self._closed = False
         for module in self._found:
             module.register_forward_pre_hook(self._begins, prepend=True)
             module.register_forward_hook(self._ends)
 
     def end(self) -> None:
-        """Of the forward: layers that a backward computes again are not called anew."""
+        """The forward is over: calls from recomputation in the backward do not count."""
         self._closed = True
 
     def _begins(self, module: nn.Module, given: Any) -> None:
@@ -47,7 +47,7 @@ class Units:
             self._open[-1][1] += kept
 
     def _ordered(self) -> list[nn.Module]:
-        """As they are called, then those that nobody calls, the model itself last."""
+        """Units in the order of their calls, then those without a call, the model itself last."""
         known = {id(module): module for module in self._found}
         root = self._found[-1]
         called = [known[key] for key in self._kept if known[key] is not root]
@@ -66,7 +66,7 @@ class Units:
 
 
 def places_of(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, int]:
-    """Weight → which of the units it is in, the innermost."""
+    """For each weight, by its id, the number of the innermost unit that it is in."""
     order = {unit.path: i for i, unit in enumerate(units)}
     paths = {id(module): path for path, module in model.named_modules()}
     places: dict[int, int] = {}
