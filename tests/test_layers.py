@@ -15,13 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 Imports = dict[str, dict[str, list[str]]]
 """file → each file that it imports → where, and the line."""
 
-IN_CIRCLES = """
-    planning.plan.plan planning.plan.table
-    planning.compare.comparison planning.compare.table
-    planning.growth.growth planning.growth.table
-"""
-"""Files of circles that are still to be opened. The list may only shrink."""
-
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
@@ -126,11 +119,7 @@ def told_circle(imports: Imports, circle: set[str]) -> str:
 def test_no_circles_between_files() -> None:
     imports = imports_of(ROOT)
     circles = circles_in(imports)
-    known = {f"nbtrain.{file}" for file in IN_CIRCLES.split()}
-    new = [told_circle(imports, circle) for circle in circles if not circle <= known]
-    assert not new, "\n".join(new)
-    opened = known.difference(*circles)
-    assert not opened, f"strike from IN_CIRCLES, for no circle goes through them any more: {sorted(opened)}"
+    assert not circles, "\n".join(told_circle(imports, circle) for circle in circles)
 
 
 @pytest.mark.parametrize(
