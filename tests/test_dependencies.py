@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -131,3 +132,26 @@ def test_the_doctor_asks_for_what_is_declared() -> None:
 def test_what_is_declared_is_pinned() -> None:
     pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
     assert names(PROJECT["dependencies"]) <= pinned
+
+
+def test_every_pip_command_of_the_makefile_is_pinned() -> None:
+    """torch above all: what is installed later would else replace it by a newer one, of gigabytes."""
+    makefile = (ROOT / "Makefile").read_text()
+    (command,) = re.findall(r"^PIP := (.*)$", makefile, re.MULTILINE)
+    assert "-c constraints.txt" in command
+    assert makefile.count("pip install") == 1, "write $(PIP)"
+    assert re.findall(r"pip install.*", (ROOT / ".ci" / "horovod").read_text()) == [
+        'pip install --quiet --disable-pip-version-check -c "$constraints" "$@"'
+    ]
+    assert any(line.startswith("torch==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_what_a_notebook_imports_is_installed_for_it(path: Path) -> None:
+    """`make demo` installs nbtrain[notebooks] for it, and nothing that is compiled."""
+    installed = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["notebooks"]])
+    text = "\n".join(
+        "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
+    )
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE)) - sys.stdlib_module_names - {"nbtrain"}
+    assert {distribution(name) for name in imported} <= installed
