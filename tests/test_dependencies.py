@@ -12,8 +12,12 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+import torch
 
+from nbtrain import registry
 from nbtrain.doctor import PACKAGES
+from nbtrain.errors import UsageError
+from nbtrain.specs import RankInfo
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -155,3 +159,48 @@ def test_what_a_notebook_imports_is_installed_for_it(path: Path) -> None:
     )
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE)) - sys.stdlib_module_names - {"nbtrain"}
     assert {distribution(name) for name in imported} <= installed
+
+
+LINES = {
+    "deepspeed": 'pip install "deepspeed>=0.19.8,<0.20" ninja',
+    "sharded": "pip install --no-build-isolation fairscale",
+    "horovod": f"NBTRAIN_ENVIRONMENT={sys.prefix} .ci/horovod in a checkout of nbtrain",
+    "xla": "pip install torch_xla",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, entry in registry.STRATEGIES.items() if entry.needs.packages])
+def test_a_missing_package_says_the_line_that_adds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = registry.STRATEGIES[name].needs
+    for package in needs.packages:
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert registry.missing(needs) == f"{', '.join(needs.packages)} is not installed: {LINES[name]}"
+    if name == "deepspeed":
+        assert PROJECT["optional-dependencies"][name][0] in LINES[name]
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "sharded", "horovod"])
+def test_so_does_a_strategy_that_is_built_on_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of the notebook has no row in the registry: its rank says it."""
+    package = registry.STRATEGIES[name].needs.packages[0]
+    for module in [package, *(one for one in sys.modules if one.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError) as told:
+        _import(name)
+    assert LINES[name] in str(told.value)
+
+
+def _import(name: str) -> None:
+    """As a strategy does it on a rank."""
+    if name == "deepspeed":
+        from nbtrain.strategies._deepspeed.library import imported
+
+        imported(torch.device("cpu"))
+    elif name == "sharded":
+        from nbtrain.strategies._sharded.library import library
+
+        library()
+    else:
+        from nbtrain.strategies._horovod.session import Session
+
+        Session(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1)).start()
