@@ -18,7 +18,7 @@ from nbtrain.specs import Needs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One strategy or engine: where it is, what it needs, what it is for."""
+    """One strategy, engine or view: where it is, what it needs, what it is for."""
 
     name: str
     where: str
@@ -174,6 +174,25 @@ ENGINES: Mapping[str, Entry] = _table(
     ),
 )
 
+VIEWS: Mapping[str, Entry] = _table(
+    Entry(
+        name="widget",
+        where="nbtrain.views.widget:WidgetView",
+        summary="a dashboard with curves and buttons",
+        needs=Needs(notebook=True),
+        instead="html",
+    ),
+    Entry(
+        name="html",
+        where="nbtrain.views.html:HtmlView",
+        summary="one output that is replaced, for pages without widgets",
+        needs=Needs(notebook=True),
+    ),
+    Entry(name="text", where="nbtrain.views.text:TextView", summary="lines of text, for terminals and logs"),
+    Entry(name="off", where="nbtrain.views:NoView", summary="nothing"),
+)
+"""`--monitor` takes these names, and `auto`"""
+
 _announced: dict[str, Entry] = {}
 """by other packages, as far as they were read"""
 
@@ -220,6 +239,10 @@ def strategy(name: str) -> Entry:
 
 def engine(name: str) -> Entry:
     return _lookup("engine", name, ENGINES)
+
+
+def view(name: str) -> Entry:
+    return _lookup("monitor", name, VIEWS)
 
 
 def missing(needs: Needs) -> str | None:
