@@ -2,6 +2,11 @@
 # of constraints.txt. PYTHON=/path/to/python chooses another interpreter for it.
 
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Three stamps, each on top of the one before: what the first notebook needs in the terminal, what it needs in JupyterLab,
+# and what the tests need. Only the last one compiles anything.
+DEMO := .venv/.demo
+LAB := .venv/.lab
 INSTALLED := .venv/.installed
 FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
@@ -27,10 +32,13 @@ help:
 	@echo 'make faults every fault under every strategy and start method; SEED=0'
 	@echo 'make soak   hours of a notebook: does anything grow or slow down; MINUTES=60 SEED=0'
 
-lab: $(INSTALLED) $(FRONT_END)
-	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
+lab: $(LAB) $(FRONT_END)
+	@echo 'starting JupyterLab with $(NOTEBOOK)'
+	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
 
-demo: $(INSTALLED)
+# Two of the notebooks train under every strategy.
+demo: $(if $(filter %03_fsdp_and_deepspeed.ipynb %04_all_strategies.ipynb,$(NOTEBOOK)),$(INSTALLED),$(DEMO))
+	@echo 'running $(NOTEBOOK)'
 	@$(BIN)/python .ci/demo $(NOTEBOOK)
 
 test: check
@@ -80,13 +88,15 @@ faults: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -u -m benchmarks.soak $(or $(MINUTES),60) $(or $(SEED),0)
 
-# The installation makes it, too, but knows nothing of js/.
-$(FRONT_END): hatch_build.py js/package-lock.json $(wildcard js/src/*) | $(INSTALLED)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+# Bundles js/ anew when it has changed.
+$(FRONT_END): hatch_build.py js/package-lock.json $(wildcard js/src/*) | $(LAB)
+	@echo 'bundling the front end (js/)'
+	@$(PIP) --no-deps -e .
 	@touch $@
 
-# Made anew in place when what is wanted has changed; a half-finished one has no stamp.
-$(INSTALLED): pyproject.toml constraints.txt .ci/horovod
+# An environment is brought up to date in place when what is wanted has changed; a half-finished one has no stamp.
+# Files are compiled to bytecode when they are first imported: pip would compile all of torch first.
+$(DEMO): pyproject.toml constraints.txt
 	@rm -f $@
 	@found=; bare=; \
 	for python in $(or $(PYTHON),$(BIN)/python python3.13 python3.12 python3.11 python3.10 python3); do \
@@ -104,14 +114,27 @@ $(INSTALLED): pyproject.toml constraints.txt .ci/horovod
 	    echo "making .venv with $$($$found --version)"; \
 	    $$found -m venv --clear .venv; \
 	fi
-	@echo 'installing what nbtrain and its tests need (the first time: minutes)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' wheel setuptools
+	@echo 'installing nbtrain, PyTorch and what the first notebook uses (nothing is compiled: about a minute)'
+	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[notebooks]'
+	@touch $@
+
+$(LAB): $(DEMO)
+	@rm -f $@
+	@echo 'installing JupyterLab'
+	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[lab]'
+	@touch $@
+
+$(INSTALLED): $(LAB) .ci/horovod
+	@rm -f $@
+	@echo 'installing what the tests need'
+	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[test]' wheel setuptools
 	@# DeepSpeed's setup looks at the torch that is installed, which an isolated build would not have.
-	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints.txt --no-build-isolation deepspeed ninja \
+	@echo 'installing DeepSpeed, FairScale and Horovod (the first time on a machine this compiles for minutes)'
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-build-isolation deepspeed ninja \
 	    || { echo 'DeepSpeed could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
 	@# FairScale is there as source only, and its setup, too, wants the wheel and setuptools that are here.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation fairscale \
+	@$(PIP) --no-build-isolation fairscale \
 	    || { echo 'FairScale could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
 	@.ci/horovod || { echo 'Horovod could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null || true
 	@touch $@

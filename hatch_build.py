@@ -1,7 +1,7 @@
 """Builds the front end: esbuild makes nbtrain/static/ of js/, with a Node that pip brings along for the build.
 
 Nothing is built while the sources are the ones the bundle was made of, so a source distribution, which has the bundle
-in it, needs no Node.
+in it, needs no Node. NBTRAIN_FRONT_END=no leaves it out of an editable install: `make demo` runs in a terminal.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ class FrontEnd(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """What is installed into the build's own environment."""
-        return [] if up_to_date(Path(self.root)) else [NODE]
+        return [] if left_out() or up_to_date(Path(self.root)) else [NODE]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
-        if not up_to_date(root):
+        if not (version == "editable" and left_out()) and not up_to_date(root):
             self.app.display_info("building the front end (js/)")
             build(root / "js", folder(root))
             (folder(root) / STAMP).write_text(fingerprint(root / "js") + "\n")
+
+
+def left_out() -> bool:
+    return os.environ.get("NBTRAIN_FRONT_END") == "no"
 
 
 def folder(root: Path) -> Path:

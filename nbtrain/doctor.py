@@ -271,9 +271,8 @@ def check_strategies(machine: devices.Machine) -> Iterator[ReportLine]:
     for name, entry in sorted(registry.strategies().items()):
         missing = [package for package in entry.needs.packages if not _installed(package)]
         if missing:
-            yield ReportLine(
-                "note", "strategies", f"{name} needs {', '.join(missing)}", f"pip install {' '.join(missing)}"
-            )
+            line = registry.to_install(entry.needs, missing)
+            yield ReportLine("note", "strategies", f"{name} needs {', '.join(missing)}", line)
         elif not kinds & set(entry.needs.kinds):
             yield ReportLine("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
         elif reason := fit.refusal(name, entry.internals, entry.instead, look=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,7 +18,7 @@ from nbtrain.specs import Needs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One strategy or engine: where it is, what it needs, what it is for."""
+    """One strategy, engine or view: where it is, what it needs, what it is for."""
 
     name: str
     where: str
@@ -53,6 +54,9 @@ class Entry:
 def _table(*entries: Entry) -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
+
+HOROVOD = f"NBTRAIN_ENVIRONMENT={sys.prefix} .ci/horovod in a checkout of nbtrain"
+"""pip's own build of it fails with a torch of today"""
 
 STRATEGIES: Mapping[str, Entry] = _table(
     Entry(
@@ -100,7 +104,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="FairScale: as zero1, and a gradient is kept by the rank that steps its parameter",
         shards="batches, optimizer, gradients",
         in_pieces=True,
-        needs=Needs(min_ranks=2, packages=("fairscale",)),
+        needs=Needs(min_ranks=2, packages=("fairscale",), install="pip install --no-build-isolation fairscale"),
         internals=(*fit.EVERYWHERE, "dtensor", "fairscale"),
         instead="zero1",
     ),
@@ -119,7 +123,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="ZeRO: ranks share out the optimizer's state, gradients (stage 2) and parameters (stage 3)",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
-        needs=Needs(min_ranks=2, packages=("deepspeed",)),
+        needs=Needs(min_ranks=2, packages=("deepspeed",), install='pip install "deepspeed>=0.19.8,<0.20" ninja'),
         internals=(*fit.EVERYWHERE, "deepspeed"),
         instead="fsdp",
     ),
@@ -138,7 +142,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         where="nbtrain.strategies.horovod:Horovod",
         summary="as ddp; gradients are averaged by Horovod",
         shards="batches",
-        needs=Needs(min_ranks=2, packages=("horovod",)),
+        needs=Needs(min_ranks=2, packages=("horovod",), install=HOROVOD),
         internals=(*fit.EVERYWHERE, "horovod"),
         instead="ddp",
     ),
@@ -169,6 +173,25 @@ ENGINES: Mapping[str, Entry] = _table(
         needs=Needs(max_ranks=1),
     ),
 )
+
+VIEWS: Mapping[str, Entry] = _table(
+    Entry(
+        name="widget",
+        where="nbtrain.views.widget:WidgetView",
+        summary="a dashboard with curves and buttons",
+        needs=Needs(notebook=True),
+        instead="html",
+    ),
+    Entry(
+        name="html",
+        where="nbtrain.views.html:HtmlView",
+        summary="one output that is replaced, for pages without widgets",
+        needs=Needs(notebook=True),
+    ),
+    Entry(name="text", where="nbtrain.views.text:TextView", summary="lines of text, for terminals and logs"),
+    Entry(name="off", where="nbtrain.views:NoView", summary="nothing"),
+)
+"""`--monitor` takes these names, and `auto`"""
 
 _announced: dict[str, Entry] = {}
 """by other packages, as far as they were read"""
@@ -218,10 +241,19 @@ def engine(name: str) -> Entry:
     return _lookup("engine", name, ENGINES)
 
 
+def view(name: str) -> Entry:
+    return _lookup("monitor", name, VIEWS)
+
+
 def missing(needs: Needs) -> str | None:
     """Why something cannot be used in this environment, and the command that changes it."""
     gone = [name for name in needs.packages if find_spec(name) is None]
-    return f"{', '.join(gone)} is not installed: pip install {' '.join(gone)}" if gone else None
+    return f"{', '.join(gone)} is not installed: {to_install(needs, gone)}" if gone else None
+
+
+def to_install(needs: Needs, gone: list[str]) -> str:
+    """The line that adds the packages that are not there."""
+    return needs.install or f"pip install {' '.join(gone)}"
 
 
 def lacking(needs: Needs) -> str | None:

@@ -38,8 +38,12 @@ class Needs:
     max_ranks: int | None = None
     kinds: tuple[str, ...] = ("cpu", "cuda")
     packages: tuple[str, ...] = ()
+    install: str = ""
+    """the line that adds the packages, where `pip install` and their names is not enough"""
     together: bool = False
     """one rank has all the devices"""
+    notebook: bool = False
+    """a view that a terminal cannot show"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

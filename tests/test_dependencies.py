@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,8 +12,12 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+import torch
 
+from nbtrain import registry
 from nbtrain.doctor import PACKAGES
+from nbtrain.errors import UsageError
+from nbtrain.specs import RankInfo
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -131,3 +136,71 @@ def test_the_doctor_asks_for_what_is_declared() -> None:
 def test_what_is_declared_is_pinned() -> None:
     pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
     assert names(PROJECT["dependencies"]) <= pinned
+
+
+def test_every_pip_command_of_the_makefile_is_pinned() -> None:
+    """torch above all: what is installed later would else replace it by a newer one, of gigabytes."""
+    makefile = (ROOT / "Makefile").read_text()
+    (command,) = re.findall(r"^PIP := (.*)$", makefile, re.MULTILINE)
+    assert "-c constraints.txt" in command
+    assert makefile.count("pip install") == 1, "write $(PIP)"
+    assert re.findall(r"pip install.*", (ROOT / ".ci" / "horovod").read_text()) == [
+        'pip install --quiet --disable-pip-version-check -c "$constraints" "$@"'
+    ]
+    assert any(line.startswith("torch==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_what_a_notebook_imports_is_installed_for_it(path: Path) -> None:
+    """`make demo` installs nbtrain[notebooks] for it, and nothing that is compiled."""
+    installed = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["notebooks"]])
+    text = "\n".join(
+        "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
+    )
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE)) - sys.stdlib_module_names - {"nbtrain"}
+    assert {distribution(name) for name in imported} <= installed
+
+
+LINES = {
+    "deepspeed": 'pip install "deepspeed>=0.19.8,<0.20" ninja',
+    "sharded": "pip install --no-build-isolation fairscale",
+    "horovod": f"NBTRAIN_ENVIRONMENT={sys.prefix} .ci/horovod in a checkout of nbtrain",
+    "xla": "pip install torch_xla",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, entry in registry.STRATEGIES.items() if entry.needs.packages])
+def test_a_missing_package_says_the_line_that_adds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = registry.STRATEGIES[name].needs
+    for package in needs.packages:
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert registry.missing(needs) == f"{', '.join(needs.packages)} is not installed: {LINES[name]}"
+    if name == "deepspeed":
+        assert PROJECT["optional-dependencies"][name][0] in LINES[name]
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "sharded", "horovod"])
+def test_so_does_a_strategy_that_is_built_on_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of the notebook has no row in the registry: its rank says it."""
+    package = registry.STRATEGIES[name].needs.packages[0]
+    for module in [package, *(one for one in sys.modules if one.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError) as told:
+        _import(name)
+    assert LINES[name] in str(told.value)
+
+
+def _import(name: str) -> None:
+    """As a strategy does it on a rank."""
+    if name == "deepspeed":
+        from nbtrain.strategies.deepspeed.library import imported
+
+        imported(torch.device("cpu"))
+    elif name == "sharded":
+        from nbtrain.strategies.sharded.library import library
+
+        library()
+    else:
+        from nbtrain.strategies.horovod.session import Session
+
+        Session(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1)).start()

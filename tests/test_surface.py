@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_the_public_names_are_these() -> None:
     assert set(nbtrain.__all__) == PUBLIC
     assert set(nbtrain.ON_A_RANK) == ON_A_RANK
     assert set(dir(nbtrain)) >= PUBLIC | ON_A_RANK
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """hatch reads it from there; tests/test_wheel.py compares what it builds."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert '[tool.hatch.version]\npath = "nbtrain/__init__.py"' in project
+    assert version("nbtrain") == nbtrain.__version__, (
+        "installed when it was another: .venv/bin/pip install --no-deps -e ."
+    )
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

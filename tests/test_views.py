@@ -18,6 +18,7 @@ import anywidget
 import pytest
 from comm.base_comm import BaseComm
 
+from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
 from nbtrain.session.output.screens import CellScreen
@@ -209,7 +210,7 @@ class Page:
 def lines_of(seconds: float, name: str = "loss") -> list[tuple[float, str]]:
     """What is written in a run of so many seconds, with the second at which it was."""
     front = Page()
-    front.run(TextView(front.feed, front), seconds, ranks=1, name=name, ok=True)
+    front.run(TextView(front.feed, None, front), seconds, ranks=1, name=name, ok=True)
     return front.lines
 
 
@@ -235,7 +236,7 @@ def test_a_line_is_one_line() -> None:
 
 def test_a_failed_run_says_so() -> None:
     front = Page()
-    view = TextView(front.feed, front)
+    view = TextView(front.feed, None, front)
     for now in (0, 3):
         front.feed.tick(now)
         view.tick(now)
@@ -287,7 +288,7 @@ def named(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
 
 def test_html_is_published_once_and_replaced_at_most_twice_a_second() -> None:
     front = Page()
-    view = HtmlView(front.feed, front)
+    view = HtmlView(front.feed, None, front)
     front.run(view, 6)
     assert front.calls[0] == (2.0, False)
     assert all(update for _, update in front.calls[1:])
@@ -299,13 +300,13 @@ def test_html_is_published_once_and_replaced_at_most_twice_a_second() -> None:
 
 def test_a_short_cell_publishes_nothing() -> None:
     front = Page()
-    front.run(HtmlView(front.feed, front), 1.9, ok=False)
+    front.run(HtmlView(front.feed, None, front), 1.9, ok=False)
     assert front.calls == []
 
 
 def test_html_says_it_all_and_so_does_its_text() -> None:
     front = Page()
-    view = HtmlView(front.feed, front)
+    view = HtmlView(front.feed, None, front)
     front.run(view, 5)
     seen = Checker(front.bundle["text/html"])
     assert {"table", "svg", "polyline"} <= seen.tags
@@ -330,7 +331,7 @@ def test_html_says_it_all_and_so_does_its_text() -> None:
 def test_what_stays_needs_neither_styles_nor_scripts_nor_drawings() -> None:
     """GitHub takes them out. The charts are an image that is part of the page."""
     front = Page()
-    front.run(HtmlView(front.feed, front), 5, ok=True)
+    front.run(HtmlView(front.feed, None, front), 5, ok=True)
     seen = Checker(front.bundle["text/html"])
     assert seen.tags == {"div", "span", "table", "thead", "tbody", "tr", "th", "td", "i", "b", "img"}
     (source,) = seen.images
@@ -342,7 +343,7 @@ def test_what_stays_needs_neither_styles_nor_scripts_nor_drawings() -> None:
 def test_what_comes_from_the_user_is_escaped() -> None:
     evil = "</span><script>alert(1)</script>\"'&"
     front = Page()
-    view = HtmlView(front.feed, front)
+    view = HtmlView(front.feed, None, front)
     front.run(view, 3, name=evil)
     seen = Checker(front.bundle["text/html"])
     assert "script" not in seen.tags
@@ -356,7 +357,7 @@ def test_what_comes_from_the_user_is_escaped() -> None:
 
 def test_many_ranks_are_counted() -> None:
     front = Page()
-    front.run(HtmlView(front.feed, front), 2.5, ranks=ROWS + 5)
+    front.run(HtmlView(front.feed, None, front), 2.5, ranks=ROWS + 5)
     assert front.bundle["text/html"].count("<tr>") == 1 + ROWS + 1
     assert "and 5 more ranks" in front.bundle["text/html"]
     assert len(named(drawing(picture(front.feed.figures)), "polyline")) == 1 + 2 * DISTINCT
@@ -691,3 +692,11 @@ def test_what_is_shown_and_replaced(kernel: Kernel) -> None:
         assert last.keys() == {"text/html", "text/plain"}
         assert 'src="data:image/svg+xml;base64,' in last["text/html"]
         assert last["text/plain"].startswith("done · 0:0")
+
+
+@pytest.mark.parametrize("name", registry.VIEWS)
+def test_a_row_of_the_registry_makes_a_view(name: str) -> None:
+    front = Page()
+    view = registry.view(name).load()(Feed({}), None, front, at_once=True)
+    view.tick(0.0)
+    view.closed(True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import nbtrain
 from nbtrain import registry
 from tests.absent import absent
 from tests.alike import TRAINING, WAYS, trains_as_one_process
@@ -66,6 +67,7 @@ class Environment:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     made = Environment(tmp_path_factory.mktemp("wheel"))
+    assert made.wheel.name.startswith(f"nbtrain-{nbtrain.__version__}-")
     made.pip("install", str(made.wheel))
     return made
 

@@ -137,7 +137,7 @@ def use_group(world: Any, gather: Callable[..., Any], scatter: Callable[..., Any
     known._ALL_TO_ALL_GROUP = {}
     deepspeed.init_distributed(verbose=False)
     known._WORLD_GROUP = world  # it would make a clone of the group
-    backend: Any = comm.cdb  # type: ignore[attr-defined]
+    backend: Any = comm.cdb
     backend.all_gather_function, backend.reduce_scatter_function = gather, scatter
 
 

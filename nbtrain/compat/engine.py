@@ -35,7 +35,7 @@ def keeps_graph() -> bool:
 
 def after_backward(callback: Callable[[], Any]) -> None:
     """Call this once, when the backward that runs now has left all its gradients; as torch's own DDP does."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def saves_by_hooks() -> bool:

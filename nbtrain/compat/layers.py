@@ -28,4 +28,4 @@ def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, *
 
 def check_input(norm: nn.SyncBatchNorm, x: Any) -> None:
     """Raise what the layer says of an input of other dimensions."""
-    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    norm._check_input_dim(x)

@@ -58,7 +58,7 @@ def version(tensor: torch.Tensor) -> int:
 
 def is_view(tensor: torch.Tensor) -> bool:
     """It shows another tensor's memory, and autograd knows."""
-    return bool(tensor._is_view())  # type: ignore[no-untyped-call]
+    return bool(tensor._is_view())
 
 
 def memory_id(storage: Any) -> int:
@@ -148,7 +148,7 @@ def swap_memory(tensor: Any, new: Any) -> None:
     """As `torch.utils.swap_tensors`, which refuses a tensor that has weak references; recurrent layers keep some."""
     import torch
 
-    torch._C._swap_tensor_impl(tensor, new)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(tensor, new)
 
 
 def as_subclass_of(cls: type, tensor: torch.Tensor) -> Any:
@@ -172,7 +172,7 @@ def as_plain_tensors() -> Any:
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     import torch
 
-    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
     return flat
 
 
@@ -180,7 +180,7 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.T
     """Views into it, of these shapes."""
     import torch
 
-    views: tuple[torch.Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    views: tuple[torch.Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, like)
     return views
 
 

@@ -172,7 +172,7 @@ def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
         for node in ast.walk(statement) if not isinstance(statement, (ast.ClassDef, ast.FunctionDef)) else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 plain = isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(statement.value, ast.Constant)
-                found.setdefault(prefix + node.id, []).append(statement.value.value if plain else module_state.MISSING)  # type: ignore[union-attr, attr-defined]
+                found.setdefault(prefix + node.id, []).append(statement.value.value if plain else module_state.MISSING)  # type: ignore[attr-defined]
     yield from ((name, values[0]) for name, values in found.items() if len(values) == 1 and type(values[0]) in ATOMS)
 
 

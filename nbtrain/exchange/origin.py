@@ -161,20 +161,29 @@ def _of_block(
         yield from _of_statement(statement, cls, function, shared)
 
 
-def _of_statement(node: ast.stmt, cls: str | None, function: str | None, shared: frozenset[str]) -> Iterator[_Binding]:
-    def named(name: str, line: int, value: ast.AST | None) -> _Binding:
-        if function is not None and name not in shared:
-            return _Binding(("local", function, name), line, value)
-        if cls is not None and function is None:
-            return _Binding(("body", cls, name), line, value)
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Where a statement stands."""
+
+    cls: str | None
+    function: str | None
+    shared: frozenset[str]
+    """names that are global in this function"""
+
+    def named(self, name: str, line: int, value: ast.AST | None) -> _Binding:
+        if self.function is not None and name not in self.shared:
+            return _Binding(("local", self.function, name), line, value)
+        if self.cls is not None and self.function is None:
+            return _Binding(("body", self.cls, name), line, value)
         return _Binding(("name", None, name), line, value)
 
-    def target(one: ast.AST, value: ast.AST | None) -> Iterator[_Binding]:
-        line = getattr(one, "lineno", node.lineno)
+    def target(self, one: ast.AST, value: ast.AST | None, above: int) -> Iterator[_Binding]:
+        """What an assignment to this binds; `above` is the line of the statement."""
+        line = getattr(one, "lineno", above)
         if isinstance(one, ast.Name):
-            yield named(one.id, line, value)
+            yield self.named(one.id, line, value)
         elif isinstance(one, ast.Attribute):
-            own = cls if isinstance(one.value, ast.Name) and function else None
+            own = self.cls if isinstance(one.value, ast.Name) and self.function else None
             yield _Binding(("attr", own, one.attr), line, value)
         elif isinstance(one, ast.Subscript):
             held = one.value.attr if isinstance(one.value, ast.Attribute) else getattr(one.value, "id", None)
@@ -187,41 +196,48 @@ def _of_statement(node: ast.stmt, cls: str | None, function: str | None, shared:
             if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(values):
                 values = list(value.elts)
             for inner, own in zip(one.elts, values, strict=True):
-                yield from target(inner, own)
+                yield from self.target(inner, own, above)
         elif isinstance(one, ast.Starred):
-            yield from target(one.value, None)
+            yield from self.target(one.value, None, above)
 
+    def bound(self, node: ast.stmt) -> Iterator[_Binding]:
+        """What this statement binds by itself, without the blocks below it."""
+        if isinstance(node, ast.Assign):
+            for one in node.targets:
+                yield from self.target(one, node.value, node.lineno)
+                if isinstance(one, ast.Name) and isinstance(node.value, ast.Lambda):
+                    yield from _arguments("<lambda>", node.value.args, node.lineno)
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+            yield from self.target(node.target, node.value, node.lineno)
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            yield from self.target(node.target, None, node.lineno)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                if item.optional_vars is not None:
+                    yield from self.target(item.optional_vars, item.context_expr, node.lineno)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield self.named(alias.asname or alias.name.partition(".")[0], node.lineno, None)
+        elif isinstance(node, ast.Expr):
+            yield from _of_call(node.value)
+
+
+def _of_statement(node: ast.stmt, cls: str | None, function: str | None, shared: frozenset[str]) -> Iterator[_Binding]:
+    scope = _Scope(cls, function, shared)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield named(node.name, node.lineno, None)
+        yield scope.named(node.name, node.lineno, None)
         yield from _arguments(node.name, node.args, node.lineno)
         inner = frozenset(n for part in ast.walk(node) if isinstance(part, ast.Global) for n in part.names)
         yield from _of_block(node.body, cls, node.name, inner)
         return
     if isinstance(node, ast.ClassDef):
-        yield named(node.name, node.lineno, None)
+        yield scope.named(node.name, node.lineno, None)
         yield from _of_block(node.body, node.name, None, frozenset())
         return
-    if isinstance(node, ast.Assign):
-        for one in node.targets:
-            yield from target(one, node.value)
-            if isinstance(one, ast.Name) and isinstance(node.value, ast.Lambda):
-                yield from _arguments("<lambda>", node.value.args, node.lineno)
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
-        yield from target(node.target, node.value)
-    elif isinstance(node, (ast.For, ast.AsyncFor)):
-        yield from target(node.target, None)
-    elif isinstance(node, (ast.With, ast.AsyncWith)):
-        for item in node.items:
-            if item.optional_vars is not None:
-                yield from target(item.optional_vars, item.context_expr)
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            yield named(alias.asname or alias.name.partition(".")[0], node.lineno, None)
-    elif isinstance(node, ast.Expr):
-        yield from _of_call(node.value)
+    yield from scope.bound(node)
     for part in ast.walk(node) if not isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try)) else ():
         if isinstance(part, ast.NamedExpr) and isinstance(part.target, ast.Name):
-            yield named(part.target.id, part.lineno, part.value)
+            yield scope.named(part.target.id, part.lineno, part.value)
     for field in ("body", "orelse", "finalbody"):
         yield from _of_block(getattr(node, field, []), cls, function, shared)
     for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:

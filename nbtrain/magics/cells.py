@@ -57,7 +57,7 @@ def _checked(shell: InteractiveShell, source: str, filename: str, above: int, ma
     flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     shift = above
     try:
-        code = "\n" * above + shell.transform_cell(_no_magic(source))
+        code: str = "\n" * above + shell.transform_cell(_no_magic(source))
         shift = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks compile it too and will warn

@@ -59,7 +59,7 @@ def check_options(cls: type[Strategy], options: Mapping[str, Any]) -> None:
     """Everything that has no default was given, and the values are such as the class takes."""
     lacking = [
         one.name
-        for one in fields(cls.Options)  # type: ignore[arg-type]
+        for one in fields(cls.Options)
         if one.init and one.default is MISSING and one.default_factory is MISSING and one.name not in options
     ]
     if lacking:

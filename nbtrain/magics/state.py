@@ -65,7 +65,8 @@ class MagicsState:
 
     @property
     def notebook(self) -> dict[str, Any]:
-        return self.shell.user_ns
+        names: dict[str, Any] = self.shell.user_ns
+        return names
 
     def opened(self) -> Session:
         if self.session is None:

@@ -99,7 +99,7 @@ class Wrapped:
     # --- what torch calls ------------------------------------------------------------------------
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
                 return old(tensors, grad_tensors, *args, **kwargs)
             self.randomness.apart()

@@ -8,11 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import nbtrain.machine.probes as probes
+from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.views.base import BUNDLE, Controls, Screen, View
 from nbtrain.watch.feed import Feed
 
-MONITORS = ("auto", "widget", "html", "text", "off")
+MONITORS = ("auto", *registry.VIEWS)
 EXECUTORS = ("PAPERMILL_", "NBCLIENT_")
 """how the environment variables of programs begin that run notebooks without anybody looking"""
 WITHOUT_WIDGETS = ("Databricks",)
@@ -23,6 +24,9 @@ _said: set[str] = set()
 
 class NoView:
     """`--monitor off`: shows nothing."""
+
+    def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
+        pass
 
     def tick(self, now: float) -> None:
         pass
@@ -43,26 +47,16 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
     asked = monitor
     if monitor == "auto":
         monitor = "widget" if in_kernel and not any(name.startswith(EXECUTORS) for name in os.environ) else "text"
-    if monitor == "off":
-        return NoView()
-    if monitor == "text":
-        from nbtrain.views.text import TextView
-
-        return TextView(feed, screen)
-    if not in_kernel:
+    entry = registry.view(monitor)
+    if entry.needs.notebook and not in_kernel:
         raise UsageError(f"--monitor {monitor} needs a notebook, and this is a terminal; write --monitor text")
-    if monitor == "widget":
-        lacking = no_widget()
-        if not lacking:
-            from nbtrain.views.widget import WidgetView
-
-            return WidgetView(feed, controls, screen, at_once=asked == "widget")
+    if monitor == "widget" and (lacking := no_widget()):
+        entry = registry.view(entry.instead)
         if asked == "widget" and lacking not in _said:
             _said.add(lacking)
             screen.write("stdout", f"nbtrain: {lacking}; plain HTML is shown instead\n")
-    from nbtrain.views.html import HtmlView
-
-    return HtmlView(feed, screen, at_once=asked == "widget")
+    view: View = entry.load()(feed, controls, screen, at_once=asked == "widget")
+    return view
 
 
 def no_widget() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain.views.base import PAUSE, QUIET, CellOutput, Screen, ViewDelay
+from nbtrain.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay
 from nbtrain.views.page import bundle
 from nbtrain.watch.feed import Feed
 
@@ -10,7 +10,7 @@ from nbtrain.watch.feed import Feed
 class HtmlView:
     """A view that shows one output and replaces it."""
 
-    def __init__(self, feed: Feed, screen: Screen, at_once: bool = False) -> None:
+    def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
         self._figures = feed.figures
         self._output = CellOutput(screen)
         self._waiting = ViewDelay(0.0 if at_once else QUIET, PAUSE)

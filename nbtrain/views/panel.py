@@ -67,7 +67,7 @@ class Panel(anywidget.AnyWidget):
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
         """A page that is loaded again asks for it, and gets what is known by then."""
-        state = super().get_state(key, drop_defaults)
+        state: dict[str, Any] = super().get_state(key, drop_defaults)
         if key is None and "start" in state:
             state["start"] = self._feed.everything()
         return state

@@ -222,12 +222,8 @@ def _compared(compared: Mapping[str, Any] | None) -> str:
         return ""
     head, *rows = compared["table"]
     use = f"<p>{escape(compared['use'])}</p>" if compared["use"] else ""
-    return (
-        f"<p>{escape(compared['title'])}</p>"
-        + tables.html(tuple(head), [tuple(row) for row in rows])
-        + use
-        + compared["picture"]
-    )
+    table = tables.html(tuple(head), [tuple(row) for row in rows])
+    return f"<p>{escape(compared['title'])}</p>{table}{use}{compared['picture']}"
 
 
 def _busy(data: Mapping[str, Any]) -> str:

@@ -148,6 +148,19 @@ def _of_cell(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
 def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     """The class's own `__iter__`s and `__getattr__`s are not asked."""
     cls = type(obj)
+    yield from _of_container(obj)
+    held = own(obj, "__dict__", None)
+    if isinstance(held, dict):
+        yield from _of_tables(held)
+    for slot in slots_of(cls):
+        value = own(obj, slot, MISSING)
+        if value is not MISSING:
+            yield "attr", slot, value
+    if cls.__module__ == "__main__":
+        yield "class", cls.__name__, cls
+
+
+def _of_container(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(obj, dict):
         for key, value in list(dict.items(obj)):
             yield "item", key, value
@@ -175,15 +188,6 @@ def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(obj, ModuleState):
         for path, value in obj.entries.items():
             yield "attr", path, value
-    held = own(obj, "__dict__", None)
-    if isinstance(held, dict):
-        yield from _of_tables(held)
-    for slot in slots_of(cls):
-        value = own(obj, slot, MISSING)
-        if value is not MISSING:
-            yield "attr", slot, value
-    if cls.__module__ == "__main__":
-        yield "class", cls.__name__, cls
 
 
 def _of_tables(held: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

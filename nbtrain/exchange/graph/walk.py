@@ -50,7 +50,7 @@ class Walk(Visit):
 
     # -- what kinds call -----------------------------------------------------------------
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:  # noqa: C901  called for each value that travels
         """An atom as it is, a node as its reference, a tuple piece by piece."""
         cls = type(value)
         if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= frozen.TEXT):

@@ -56,7 +56,7 @@ class Class(Kind):
         with _muted(bases):
             made = pickling.make_class(arrival.decode(meta), name, bases, body)
         if isinstance(made, abc.ABCMeta):  # its methods come later, its instances need not wait for them
-            made.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+            made.__abstractmethods__ = frozenset()
         return made
 
     def _body(self, cls: type) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Function(Kind):
         fn.__dict__.clear()
         fn.__dict__.update((name, arrival.decode(value)) for name, value in attributes)
         if type_params and type_params[0]:
-            fn.__type_params__ = arrival.decode(type_params[0])  # type: ignore[attr-defined]
+            fn.__type_params__ = arrival.decode(type_params[0])
         node.seen = None
 
 

@@ -39,11 +39,14 @@ class Module(Kind):
     def _state(self, obj: Any) -> dict[str, Any]:
         import torch
 
-        held = vars(obj)
+        held: dict[str, Any] = vars(obj)
         own = getattr(type(obj), "__getstate__", None)
         if modules.is_parametrized_class(type(obj)):  # it refuses, because a plain pickle would not find its class
             return held
-        return held if own is getattr(torch.nn.Module, "__getstate__", None) else obj.__getstate__()
+        if own is getattr(torch.nn.Module, "__getstate__", None):
+            return held
+        state: dict[str, Any] = obj.__getstate__()
+        return state
 
     def look(self, node: Node, walk: Sender) -> Any:
         held = self._state(node.obj)

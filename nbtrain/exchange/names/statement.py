@@ -35,7 +35,7 @@ class StatementNames:
     """looked up whatever its values are → line"""
 
 
-def plain(root: ast.AST) -> StatementNames | None:
+def plain(root: ast.AST) -> StatementNames | None:  # noqa: C901  every cell pays for its calls
     """For a statement or expression without scopes of its own, which most are; ten times quicker than compiling it.
     None when the compiler has to be asked."""
     if type(root) in (ast.Import, ast.ImportFrom):

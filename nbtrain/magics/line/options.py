@@ -168,7 +168,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
-    _choice("monitor", "auto", "widget", "html", "text", "off", help="the dashboard below the cell"),
+    _choice("monitor", "auto", *registry.VIEWS, help="the dashboard below the cell"),
     Option(
         name="log_to",
         metavar="NAME",

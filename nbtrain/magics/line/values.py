@@ -267,7 +267,7 @@ class DeviceSpec:
 
     @property
     def chosen_by_us(self) -> bool:
-        return self.value == "auto"
+        return bool(self.value == "auto")
 
 
 def devices(flag: str, word: Word, notebook: Namespace) -> DeviceSpec:

@@ -389,7 +389,8 @@ class Ranks:
         while True:
             for event in self.answers():
                 if isinstance(event, Repacked):
-                    return event.home
+                    home: Home = event.home
+                    return home
 
     def answers(self, asked: Iterable[int] | None = None) -> list[Event]:
         """What ranks say that were asked something between two cells: these, or all."""

@@ -48,7 +48,7 @@ class Aging:
         if reloader is None or not os.path.exists(path):
             return False
         mtime = os.stat(path).st_mtime
-        return reloader.modules_mtimes.get(name) == mtime and reloader.failed.get(path) != mtime
+        return bool(reloader.modules_mtimes.get(name) == mtime and reloader.failed.get(path) != mtime)
 
     def lines(self, forks: bool) -> list[str]:
         """Before a cell goes to the ranks: what to say, each thing once."""

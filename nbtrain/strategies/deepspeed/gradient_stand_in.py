@@ -113,7 +113,7 @@ class ClosedEntry(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 class ClosedState(defaultdict[Any, Any]):
@@ -139,7 +139,7 @@ class ClosedState(defaultdict[Any, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotSupported(STATE)
 
-    __delitem__ = __ior__ = update = setdefault = pop = popitem = _refuse  # type: ignore[assignment]
+    __delitem__ = __ior__ = update = setdefault = pop = popitem = _refuse
 
 
 def _stays(func: Any, args: Any, kwargs: Any) -> bool:

@@ -91,8 +91,8 @@ class Inner(Optimizer):
 
 def unhooked(cls: type[Optimizer]) -> Callable[..., Any]:
     """`step` below the wrapper by which torch calls everybody's hooks: these pieces are nobody's business."""
-    function: Any = cls.step
-    return function.__wrapped__ if getattr(function, "hooked", False) and hasattr(function, "__wrapped__") else function
+    step: Callable[..., Any] = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 class CpuAdam:

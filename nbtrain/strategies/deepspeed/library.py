@@ -10,12 +10,12 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain import registry
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fit, python
 from nbtrain.compat.internals import find
@@ -61,8 +61,8 @@ def _number_alike() -> None:
 
 def imported(device: torch.device) -> Any:
     """The module, for this kind of device: two seconds the first time."""
-    if find_spec("deepspeed") is None:
-        raise UsageError("the strategy deepspeed needs DeepSpeed, which is not installed here: pip install deepspeed")
+    if reason := registry.missing(registry.STRATEGIES["deepspeed"].needs):
+        raise UsageError(f"--strategy deepspeed: {reason}")
     before = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = before or ("cuda" if device.type == "cuda" else "cpu")
     try:

@@ -159,7 +159,7 @@ class EngineOptimizerState:
 
     def open_again(self) -> None:
         for value in self.closed:
-            value.__class__ = torch.Tensor  # type: ignore[assignment]
+            value.__class__ = torch.Tensor
         self.closed.clear()
         self.begun = False
         shut, self.shut = self.shut, None

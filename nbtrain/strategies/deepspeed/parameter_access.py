@@ -208,7 +208,7 @@ class _Bases:
             if reader is None:  # of a cell that is over
                 return value  # type: ignore[no-any-return]
             if torch.is_grad_enabled() and value.requires_grad:
-                plain = _GatheredParameter.apply(value, reader)  # type: ignore[no-untyped-call]
+                plain = _GatheredParameter.apply(value, reader)
             else:
                 plain = reader.gather(value)
             self.found[id(value)] = value, plain, tensors.version(plain)

@@ -138,13 +138,13 @@ class ShardedComponent(Prepared):
                     sharded = cut_already[id(old)]
                 elif sharded.is_meta:
                     device = "cpu" if self.options.cpu_offload else self.mesh.device_type
-                    sharded = nn.Parameter(fresh_storage(sharded, torch.device(device)), old.requires_grad)  # type: ignore[arg-type]
+                    sharded = nn.Parameter(fresh_storage(sharded, torch.device(device)), old.requires_grad)
                 vars(sharded).update(vars(old))
                 if old.grad is not None and not old.grad.is_sparse:
-                    sharded.grad = cut(sharded, old.grad)  # type: ignore[arg-type]
+                    sharded.grad = cut(sharded, old.grad)
                 new[id(old)] = sharded
                 self.replaced.append((old, sharded))
-            torch_modules.parameters(part)[name] = new[id(old)]  # type: ignore[assignment]
+            torch_modules.parameters(part)[name] = new[id(old)]
         tree.finish()
         tree.copy = self.copy
         if not self.options.limit_all_gathers:
@@ -390,7 +390,7 @@ class ShardedComponent(Prepared):
                 full.grad = whole(p.grad)
             self.replaced.append((p, full))
         for part, name, held in places(tree.root for tree in self.trees):
-            torch_modules.parameters(part)[name] = new.get(id(held), held)  # type: ignore[assignment]
+            torch_modules.parameters(part)[name] = new.get(id(held), held)
         for optimizer in self.component.optimizers.values():
             pairs = rebind(optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value)
             self.replaced += [pair for pair in pairs if pair[0] is not pair[1]]

@@ -50,7 +50,7 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
 
 def shards(options: Any, ranks: int) -> int:
     """Among how many a weight is divided."""
-    replicas = {"HYBRID_SHARD": options.replicas, "NO_SHARD": ranks}.get(options.sharding, 1)
+    replicas: int = {"HYBRID_SHARD": options.replicas, "NO_SHARD": ranks}.get(options.sharding, 1)
     if ranks % replicas:
         raise UsageError(f"--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} equal parts")
     return ranks // replicas

@@ -242,7 +242,7 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
 def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usage) -> Callable[..., Any]:
     """A method that uses its unit's own parameters: called while the unit is not, it is the unit's forward."""
     watched: set[int] = set()
-    writes = any(name == "data" or name[-1:] == "_" != name[-2:-1] for name in _names_in(method.__code__))  # type: ignore[attr-defined]
+    writes = any(name == "data" or name[-1:] == "_" != name[-2:-1] for name in _names_in(method.__code__))
 
     @functools.wraps(method)
     def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -177,13 +177,13 @@ class _Whole(torch.autograd.Function):
     """The whole of a tensor in pieces. Each rank's loss counts as it does for the model's own gradients: their mean."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
         ctx.at = local_part(tensor).device
         return put_together(tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         there = mean_of_ranks(gradient.to(ctx.mesh.device_type))
         return _gradient(there, ctx.mesh, ctx.placements, ctx.at)
@@ -193,12 +193,12 @@ class _Aligned(torch.autograd.Function):
     """The tensor itself; its gradient is divided as it is, however it was computed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor) -> Any:
         ctx.placements = tensor.placements
         return tensor.view_as(tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: DTensor) -> Any:
         return gradient.redistribute(placements=ctx.placements)
 

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain import registry
 from nbtrain.compat.horovod import START, WAIT, forget_sent
+from nbtrain.errors import UsageError
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 
@@ -45,8 +47,11 @@ class HorovodSession:
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
         """`horovod.torch`, ready. Collective, unless it is ready already. What is given is `hvd.init`'s."""
-        import horovod.torch as hvd
-
+        try:
+            import horovod.torch as hvd
+        except ImportError as error:
+            line = registry.STRATEGIES["horovod"].needs.install
+            raise UsageError(f"--strategy horovod: Horovod cannot be imported here ({error}): {line}") from error
         if self.up:
             return hvd
         if self._ending is not None:

@@ -48,7 +48,7 @@ class HorovodWire(Wire):
             self.meet()
             if isinstance(handle, RuntimeError):
                 raise handle
-            mean = compression.decompress(hvd.synchronize(handle), context)
+            mean: torch.Tensor = compression.decompress(hvd.synchronize(handle), context)
             self.back += 1
             if self.back == self.out:
                 self.out = self.back = 0

@@ -387,7 +387,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         raise NotSupported(SPARSE)
     found = _sent(tensor, spot)
     if not spot.mine and tensor.requires_grad and torch.is_grad_enabled():
-        found = _Away.apply(torch.zeros((), requires_grad=True), found)  # type: ignore[no-untyped-call]
+        found = _Away.apply(torch.zeros((), requires_grad=True), found)
     return found
 
 
@@ -430,7 +430,7 @@ class _Away(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return None, None
 
 

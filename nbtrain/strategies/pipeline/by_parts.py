@@ -151,7 +151,7 @@ class OneByOne:
         self._meet(module, given)
         call = PartCall(self, module, as_it_is, owner, leaves, tree)
         anchor = torch.zeros((), requires_grad=True)
-        outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)  # type: ignore[no-untyped-call]
+        outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)
         made = iter(outputs)
         return pytree.tree_map(lambda leaf: next(made) if leaf is TENSOR else leaf, call.returned)
 
@@ -265,7 +265,7 @@ class PartCall:
         try:
             # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
             with units.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
-                handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])  # type: ignore[no-untyped-call]
+                handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
                 )
@@ -415,7 +415,7 @@ class EditedAlias(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 

@@ -131,7 +131,7 @@ class Loss:
         turns = OneByTurns(waiting.flow, called, [*targets, *kwargs.values()], self.parameters())
         turns.weights = weights(criterion, targets, kwargs, waiting.flow.cut)
         turns.check = not counts_alike(criterion)
-        found: torch.Tensor = Lossy.apply(turns, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        found: torch.Tensor = Lossy.apply(turns, torch.zeros((), requires_grad=True))
         self.most = turns.most
         return found
 
@@ -255,7 +255,8 @@ class OneByTurns:
             raise NotSupported(SUMMED.format(what=what))
         if not self.weights[number]:  # all of it is left out: the mean of nothing is not a number
             loss = sum(leaf.sum() * 0 for leaf in pytree.tree_leaves(output))
-        return loss * self.weights[number]
+        weighted: torch.Tensor = loss * self.weights[number]
+        return weighted
 
 
 def _raised(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,7 +274,7 @@ class Lossy(torch.autograd.Function):
         return turns.run()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise NotSupported(AGAIN)
         _ = ctx.saved_tensors

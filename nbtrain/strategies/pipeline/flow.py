@@ -209,7 +209,7 @@ def call(flow: MicroBatchFlow) -> Any:
     if not graph:
         return flow.forward(False).output
     anchor = torch.zeros((), requires_grad=True)
-    outs = iter(Piped.apply(flow, graph, anchor, *given))  # type: ignore[no-untyped-call]
+    outs = iter(Piped.apply(flow, graph, anchor, *given))
     joined = flow.joined
     assert joined is not None
     return pytree.tree_map_only(torch.Tensor, lambda _: next(outs), joined.output)

@@ -88,7 +88,7 @@ def join(parts: list[Any], cut: Cut, name: str) -> Joined:
 
 
 def _join(column: tuple[Any, ...], cut: Cut, name: str) -> torch.Tensor:
-    pieces = [t.detach() for t in column]
+    pieces: list[torch.Tensor] = [t.detach() for t in column]
     if len(pieces) == 1:
         return pieces[0].clone()
     rows = all(t.dim() and t.shape[0] == size for t, size in zip(pieces, cut.sizes, strict=True))

@@ -91,7 +91,7 @@ def written(line: Line) -> Iterator[nn.Module]:
                 todo.append(inner)
 
 
-class Same(ref):  # type: ignore[type-arg]
+class Same(ref):
     """Equal for the same object alone, as long as it lives: the next one may get its id."""
 
     __slots__ = ("number",)

@@ -77,7 +77,7 @@ class StageInput(torch.autograd.Function):
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         box = ctx.box
         box.grad = grad if box.grad is None else box.grad + grad
         return None, None
@@ -99,7 +99,7 @@ def enter(tensor: torch.Tensor, boxes: list[Any]) -> Any:
     anchor = torch.zeros((), requires_grad=True)
     box = Box(tensor, anchor)
     boxes.append(box)
-    return StageInput.apply(box, anchor)  # type: ignore[no-untyped-call]
+    return StageInput.apply(box, anchor)
 
 
 class Stage:

@@ -215,7 +215,7 @@ class Loaders:
         return randperm
 
     def _iterator_init(self, old: Any) -> Any:
-        def init(iterator: Any, loader: DataLoader[Any]) -> None:
+        def init(iterator: Any, loader: DataLoader[Any]) -> Any:
             if not self._shares:
                 return old(iterator, loader)
             # The draw of the base seed is part of the order of draws in one process; the seed itself, from which

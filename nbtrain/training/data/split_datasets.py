@@ -68,7 +68,7 @@ def _of(value: Any, deep: int = 2) -> Iterator[bytes]:
 def _bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         return b"" if value.dtype.hasobject else value.reshape(-1)[:LARGE].tobytes()
-    return (
+    found: bytes = (
         value.detach()
         .reshape(-1)[:LARGE]
         .cpu()
@@ -79,6 +79,7 @@ def _bytes(value: Any) -> bytes:
         .numpy()
         .tobytes()
     )
+    return found
 
 
 def _ends(values: Sequence[Any]) -> Iterable[Any]:

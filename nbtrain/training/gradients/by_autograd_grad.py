@@ -198,12 +198,12 @@ class _Reduced(torch.autograd.Function):
     """A loss counts on each rank for its share: so does what comes back of it, brought together likewise."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, op: str, reduce: Callable[..., Any]) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, value: torch.Tensor, op: str, reduce: Callable[..., Any]) -> Any:
         ctx.how = op, reduce
         return reduce(value, op)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _Reduced.apply(gradient, *ctx.how), None, None
 
 

@@ -73,7 +73,7 @@ def chosen(precision: str, strategy: Strategy, device: torch.device) -> Format |
 
 def _has_bfloat16(device: torch.device) -> bool:
     with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 _inside: ContextVar[bool] = ContextVar("inside of a model that is being called", default=False)

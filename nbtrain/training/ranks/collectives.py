@@ -106,16 +106,17 @@ class _GatheredLoss(torch.autograd.Function):
     counts with the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = tuple(gather(value))
         ctx.shapes, ctx.rank = [part.shape for part in parts], dist.get_rank()
         return parts
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        summed = _reduce_tensor(torch.cat([gradient.reshape(-1) for gradient in gradients]), "sum")
-        return summed.split([shape.numel() for shape in ctx.shapes])[ctx.rank].view(ctx.shapes[ctx.rank])
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = _reduce_tensor(torch.cat([gradient.reshape(-1) for gradient in gradients]), "sum")
+        mine: torch.Tensor = summed.split([shape.numel() for shape in ctx.shapes])[ctx.rank]
+        return mine.view(ctx.shapes[ctx.rank])
 
 
 def barrier() -> None:

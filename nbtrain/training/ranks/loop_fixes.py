@@ -92,7 +92,7 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
     around = [i for i in range(x.dim()) if i != 1]
     wide = x.double()
     count = wide.new_full((1,), x.numel() / x.shape[1])
-    parts: torch.Tensor = _Sum.apply(torch.cat([wide.sum(around), wide.square().sum(around), count]))  # type: ignore[no-untyped-call]
+    parts: torch.Tensor = _Sum.apply(torch.cat([wide.sum(around), wide.square().sum(around), count]))
     sums, squares = parts[:-1].chunk(2)
     total = parts[-1].detach()
     mean = sums / total

@@ -164,9 +164,10 @@ class Randomness:
         with self.shared():
             pass  # the cell may have set a seed
         state = torch.get_rng_state()
+        shared: torch.Tensor = self.shared_states["torch"]
         if torch.equal(state, self.began["torch"]):
-            return self.shared_states["torch"].clone()
-        return _with_seed(state, int(seed_in(self.shared_states["torch"]).item()))
+            return shared.clone()
+        return _with_seed(state, int(seed_in(shared).item()))
 
     def stand_at(self, state: torch.Tensor) -> None:
         """The shared stream goes on from here, which is the same place on every rank."""

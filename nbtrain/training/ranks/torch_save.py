@@ -56,7 +56,7 @@ class Saving:
         listeners.listen("torch.save", "saving", self._saving)
 
     def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off and isinstance(f, (str, os.PathLike)):
                 return
             if not self._several or not self.meeting.open:

@@ -37,14 +37,7 @@ def become(pairs: Sequence[tuple[Any, Any]], roots: Iterable[Any] = ()) -> None:
 
 def _replace(holder: Any, new: dict[int, Any]) -> None:
     if isinstance(holder, dict):
-        if any(id(key) in new for key in holder):
-            items = [(new.get(id(key), key), value) for key, value in dict.items(holder)]
-            dict.clear(holder)
-            for key, value in items:
-                dict.__setitem__(holder, key, value)
-        for key, value in list(dict.items(holder)):
-            if id(value) in new:
-                dict.__setitem__(holder, key, new[id(value)])
+        _replace_in_dict(holder, new)
     elif isinstance(holder, (list, deque)):
         for i, item in enumerate(holder):
             if id(item) in new:
@@ -62,3 +55,15 @@ def _replace(holder: Any, new: dict[int, Any]) -> None:
             for key, value in list(held.items()):
                 if id(value) in new:
                     held[key] = new[id(value)]
+
+
+def _replace_in_dict(holder: dict[Any, Any], new: dict[int, Any]) -> None:
+    """Keys and values; the class's own methods are not asked."""
+    if any(id(key) in new for key in holder):
+        items = [(new.get(id(key), key), value) for key, value in dict.items(holder)]
+        dict.clear(holder)
+        for key, value in items:
+            dict.__setitem__(holder, key, value)
+    for key, value in list(dict.items(holder)):
+        if id(value) in new:
+            dict.__setitem__(holder, key, new[id(value)])

@@ -87,7 +87,7 @@ class _Look:
             return self.at(held)
         return self._memory(value)
 
-    def _ends(self, items: Any) -> Iterable[Any]:
+    def _ends(self, items: Any) -> Any:
         if self.left <= 0:
             return ()
         if len(items) <= self.left:

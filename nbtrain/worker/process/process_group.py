@@ -137,7 +137,7 @@ class RankGroup:
 
         names = inspect.signature(old)
 
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
             if self._own_code is None:
                 return old(*args, **kwargs)
             if not self._own_code:

@@ -125,7 +125,7 @@ class RankShell(kernel.ShownErrors):
         """Run a cell that was transformed and moved to its lines; the exception it raised, and how IPython shows it."""
         self.muted = muted
         self.traceback_lines = []
-        result = ExecutionResult(ExecutionInfo(code, False, True, False, None))  # type: ignore[arg-type]
+        result = ExecutionResult(ExecutionInfo(code, False, True, False, None))
         with self.builtin_trap, self.display_trap:
             try:
                 tree = self.compile.ast_parse(code, filename)
@@ -226,4 +226,5 @@ def _as_a_script() -> None:
 def parse(code: str, filename: str) -> ast.Module:
     """As the shell would parse it: top-level `await` is fine."""
     flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    return compile(code, filename, "exec", flags, dont_inherit=True)  # type: ignore[return-value]
+    tree: ast.Module = compile(code, filename, "exec", flags, dont_inherit=True)
+    return tree
