@@ -39,6 +39,9 @@ class TookTooLong(Exception):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores SIGINT for what it starts in the background, and everything that the tests start would inherit it.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A short path of our own: Unix sockets have about 100 characters, and what nbtrain leaves there is seen.
     private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp" if Path("/tmp").is_dir() else None))
     config.stash[_PRIVATE] = private
