@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MPLCONFIGDIR"] = str(private / "matplotlib-config")
     os.environ["NBTRAIN_HISTORY"] = "off"  # the runs of tests are nobody's
     tempfile.tempdir = None
-    mark_session()
+    mark_session(of_its_own=hasattr(config, "workerinput"))
     # jupyter_client keeps one event loop a thread, with two sockets in it: there before the first test, it is no leak.
     ensure_event_loop()
     capture = config.pluginmanager.get_plugin("capturemanager")
