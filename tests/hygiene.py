@@ -52,7 +52,7 @@ which that compiles leave theirs."""
 
 
 def mark_session(of_its_own: bool) -> None:
-    """Once, before the first test: give our descendants a mark. Workers of pytest-xdist, side by side, have one each."""
+    """Once, before the first test: give our descendants a mark. Workers of pytest-xdist have one each."""
     if of_its_own or SESSION not in os.environ:
         os.environ[SESSION] = uuid.uuid4().hex
 

@@ -541,7 +541,7 @@ def test_like_one_process_on_more_ranks(world_size: int) -> None:
         {"limit_all_gathers": False},
         {"wrap": Block},
         {"wrap": 20},
-        {"wrap": lambda module: isinstance(module, nn.Linear)},
+        pytest.param({"wrap": lambda module: isinstance(module, nn.Linear)}, id="{'wrap': a function}"),
         {"wrap": "Block,Linear"},
     ],
     ids=str,

@@ -115,9 +115,9 @@ def test_in_the_background_of_a_script_interrupts_arrive_all_the_same(tmp_path: 
     told = inner_session(
         tmp_path,
         "import signal, subprocess, sys\n"
-        "ask = 'import signal; print(signal.getsignal(signal.SIGINT))'\n"
+        "ask = [sys.executable, '-c', 'import signal; print(signal.getsignal(signal.SIGINT))']\n"
         "def test_here(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "def test_in_a_child(): assert b'default_int_handler' in subprocess.check_output([sys.executable, '-c', ask])\n",
+        "def test_in_a_child(): assert b'default_int_handler' in subprocess.check_output(ask)\n",
         *("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"),
     )
     assert "2 passed" in told.stdout
