@@ -107,6 +107,7 @@ def word(verdict: Verdict) -> str:
     )
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "name", ["ddp", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"]
 )

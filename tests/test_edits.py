@@ -19,6 +19,7 @@ UNMENDED = 0
 """So many entries of the page say that something is wrong; this only goes down."""
 
 
+@pytest.mark.sample("ddp", "fsdp")
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_page_says_what_is_so(name: str) -> None:
