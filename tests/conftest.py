@@ -34,6 +34,9 @@ LAST_RESORT = 60.0
 STARTERS = {"kernel": {"kernel", "module_kernel", "kernel_factory"}, "lab": {"lab"}}
 """mark → fixtures: who uses one of these starts a kernel, or JupyterLab in a browser"""
 
+RANKS = {"run_on_ranks", "Player", "Live", "Ranks"}
+"""What a test file has imported whose tests start ranks."""
+
 LONG = (
     "test_notebooks.py", "test_known_programs.py", "test_edits.py", "test_faults.py", "test_thawed.py", "test_wheel.py",
     "test_estimates.py", "test_by_hand.py", "test_environments.py", "test_deepspeed_edits.py", "test_parity.py",
@@ -139,7 +142,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, fixtures in STARTERS.items():
             if not used.isdisjoint(fixtures):
                 item.add_marker(name)
-        if "run_on_ranks" in vars(getattr(item, "module", None) or object):
+        if not RANKS.isdisjoint(vars(getattr(item, "module", None) or object)):
             item.add_marker("ranks")
     long = {name: at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: long.get(item.path.name, len(long)))
