@@ -11,13 +11,18 @@ INSTALLED := .venv/.installed
 FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
 
-.PHONY: help lab demo test check installed environments compat js pictures gpu bench tables fuzz parity faults soak
+# The suite in as many processes as ran well side by side, file by file.
+PYTEST := $(BIN)/pytest --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
+
+.PHONY: help lab demo quick test verify check installed environments compat js pictures gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make lab    open the first notebook in JupyterLab'
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
-	@echo 'make test   every check and every test that this machine allows'
+	@echo 'make quick  what one runs all the time, in 3 minutes: style, types, layers, and tests that start no kernel and no ranks'
+	@echo 'make test   every promise once, on real kernels and ranks, in 12 minutes on 2 cores; WORKERS=2'
+	@echo 'make verify every check and every test that this machine allows; SEED=20991231 plays what was drawn on that day'
 	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/test_environments.py'
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
@@ -41,8 +46,17 @@ demo: $(if $(filter %03_fsdp_and_deepspeed.ipynb %04_all_strategies.ipynb,$(NOTE
 	@echo 'running $(NOTEBOOK)'
 	@$(BIN)/python .ci/demo $(NOTEBOOK)
 
+quick: check
+	$(PYTEST) -m 'not (kernel or lab or ranks or slow or thorough or gpu)'
+
 test: check
-	$(BIN)/pytest
+	$(PYTEST) -m 'not thorough'
+
+# What is drawn at random is drawn anew every day.
+verify: SEED := $(or $(SEED),$(shell date +%Y%m%d))
+verify: check
+	@echo 'SEED=$(SEED)'
+	SEED=$(SEED) $(PYTEST)
 
 check: $(INSTALLED) $(FRONT_END)
 	$(BIN)/ruff check .

@@ -11,7 +11,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -29,6 +31,20 @@ LIMIT = 120.0
 LAST_RESORT = 60.0
 """Seconds after the limit at which a test that cannot even be interrupted ends the whole session."""
 
+STARTERS = {"kernel": {"kernel", "module_kernel", "kernel_factory"}, "lab": {"lab"}}
+"""mark → fixtures: who uses one of these starts a kernel, or JupyterLab in a browser"""
+
+RANKS = {"run_on_ranks", "Player", "Live", "Ranks"}
+"""What a test file has imported whose tests start ranks."""
+
+LONG = (
+    "test_notebooks.py", "test_known_programs.py", "test_edits.py", "test_faults.py", "test_thawed.py", "test_wheel.py",
+    "test_estimates.py", "test_by_hand.py", "test_environments.py", "test_deepspeed_edits.py", "test_parity.py",
+    "test_deepspeed_loops.py", "test_sharded_memory.py", "test_lifecycle.py", "test_fuzz_training.py",
+)  # fmt: skip
+"""Files of a minute and more. They come first: of two workers (`-n 2 --dist loadfile`), none is left with one of them
+when the other has nothing more to do."""
+
 _STDERR = pytest.StashKey[TextIO]()
 _PRIVATE = pytest.StashKey[Path]()
 
@@ -39,6 +55,9 @@ class TookTooLong(Exception):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores SIGINT for what it starts in the background, and everything that the tests start would inherit it.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A short path of our own: Unix sockets have about 100 characters, and what nbtrain leaves there is seen.
     private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp" if Path("/tmp").is_dir() else None))
     config.stash[_PRIVATE] = private
@@ -46,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MPLCONFIGDIR"] = str(private / "matplotlib-config")
     os.environ["NBTRAIN_HISTORY"] = "off"  # the runs of tests are nobody's
     tempfile.tempdir = None
-    mark_session()
+    mark_session(of_its_own=hasattr(config, "workerinput"))
     # jupyter_client keeps one event loop a thread, with two sockets in it: there before the first test, it is no leak.
     ensure_event_loop()
     capture = config.pluginmanager.get_plugin("capturemanager")
@@ -109,7 +128,34 @@ def clean_session() -> Iterator[None]:
         pytest.fail("left behind at the end: " + "; ".join(leaks), pytrace=False)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks that follow from what a test uses, those of `sample`, and what takes long first (tests/README.md)."""
+    played: Counter[str] = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("sample"):
+            table = item.nodeid.partition("[")[0]
+            if not _is_sampled(item, marker, played[table]):
+                item.add_marker("thorough")
+            played[table] += 1
+        used = set(getattr(item, "fixturenames", ()))
+        for name, fixtures in STARTERS.items():
+            if not used.isdisjoint(fixtures):
+                item.add_marker(name)
+        if not RANKS.isdisjoint(vars(getattr(item, "module", None) or object)):
+            item.add_marker("ranks")
+    long = {name: at for at, name in enumerate(LONG)}
+    items.sort(key=lambda item: long.get(item.path.name, len(long)))
+    _leave_out_gpu(items)
+
+
+def _is_sampled(item: pytest.Item, marker: pytest.Mark, at: int) -> bool:
+    """`sample("ddp", "fsdp-*")`: the rows with these ids; `sample(first=3)`: so many."""
+    row = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    return at < marker.kwargs.get("first", 0) or any(fnmatchcase(row, name) for name in marker.args)
+
+
+def _leave_out_gpu(items: list[pytest.Item]) -> None:
     """GPU tests are left out where there is no GPU, and torch is asked only if there are any."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:

@@ -51,9 +51,10 @@ TEMPLATES = ["_remote_module_non_scriptable.py"]
 which that compiles leave theirs."""
 
 
-def mark_session() -> None:
-    """Once, before the first test: give our descendants their mark."""
-    os.environ.setdefault(SESSION, uuid.uuid4().hex)
+def mark_session(of_its_own: bool) -> None:
+    """Once, before the first test: give our descendants a mark. Workers of pytest-xdist have one each."""
+    if of_its_own or SESSION not in os.environ:
+        os.environ[SESSION] = uuid.uuid4().hex
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:

@@ -38,6 +38,13 @@ def reads(*names: str) -> Captured:
     return Captured(hard=names, soft=(), writes=frozenset(), opaque=False)
 
 
+@pytest.fixture(autouse=True)
+def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free changes while other tests run beside these, and with it what is said."""
+    now = probes.memory()
+    monkeypatch.setattr(probes, "memory", lambda: now)
+
+
 def of_size(share: float) -> dict[str, Any]:
     """A model and its optimizer, whose weights would take so much of the memory that is free. It has none of it."""
     width = int((share * probes.memory().available / 4 / 8) ** 0.5)

@@ -4,6 +4,7 @@ pipeline also forwards that it cannot simply cut."""
 # ruff: noqa: E501 — a line of a cell is one line
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -107,22 +108,27 @@ def word(verdict: Verdict) -> str:
     )
 
 
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with Oracle() as found:
+        yield found
+
+
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "name", ["ddp", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"]
 )
-def test_what_a_cell_changes_by_hand(name: str) -> None:
+def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
     table = PIPELINE if name == "pipeline" else EVERYWHERE
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
     found = {}
-    with Oracle() as oracle, Player(name) as ranks:
+    with Player(name) as ranks:
         for what, (edit, wanted) in table.items():
             cells = edit.program()
-            played = ranks.play(cells)
-            verdict = judge(oracle.player.play(cells), oracle.player.play(cells, nudged=True), played)
-            said = word(verdict)
+            said = word(judge(*oracle.recall(cells), ranks.play(cells)))
             if (wanted not in said) if wanted else said:
                 found[what] = said
     assert found == {}

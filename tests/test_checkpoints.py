@@ -1,6 +1,6 @@
 """A checkpoint is whole or not there, and the training goes on from it under any strategy on any number of ranks.
 
-Every strategy of the registry saves one. `make test` loads each under three strategies and under each strategy three,
+Every strategy of the registry saves one. `make verify` loads each under three strategies and under each strategy three,
 as SEED draws them; `make parity` (PARITY=all) loads every one under every other.
 """
 
@@ -261,6 +261,7 @@ def agrees(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what
         )
 
 
+@pytest.mark.sample("flat-3")
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_every_pair(setup: str, saved: dict[str, str]) -> None:
@@ -278,6 +279,7 @@ def test_every_pair(setup: str, saved: dict[str, str]) -> None:
     assert not [name for name in os.listdir(Path(saved[setup]).parent) if name.startswith(".")]
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_full(setup: str, saved: dict[str, str]) -> None:
     """One file that plain PyTorch loads; and the training goes on from the folder."""
@@ -507,6 +509,7 @@ def _takes(rank: int, path: str) -> dict[str, torch.Tensor]:
     return state(model)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.limit(200)
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("stage", [2, 3])
@@ -819,6 +822,7 @@ fill(2); nbtrain.save('two', first=first, second=second); fill(1)
 """
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_stop_does_not_cut_a_load_in_two(shared_kernel: Kernel, strategy: str) -> None:
     """It comes when one model was brought back and the other was not."""

@@ -233,6 +233,7 @@ PLACES = """() => { const svg = document.querySelector('.jp-OutputArea-output sv
 IMAGE = "document.querySelector('.jp-OutputArea-output img[alt=\"memory and speed\"]')?.naturalWidth"
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_nothing_covers_anything_and_an_untrusted_notebook_shows_it(
     notebook: Callable[..., Notebook], lab: Server, browser: Any

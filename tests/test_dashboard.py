@@ -14,7 +14,7 @@ from tests.lab import CHROMIUM, QUIET
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 Open = Callable[..., "Page"]
 
 

@@ -33,6 +33,7 @@ DRAWN = "[...document.querySelectorAll('.nbt-board canvas')].filter(canvas => ca
 IMAGE = "document.querySelector('.jp-OutputArea-output img[alt=charts]')?.naturalWidth"
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_a_run_is_watched_stopped_and_saved(notebook: Callable[..., Notebook], lab: Server, browser: Any) -> None:
     page = notebook(SETUP, "%%distributed -d 2 -s ddp" + LOOP.format(last=None), "print(weight.weight.item())")

@@ -406,6 +406,7 @@ def accumulated(rank: int, stage: int, count: int, one: bool) -> dict[str, torch
     return weights_of(model)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulating_by_option(stage: int) -> None:
     wanted = accumulated(0, stage, 1, True)
@@ -437,6 +438,7 @@ def multiplied(rank: int, stage: int) -> float:
     return results[1] / results[0]
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gathered_gradients_can_be_scaled(stage: int) -> None:
     assert run_on_ranks(multiplied, stage) == pytest.approx([0.5, 0.5], rel=1e-4)
@@ -477,6 +479,7 @@ def gan(rank: int, stage: int, count: int, one: bool) -> list[dict[str, torch.Te
     return [weights_of(m) for m in models]
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_models_with_an_optimizer_each(stage: int) -> None:
     wanted = gan(0, stage, 1, True)
@@ -759,6 +762,7 @@ def clips(rank: int, stage: int) -> dict[str, Any]:
     return {"norms": norms}
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_is_of_what_there_is_then(stage: int) -> None:
     model, optimizer, _ = make()
@@ -826,6 +830,7 @@ def cut_short(rank: int, stage: int) -> bool:
     return shape_of(model, optimizer)[1] == before and type(model) is Net and "zero_grad" not in vars(optimizer)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_cell_that_was_cut_short_leaves_the_objects_as_they_were(stage: int) -> None:
     assert run_on_ranks(cut_short, stage) == [True, True]
@@ -940,6 +945,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder")
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(400)
 @pytest.mark.parametrize(("stage", "options"), [(2, {}), (3, {"offload_parameters": "cpu", "config": SHARDED})])
 def test_offloaded_to_the_host(stage: int, options: dict[str, Any], compiled: None) -> None:
@@ -987,6 +993,7 @@ def on_a_disk(rank: int, place: str, count: int) -> tuple[dict[str, torch.Tensor
     return weights_of(model), written, prepared.notes
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(600)
 def test_offloaded_to_a_disk(tmp_path: Path) -> None:
     if why := run_on_ranks(without_libaio, world_size=1, timeout=500)[0]:
@@ -1037,6 +1044,7 @@ def tempered(rank: int, stage: int, trained: bool, alone: bool) -> dict[str, tor
     return weights_of(model)
 
 
+@pytest.mark.sample("True-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_parameter_without_dimensions(stage: int, trained: bool) -> None:

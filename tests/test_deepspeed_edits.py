@@ -135,6 +135,7 @@ def train(rank: int, stage: int, cut: bool, count: int) -> dict[str, dict[str, t
     return found
 
 
+@pytest.mark.sample("1-False")
 @pytest.mark.parametrize(("stage", "cut"), [(1, False), (2, False), (3, False), (3, True)])
 def test_edits_and_penalties_are_those_of_one_process(stage: int, cut: bool) -> None:
     wanted = train(0, stage, cut, 1)
@@ -171,6 +172,7 @@ def in_16_bits(rank: int, stage: int) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_edits_of_weights_in_16_bits_last(stage: int) -> None:
     for found in run_on_ranks(in_16_bits, stage, timeout=120):
@@ -223,6 +225,7 @@ def with_states(rank: int, stage: int, count: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_parameter_may_have_taken_other_steps(stage: int) -> None:
     wanted = with_states(0, stage, 1)
@@ -255,6 +258,7 @@ def loads_uneven(rank: int, stage: int) -> None:
     assert sorted(steps) == [4.0] * (len(steps) - 1) + [9.0]
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_uneven_state_is_not_loaded_in_a_cell(stage: int) -> None:
     run_on_ranks(loads_uneven, stage)
@@ -391,6 +395,7 @@ def played(notebook: Live, cells: tuple[str, ...], ranks: bool) -> dict[str, Any
     return numbers([notebook.namespace[name] for name in ("m", "o", "result")])
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_optimizers_that_cells_make_and_change(stage: int) -> None:

@@ -78,6 +78,7 @@ def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tupl
     return alive, losses
 
 
+@pytest.mark.sample("1-32")
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32"), (2, "bf16-true"), (3, "bf16-true")])
 def test_what_nobody_holds_goes(stage: int, precision: str) -> None:
     _, wanted = folds(0, stage, precision, "", True)
@@ -86,6 +87,7 @@ def test_what_nobody_holds_goes(stage: int, precision: str) -> None:
         assert losses == pytest.approx(wanted, rel=1e-5 if precision == "32" else 0.05)
 
 
+@pytest.mark.sample("part")
 @pytest.mark.parametrize("keep", ["model", "part"])
 def test_what_somebody_holds_stays(keep: str) -> None:
     _, wanted = folds(0, 3, "32", keep, True)

@@ -60,6 +60,7 @@ def one_process() -> Iterator[Player]:
         yield player
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_what_is_drawn_for_a_weight(one_process: Player) -> None:
     apart = []

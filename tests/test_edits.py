@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -19,15 +20,21 @@ UNMENDED = 0
 """So many entries of the page say that something is wrong; this only goes down."""
 
 
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with Oracle() as found:
+        yield found
+
+
+@pytest.mark.sample("ddp", "fsdp")
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_page_says_what_is_so(name: str) -> None:
+def test_the_page_says_what_is_so(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split()[0]).needs.packages)):
         pytest.skip(f"{name} is not installed")
     said = read(PAGE.read_text())
     drawn = tuple(random.Random(f"{SEED}/{name}").sample(TABLE, SAMPLE))
-    with Oracle() as oracle:
-        found = {edit.words: entry(verdict) for edit, verdict in played(name, drawn, oracle)}
+    found = {edit.words: entry(verdict) for edit, verdict in played(name, drawn, oracle)}
     assert found == {edit.words: said[edit.words][name] for edit in drawn}
 
 
@@ -47,11 +54,10 @@ def test_a_page_is_read_as_it_was_written() -> None:
     assert page(entries).count(sentence) == 1
 
 
-def test_every_program_is_one_that_one_process_runs() -> None:
-    with Oracle() as oracle:
-        for edit in TABLE:
-            story = oracle.player.play(edit.program())
-            assert story[-1].error is None, (edit.words, story[-1].error)
+def test_every_program_is_one_that_one_process_runs(oracle: Oracle) -> None:
+    for edit in TABLE:
+        story = oracle.player.play(edit.program())
+        assert story[-1].error is None, (edit.words, story[-1].error)
 
 
 def test_an_entry() -> None:

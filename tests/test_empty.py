@@ -344,7 +344,7 @@ print(["%.9f" % float(p.detach().double().abs().sum()) for p in own] if not own[
 
 
 def on_two() -> list[str]:
-    """`make test` plays five strategies, which SEED draws; `make parity` (PARITY=all) all that can be had here."""
+    """`make verify` plays five strategies, which SEED draws; `make parity` (PARITY=all) all that can be had here."""
     found = [
         name
         for name, entry in registry.STRATEGIES.items()

@@ -25,7 +25,7 @@ SIGNS = {"colab": {"COLAB_RELEASE_TAG": "release"}, "kaggle": {"KAGGLE_KERNEL_RU
 """by which nbtrain tells where it is"""
 CELL = "%%distributed --strategy ddp --devices 2 --split-batches "
 
-pytestmark = [pytest.mark.kernel, pytest.mark.slow]
+pytestmark = [pytest.mark.kernel, pytest.mark.slow, pytest.mark.thorough]
 
 
 @dataclass(frozen=True)

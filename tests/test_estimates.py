@@ -2,7 +2,7 @@
 optimizer state, within 25 % of activations, and of the most there is at once.
 
 Measured by the system on real ranks (tests/estimates.py), of each strategy that can be used here, with a transformer, a
-convolutional net with residual connections and a perceptron. `make test` measures every strategy with one of them,
+convolutional net with residual connections and a perceptron. `make verify` measures every strategy with one of them,
 which SEED draws, and `make parity` (PARITY=all) with all. `python -m tests.estimates` prints the table.
 """
 
@@ -44,6 +44,7 @@ def drawn() -> list[tuple[Row, str]]:
     return sorted(found, key=lambda one: order.index(one[1]))
 
 
+@pytest.mark.sample(first=4)
 @pytest.mark.parametrize(("row", "kind"), drawn(), ids=str)
 def test_a_rank_holds_what_its_strategy_has_said(weighing: Scales, row: Row, kind: str) -> None:
     found = compared(weighing, row, kind)
@@ -52,6 +53,7 @@ def test_a_rank_holds_what_its_strategy_has_said(weighing: Scales, row: Row, kin
     assert abs(found.peak - 1) <= PEAK, found.said
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded"])
 def test_where_weights_are_large_gradients_make_the_peak(weighing: Scales, strategy: str) -> None:
     row = Row(strategy)

@@ -526,11 +526,13 @@ def test_like_one_process(case: Callable[[Stage], Numbers]) -> None:
     same(case)
 
 
+@pytest.mark.sample("4")
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_like_one_process_on_more_ranks(world_size: int) -> None:
     same(plain, world_size)
 
 
+@pytest.mark.sample(first=3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -541,7 +543,7 @@ def test_like_one_process_on_more_ranks(world_size: int) -> None:
         {"limit_all_gathers": False},
         {"wrap": Block},
         {"wrap": 20},
-        {"wrap": lambda module: isinstance(module, nn.Linear)},
+        pytest.param({"wrap": lambda module: isinstance(module, nn.Linear)}, id="{'wrap': a function}"),
         {"wrap": "Block,Linear"},
     ],
     ids=str,

@@ -17,7 +17,7 @@ from tests.fuzz.programs import Program, programs
 from tests.fuzz.sessions import Live, live
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "0"))
-"""`make fuzz` asks for more than the seeded sample of `make test`: so many on one rank, the others in proportion."""
+"""`make fuzz` asks for more than the seeded sample of `make verify`: so many on one rank, the others in proportion."""
 SAMPLE = 120
 SEED = int(os.environ.get("SEED", "0"))
 LIMIT = 14400 if EXAMPLES else 600
@@ -91,6 +91,7 @@ def test_the_sample_has_what_it_is_for() -> None:
     assert [name for name in MEANT if found[name] < 3] == [], found
 
 
+@pytest.mark.sample("-d 2 -s ddp*")
 @pytest.mark.limit(LIMIT)
 @pytest.mark.parametrize(
     ("options", "examples"),
@@ -104,6 +105,7 @@ def test_a_random_notebook_ends_as_in_one_process(options: str, examples: int) -
     fuzz(options, examples)
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(LIMIT)
 def test_with_forks_of_a_notebook() -> None:
     """In a process of its own: what other tests ran here has left threads of torch's, with which nobody may fork."""

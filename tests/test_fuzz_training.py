@@ -44,6 +44,7 @@ def oracle() -> Iterator[Oracle]:
         yield found
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 def test_random_trainings_are_right_or_refused() -> None:
     until, number, failures, played = time.monotonic() + SECONDS, 0, [], 0
@@ -83,6 +84,7 @@ def test_programs_are_python_and_have_every_edit_loop_and_architecture() -> None
     assert {program.optimizer for program in programs} == {*OPTIMIZERS, ""}
 
 
+@pytest.mark.thorough
 def test_one_process_can_do_most_programs(oracle: Oracle) -> None:
     stories = [oracle.player.play(draw(2, number).text) for number in range(25)]
     done = [story for story in stories if story[-1].error is None]

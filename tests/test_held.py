@@ -128,6 +128,7 @@ def reference() -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.sample("fsdp")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def test_a_checkpoint_takes_nothing_away(kind: tuple[Any, ...], tmp_path: Path) -> None:
     wanted = reference()

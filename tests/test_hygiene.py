@@ -78,10 +78,10 @@ def test_an_orphan_is_seen() -> None:
     assert [leak.split()[1] for leak in leaks] == [str(orphan)]
 
 
-def inner_session(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
-    """A test session of its own, under this house's rules."""
+def inner_session(directory: Path, test: str, *within: str) -> subprocess.CompletedProcess[str]:
+    """A test session of its own, under this house's rules; `within` is the beginning of a command that becomes it."""
     (directory / "test_inner.py").write_text(test)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    command = [*within, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
     command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={directory}", str(directory / "test_inner.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
@@ -109,6 +109,18 @@ def test_a_hanging_test_fails_with_the_stack_and_the_session_goes_on(tmp_path: P
     assert "is not done after 0.3 s" in told.stdout
     assert "in test_hangs" in told.stderr
     assert "1 failed, 1 passed" in told.stdout
+
+
+def test_in_the_background_of_a_script_interrupts_arrive_all_the_same(tmp_path: Path) -> None:
+    told = inner_session(
+        tmp_path,
+        "import signal, subprocess, sys\n"
+        "ask = [sys.executable, '-c', 'import signal; print(signal.getsignal(signal.SIGINT))']\n"
+        "def test_here(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "def test_in_a_child(): assert b'default_int_handler' in subprocess.check_output(ask)\n",
+        *("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"),
+    )
+    assert "2 passed" in told.stdout
 
 
 @pytest.mark.parametrize(("required", "ending"), [("0", "1 skipped"), ("1", "1 failed")])

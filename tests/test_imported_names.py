@@ -17,6 +17,7 @@ for x, y in loader:
 """
 
 
+@pytest.mark.sample("*-warm")
 @pytest.mark.kernel
 @pytest.mark.parametrize("start", ["warm", "fork"])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "pipeline"])

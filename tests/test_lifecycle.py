@@ -65,6 +65,7 @@ def ours() -> set[Path]:
     return set(PRIVATE.glob("nbtrain-*"))
 
 
+@pytest.mark.sample("warm")
 @pytest.mark.parametrize("start", ["warm", "spawn", "fork"])
 def test_a_killed_kernel_leaves_nothing(kernel: Kernel, start: str) -> None:
     """While a cell runs, with loader workers and subprocesses on the ranks."""
@@ -91,6 +92,7 @@ def test_a_kernel_that_is_killed_while_its_nursery_imports_leaves_nothing(kernel
     gone(pids, set())
 
 
+@pytest.mark.sample("warm")
 @pytest.mark.parametrize("start", ["warm", "spawn"])
 def test_a_kernel_that_shuts_down_or_restarts_leaves_nothing(kernel: Kernel, start: str) -> None:
     before = ours()
@@ -156,6 +158,7 @@ def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
         assert "what the cell did until then is in the notebook" in error.evalue
 
 
+@pytest.mark.sample("spawn")
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_no_process_stays(notebook: Notebook, start: str) -> None:
     notebook("import torch; torch.set_num_threads(1)\n%distributed stop")
@@ -284,6 +287,7 @@ def test_ranks_that_were_given_up_while_torch_was_imported_do_not_stay(nursery: 
         second.close()
 
 
+@pytest.mark.sample("warm")
 @pytest.mark.parametrize("start", ["warm", "spawn"])
 def test_a_rank_that_cannot_start_says_why(nursery: None, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is set after the nursery was started, as a notebook's first cell may."""
@@ -323,6 +327,7 @@ def test_ranks_take_their_place_in_the_environment_of_the_moment(kernel: Kernel)
     notebook("%distributed stop")
 
 
+@pytest.mark.sample("warm")
 @pytest.mark.parametrize("start", ["warm", "spawn"])
 def test_ranks_know_where_temporary_files_go(kernel: Kernel, start: str) -> None:
     """Python tries it with a file when it is first asked. In a rank that may be torch, about to tell of a dead loader

@@ -22,6 +22,7 @@ UNCOUNTED = "[cells]\nregex: In\\[\\d+\\]\nreplace: In[N]\n"
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
+@pytest.mark.sample("01_first_run", "02_one_namespace")
 @pytest.mark.kernel
 @pytest.mark.slow
 @pytest.mark.limit(300)

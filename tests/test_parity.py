@@ -5,10 +5,10 @@ accumulation, a tied embedding, a frozen layer, a method of its own that trains;
 ranks, weights, optimizer state and learning rates compared after each cell. Then the lines of tests/lines, under other
 strategies than ddp. What a strategy cannot do is one error that names it and one that can; REFUSES says what that is.
 
-`make test` plays a sample of the variants (variants.py) that SEED draws (default 0): on 2 devices of each strategy its
-defaults and one more, each in one of the two ways, on 4 devices one variant of five of them; and each line under one
-variant of one strategy. What compiles something first is left out. `make parity` plays all of it: every variant in both
-ways on 2 and on 4 devices, every line under every variant (PARITY=all).
+`make verify` plays a sample of the variants (variants.py) that SEED draws (default 0): on 2 devices of each strategy
+its defaults and one more, each in one of the two ways, on 4 devices one variant of five of them; and each line under
+one variant of one strategy. What compiles something first is left out. `make parity` plays all of it: every variant in
+both ways on 2 and on 4 devices, every line under every variant (PARITY=all).
 """
 
 from __future__ import annotations
@@ -265,6 +265,7 @@ def played() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.mark.sample("2-*")
 @pytest.mark.parametrize(("world", "way", "variant"), combinations(), ids=str)
 def test_everything_at_once(played: Ranks, world: int, way: str, variant: Variant) -> None:
     notebook = played.notebook

@@ -13,7 +13,7 @@ from tests.lab import Notebook
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 Open = Callable[..., "Page"]
 
 SETUP = """%load_ext nbtrain

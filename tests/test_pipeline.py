@@ -192,6 +192,7 @@ def _against_one_process(rank: int, case: str) -> tuple[float, float, int]:
     return max(apart, *states), far(model, alone), kept
 
 
+@pytest.mark.sample("2-*")
 @pytest.mark.filterwarnings("ignore:pipeline. ")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -132,6 +132,7 @@ def test_every_program_is_run() -> None:
         assert sum(trains for trains, _ in cells(program)) >= 2, program
 
 
+@pytest.mark.sample("digits", "gan")
 @pytest.mark.kernel
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("program", PROGRAMS)

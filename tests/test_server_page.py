@@ -44,6 +44,7 @@ def overview(lab: Server, browser: Browser) -> Iterator[Page]:
     assert said == []
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_two_notebooks_on_one_page(notebook: Callable[..., Notebook], overview: Page) -> None:
     overview.get_by_text("No kernel of yours has ranks now").wait_for()

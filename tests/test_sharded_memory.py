@@ -8,8 +8,8 @@ The way home is watched by the kernel's own high-water mark: a rank sets its VmH
 (/proc/self/clear_refs) and reads it in the first line of the next one. In between it does nothing but compare, gather
 and send. What the parcel takes is a memory file, which is counted beside it.
 
-`make test` plays each strategy that divides more than batches once, in a variant that divides all it can, on 2 or on 4
-devices; and one of those that divide nothing. SEED draws. `make parity` plays all variants on both (PARITY=all).
+`make verify` plays each strategy that divides more than batches once, in a variant that divides all it can, on 2 or on
+4 devices; and one of those that divide nothing. SEED draws. `make parity` plays all variants on both (PARITY=all).
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ def played() -> list[tuple[int, Variant]]:
     return sorted(found, key=lambda one: one[0])
 
 
+@pytest.mark.sample("4-sharded")
 @pytest.mark.parametrize(("world", "variant"), played(), ids=str)
 def test_a_rank_holds_what_is_promised(ranks: Ranks, world: int, variant: Variant) -> None:
     ranks.notebook(ANEW)

@@ -146,6 +146,7 @@ PLAYED = "import os, runpy, sys; runpy.run_path(sys.argv.pop(), run_name='__main
 now and then aborts the process, with all its work done (torch's issue 179291)."""
 
 
+@pytest.mark.sample("ddp_example")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_in_a_cell_does_what_it_does_under_torchrun(notebook: Notebook, script: Path, tmp_path: Path) -> None:
     """To the last bit: its own process group, its own sampler, its own wrapper of the model."""

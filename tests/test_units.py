@@ -108,7 +108,11 @@ def test_blocks_below_a_part() -> None:
         ((Attention, "Block"), [n for name in BLOCKS for n in (f"{name}.attention", name)]),
         (25, ["embed", *BLOCKS, "head"]),
         (60, []),
-        (lambda module: isinstance(module, nn.LayerNorm), [*(f"{name}.norm" for name in BLOCKS), "body.norm"]),
+        pytest.param(
+            lambda module: isinstance(module, nn.LayerNorm),
+            [*(f"{name}.norm" for name in BLOCKS), "body.norm"],
+            id="a function",
+        ),
         (nn.ModuleList, []),
         (nn.Tanh, []),
     ],

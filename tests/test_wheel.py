@@ -22,7 +22,7 @@ from tests.alike import TRAINING, WAYS, trains_as_one_process
 from tests.kernels import ROOT, running_kernel
 from tests.notebook import Notebook
 
-pytestmark = [pytest.mark.kernel, pytest.mark.slow, pytest.mark.limit(900)]
+pytestmark = [pytest.mark.kernel, pytest.mark.slow, pytest.mark.limit(900), pytest.mark.thorough]
 
 OFFLINE = (
     r"(?i)(name resolution|NewConnectionError|timed out|network is unreachable|connection (refused|reset)|Max retries)"

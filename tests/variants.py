@@ -4,7 +4,7 @@ Nothing here names them: a strategy that joins the registry is played by `test_p
 line changed. Its variants are its defaults, its presets, each choice of a `Literal` option, each switch thrown, and
 its presets with small buckets if it has buckets. What cannot be derived is in the tables below.
 
-`make test` plays a few of them, which SEED draws: `sample`. `make parity` (PARITY=all) plays all.
+`make verify` plays a few of them, which SEED draws: `sample`. `make parity` (PARITY=all) plays all.
 """
 
 from __future__ import annotations

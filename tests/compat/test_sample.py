@@ -61,6 +61,7 @@ def notebook(kernels: Kernels) -> Notebook:
     return made
 
 
+@pytest.mark.sample("ddp", "fsdp")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_comes_home_as_one_process_would_have_trained_it(notebook: Notebook, way: str) -> None:
     strategy = way.split()[0]
@@ -70,6 +71,7 @@ def test_a_model_comes_home_as_one_process_would_have_trained_it(notebook: Noteb
     trains_as_one_process(notebook, way)
 
 
+@pytest.mark.sample("fsdp-*")
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_half_precision(notebook: Notebook, strategy: str, precision: str) -> None:
@@ -95,6 +97,7 @@ def test_a_checkpoint_of_one_strategy_is_loaded_under_another(notebook: Notebook
     assert float(notebook(FAR).value or "inf") < ACCURACY
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_stop(notebook: Notebook, strategy: str) -> None:
     endless = "while True:" + LOOP.replace("\n", "\n    ")
@@ -122,6 +125,7 @@ def test_an_error_comes_with_its_line(notebook: Notebook) -> None:
     assert float(notebook(FAR).value or "inf") < ACCURACY
 
 
+@pytest.mark.thorough
 def test_a_compiled_model(notebook: Notebook) -> None:
     if shutil.which("g++") is None:
         absent("no C++ compiler", "apt-get install g++")

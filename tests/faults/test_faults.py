@@ -1,6 +1,6 @@
 """After every fault of the catalogue: notebook all before or all after, the next cell works, nothing is left behind.
 
-`make test` plays a sample: each fault once, under a strategy that SEED draws (default 0). It starts its ranks in one
+`make verify` plays a sample: each fault once, under a strategy that SEED draws (default 0). It starts its ranks in one
 way, which is drawn too.
 `make faults` plays all of them under all combinations (FAULTS=all).
 """
@@ -47,6 +47,7 @@ def evenly(draw: random.Random) -> list[tuple[Combination, Fault]]:
     return found
 
 
+@pytest.mark.sample(first=12)
 @pytest.mark.parametrize(
     ("open_scenes", "fault"), drawn(), indirect=["open_scenes"], scope="module",  # of both: a kernel serves many
     ids=lambda one: one.name.replace(" ", "-") if isinstance(one, Fault) else str(one),

@@ -111,6 +111,7 @@ def test_in_the_middle_of_a_cell(notebook: Frozen) -> None:
     assert notebook.pids() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("notebook", ["warm", "spawn"] if ALL else ["spawn"], indirect=True)
 def test_while_ranks_start(notebook: Frozen) -> None:
     right = notebook.undisturbed(3)
@@ -147,6 +148,7 @@ def test_between_two_cells(notebook: Frozen) -> None:
     assert notebook.pids() == before
 
 
+@pytest.mark.thorough
 def test_while_the_cell_is_being_stopped(notebook: Frozen) -> None:
     """It still ends after a step that all ranks have taken, and by itself."""
     notebook("fresh()")

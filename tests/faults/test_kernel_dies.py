@@ -148,6 +148,7 @@ def moments() -> list[tuple[str, str, str, float]]:
     return drawn[:MOMENTS]
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize(("phase", "start", "death", "when"), moments())
 def test_nothing_survives_the_kernel(kernel: Kernel, phase: str, start: str, death: str, when: float) -> None:
     played = PHASES[phase]

@@ -2,7 +2,7 @@
 
 After each the notebook is exactly at the step that it was told, and the next cell works on ranks that agree. A second
 press, a moment later, may also leave the notebook as it was. SEED draws the moments; `make faults` (FAULTS=all) plays
-PRESSES of them, `make test` a few.
+PRESSES of them, `make verify` a few.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ def drawn() -> list[tuple[Combination, Press]]:
     return sorted(played, key=lambda one: COMBINATIONS.index(one[0]))
 
 
+@pytest.mark.sample(first=4)
 @pytest.mark.parametrize(("open_scenes", "press"), drawn(), indirect=["open_scenes"], scope="module", ids=str)
 def test_stop(scene: Scene, press: Press) -> None:
     body, extra = CELLS[press.cell]

@@ -129,8 +129,7 @@ def played(name: str, edits: tuple[CommonEdit, ...], oracle: Oracle) -> Iterator
     with Player(STRATEGIES[name]) as ranks:
         for edit in edits:
             cells = edit.program()
-            alone = oracle.player.play(cells)
-            yield edit, judge(alone, oracle.player.play(cells, nudged=True), ranks.play(cells))
+            yield edit, judge(*oracle.recall(cells), ranks.play(cells))
 
 
 def entry(verdict: Verdict) -> str:

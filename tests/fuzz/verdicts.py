@@ -48,6 +48,7 @@ class Oracle:
 
     def __init__(self) -> None:
         self.player = Player("")
+        self._played: dict[tuple[tuple[bool, str], ...], tuple[list[Played], list[Played]]] = {}
 
     def __enter__(self) -> Oracle:
         self.player.__enter__()
@@ -58,6 +59,13 @@ class Oracle:
 
     def play(self, program: Program) -> tuple[list[Played], list[Played]]:
         return self.player.play(program.text), self.player.play(program.text, nudged=True)
+
+    def recall(self, cells: list[tuple[bool, str]]) -> tuple[list[Played], list[Played]]:
+        """The same for cells that several strategies play: one process plays them once."""
+        key = tuple(cells)
+        if key not in self._played:
+            self._played[key] = self.player.play(cells), self.player.play(cells, nudged=True)
+        return self._played[key]
 
 
 def judge(alone: list[Played], nudged: list[Played], ranks: list[Played]) -> Verdict:
