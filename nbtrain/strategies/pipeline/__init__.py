@@ -333,10 +333,7 @@ class Staged(Prepared):
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.owners.shared}
-        for where, module in self.component.modules.items():
-            for name, p in module.named_parameters():
-                if id(p) in mine and not is_lazy(p):
-                    yield f"{where}.{name}", p
+        yield from ((name, p) for name, p in self.component.named_parameters() if id(p) in mine and not is_lazy(p))
         yield from self.component.loose.items()
 
     def grow(self, component: Component) -> bool:
