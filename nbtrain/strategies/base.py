@@ -7,7 +7,7 @@ pool) sets components up; a `Prepared` (one per component) lives as long as the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -40,6 +40,12 @@ class Component:
         found: list[torch.Tensor] = [p for module in self.modules.values() for p in module.parameters()]
         found += self.loose.values()
         return list({id(p): p for p in found if not is_lazy(p)}.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that modules own, by the names that the notebook has for them."""
+        for where, module in self.modules.items():
+            for name, p in module.named_parameters():
+                yield f"{where}.{name}", p
 
     def buffers(self) -> list[torch.Tensor]:
         found = [b for module in self.modules.values() for b in module.buffers()]

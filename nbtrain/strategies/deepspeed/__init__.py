@@ -83,7 +83,7 @@ class DeepSpeed(Strategy):
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("the strategy deepspeed needs ranks: write --devices 2, or --strategy single for one")
         from nbtrain.strategies.deepspeed.engine import Engined
-        from nbtrain.strategies.deepspeed.untrained import Untrained
+        from nbtrain.strategies.kit.gradient_average import Averaged, GradSync
 
         settings, precision = config.build(self.options, precision)
         device = next((p.device for p in component.parameters()), torch.device("cpu"))
@@ -94,7 +94,9 @@ class DeepSpeed(Strategy):
         if device.type == "cpu" and (settings.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
             raise UsageError("--cpu-checkpointing moves activations from a GPU to the host; here all is on the host")
         if not component.optimizers:
-            return Untrained(component)
+            # A teacher, or a model that is only evaluated: nothing to shard, kept whole on every rank. Should the cell
+            # train it by hand, its gradients are averaged as under ddp.
+            return Averaged(component, GradSync(component.parameters()))
         folder = os.path.abspath(os.path.expanduser(self.options.nvme_path)) if self.options.nvme_path else ""
         prepared = Engined(component, settings, precision, self.scale, folder)
         if note := config.decided(self.options):

@@ -132,14 +132,12 @@ def of_backward(error: BaseException, stage: int) -> str | None:
 
 def in_single(component: Component) -> None:
     """DeepSpeed steps a copy of the weights in float32."""
-    for where, module in component.modules.items():
-        for name, p in module.named_parameters():
-            if p.dtype == torch.float64 or p.is_complex():
-                raise NotSupported(
-                    f"{where}.{name} is {str(p.dtype).removeprefix('torch.')}, and DeepSpeed steps weights and the "
-                    "optimizer's state in float32: write --strategy ddp, or make the model float32 (model.float()) "
-                    "in a cell before"
-                )
+    for name, p in component.named_parameters():
+        if p.dtype == torch.float64 or p.is_complex():
+            raise NotSupported(
+                f"{name} is {str(p.dtype).removeprefix('torch.')}, and DeepSpeed steps weights and the optimizer's "
+                "state in float32: write --strategy ddp, or make the model float32 (model.float()) in a cell before"
+            )
 
 
 def one_optimizer(component: Component, settings: config.Settings) -> torch.optim.Optimizer:

@@ -24,7 +24,9 @@ from nbtrain.compat import tensors
 from nbtrain.compat.engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.deepspeed.gradient_stand_in import ANSWERED, MOVED, READ, StandIn
+from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, READ
+from nbtrain.strategies.kit.gradient_stand_in import StandIn
+from nbtrain.strategies.kit.owned_tensors import ANSWERED
 
 if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.weights import Weights

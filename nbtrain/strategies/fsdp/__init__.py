@@ -40,7 +40,7 @@ from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, World
 from nbtrain.strategies.fsdp import estimate as fsdp_estimate
 from nbtrain.strategies.fsdp import functional_call as functional
@@ -50,7 +50,7 @@ from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, 
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
 from nbtrain.strategies.fsdp.refusals import Refusals, refuse_hooks
 from nbtrain.strategies.fsdp.undivided import check, kept_whole
-from nbtrain.strategies.kit.gradient_average import GradSync
+from nbtrain.strategies.kit.gradient_average import GradSync, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     Rows,
     as_parameter,
@@ -349,16 +349,7 @@ class ShardedComponent(Prepared):
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.whole}
-        for where, module in self.component.modules.items():
-            for path, part in module.named_modules():
-                at = f"{where}.{path}" if path else where
-                for name, p in part.named_parameters(recurse=False):
-                    if id(p) in mine:
-                        yield f"{at}.{name}", p
-                for name, buffer in part.named_buffers(recurse=False):
-                    if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
-                        yield f"{at}.{name}", buffer
-        yield from self.component.loose.items()
+        return replicas_of(self.component, lambda p: id(p) in mine)
 
     def grow(self, component: Component) -> bool:
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:

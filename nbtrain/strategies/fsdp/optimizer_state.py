@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.strategies.kit.row_shards import cut, fresh_storage, rebind, sum_of_powers
+from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
+from nbtrain.strategies.kit.row_shards import cut, fresh_storage, rebind
 from nbtrain.strategies.kit.tensor_views import counts
 
 
@@ -44,18 +44,10 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
 @torch.no_grad()
 def clip_norm(held: list[torch.Tensor], mesh: DeviceMesh, max_norm: float, norm_type: float) -> torch.Tensor:
     """As torch's `clip_grad_norm_`, which would return a DTensor and knows nothing of parameters that are whole."""
-    norm_type = float(norm_type)
     parts = [local_part(p.grad) for p in held if isinstance(p.grad, DTensor)]
     rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
-    here = sum_of_powers(parts, norm_type).to(mesh.device_type)
-    largest = norm_type == float("inf")
-    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    dist.all_reduce(here, op=operation, group=mesh.get_group(mesh.ndim - 1))
-    others = sum_of_powers(rest, norm_type).to(here.device)
-    total = torch.maximum(here, others) if largest else (here + others) ** (1 / norm_type)
+    total = norm_over_ranks(parts, norm_type, mesh.device_type, rest, group=mesh.get_group(mesh.ndim - 1))
     total = total.to(torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64)
-    share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in (*parts, *rest):
-        grad.mul_(share.to(grad.device, grad.dtype))
+    clip_to((*parts, *rest), total, max_norm)
     counts[1] += 1
     return total.to(parts[0].device) if parts else total

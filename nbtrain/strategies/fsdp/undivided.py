@@ -23,13 +23,12 @@ def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tenso
 
 def check(component: Component, kept: list[torch.Tensor]) -> None:
     """A sentence for a model of which fsdp can make nothing."""
-    for where, module in component.modules.items():
-        lazy = next((name for name, p in module.named_parameters() if is_lazy(p)), None)
-        if lazy is not None:
-            raise NotSupported(
-                f"{where}.{lazy} has no shape yet, so that fsdp cannot divide it: call the model once on a batch in "
-                "the notebook, or use --strategy ddp"
-            )
+    lazy = next((name for name, p in component.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise NotSupported(
+            f"{lazy} has no shape yet, so that fsdp cannot divide it: call the model once on a batch in the notebook, "
+            "or use --strategy ddp"
+        )
     known = set(map(id, kept))
     divided = [p for p in component.parameters() if id(p) not in known]
     refuse_hooks(divided, "fsdp")

@@ -291,13 +291,15 @@ def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
     return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
 
 
-def replicas_of(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
-    """What should be equal on every rank when a cell has ended, by name."""
+def replicas_of(
+    component: Component, chosen: Callable[[torch.Tensor], bool] = lambda p: not is_lazy(p)
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What should be equal on every rank when a cell has ended, by name. `chosen`: of the modules' parameters."""
     for where, module in component.modules.items():
         for path, part in module.named_modules():
             at = f"{where}.{path}" if path else where
             for name, parameter in part.named_parameters(recurse=False):
-                if not is_lazy(parameter):
+                if chosen(parameter):
                     yield f"{at}.{name}", parameter
             for name, buffer in part.named_buffers(recurse=False):
                 if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
@@ -305,15 +307,14 @@ def replicas_of(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
     yield from component.loose.items()
 
 
-class Replicated(Prepared):
-    """`wire`: by what gradients travel."""
+class Averaged(Prepared):
+    """A component whose gradients `sync` averages."""
 
-    hooks_see_own_gradients = averages_before_step = True
+    hooks_see_own_gradients = True
 
-    def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
+    def __init__(self, component: Component, sync: GradSync) -> None:
         super().__init__(component)
-        norms = norms_of(component.modules.values())
-        self.sync = GradSync(component.parameters(), bucket_mb, norms, wire=wire)
+        self.sync = sync
 
     def backward(self) -> AbstractContextManager[float]:
         self.sync.begin()
@@ -332,11 +333,21 @@ class Replicated(Prepared):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.sync.no_sync()
 
-    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return replicas_of(self.component)
-
     def reset(self) -> None:
         self.sync.reset()
 
     def close(self) -> None:
         self.sync.close()
+
+
+class Replicated(Averaged):
+    """`wire`: by what gradients travel."""
+
+    averages_before_step = True
+
+    def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
+        norms = norms_of(component.modules.values())
+        super().__init__(component, GradSync(component.parameters(), bucket_mb, norms, wire=wire))
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return replicas_of(self.component)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
+from nbtrain.strategies.kit.owned_tensors import ANSWERED, name_of, stand_in
 
 OF = "nbtrain_owned"
 """The attribute that says who has it; while a cell runs."""
@@ -41,10 +41,7 @@ class Shared:
 class FetchedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.__name__
-        if name == "__get__":  # of a property
-            name = getattr(func.__self__, "__name__", name)
+        name, kwargs = name_of(func), kwargs or {}
         if name in ANSWERED:
             with tensors.as_plain_tensors():
                 return func(*args, **kwargs)

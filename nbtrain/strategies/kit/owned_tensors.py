@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,12 @@ ANSWERED = frozenset(
     } | tensors.ASKS_OF_FORM
 )  # fmt: skip
 """Functions of a tensor, as `__torch_function__` is told their names, that a stand-in answers as the whole does."""
+
+
+def name_of(func: Any) -> str:
+    """A function's, as `__torch_function__` is told it; of a getter its property's."""
+    name: str = func.__name__
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 
 
 def stand_in(like: torch.Tensor) -> torch.Tensor:

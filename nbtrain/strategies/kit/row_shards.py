@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.compat.tensors import norms as norms_of
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.tensor_views import fresh
@@ -155,12 +154,3 @@ def refuse_odd_state(optimizer: torch.optim.Optimizer, strategy: str, can: str) 
                     f"{torn}: its state {key!r} has the shape {tuple(value.shape)} where the parameter has "
                     f"{tuple(p.shape)}. Under {can} it works"
                 )
-
-
-def sum_of_powers(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The sum of |x| ** norm_type; for inf the largest |x|."""
-    filled = [t for t in tensors if t.numel()]
-    if not filled:
-        return torch.zeros(())
-    norms = torch.stack([n.to(filled[0].device).float() for n in norms_of(filled, norm_type)])
-    return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()

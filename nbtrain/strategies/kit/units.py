@@ -42,7 +42,20 @@ class Together(nn.Module):
 
 
 def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost ones, one for those that share parameters. Lists of modules are taken apart: nobody calls them."""
+    """The outermost ones, one for those that share parameters."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for module in outermost(modules):
+        held, members = set(map(id, module.parameters())), [module]
+        for other in [group for group in groups if group[0] & held]:
+            groups.remove(other)
+            held |= other[0]
+            members = [*other[1], *members]
+        groups.append((held, members))
+    return [members[0] if len(members) == 1 else Together(members) for _, members in groups]
+
+
+def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Models with parameters that are parts of no other one. Lists of modules are taken apart: nobody calls them."""
     todo = list({id(m): m for m in modules}.values())
     outer = [m for m in todo if not any(m is not other and _contains(other, m) for other in todo)]
     found: list[nn.Module] = []
@@ -52,16 +65,7 @@ def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
             found.append(module)
         else:
             outer[:0] = module.children()
-    found = [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]
-    groups: list[tuple[set[int], list[nn.Module]]] = []
-    for module in found:
-        held, members = set(map(id, module.parameters())), [module]
-        for other in [group for group in groups if group[0] & held]:
-            groups.remove(other)
-            held |= other[0]
-            members = [*other[1], *members]
-        groups.append((held, members))
-    return [members[0] if len(members) == 1 else Together(members) for _, members in groups]
+    return [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]
 
 
 def find_units(root: nn.Module, rule: Any = ()) -> list[nn.Module]:

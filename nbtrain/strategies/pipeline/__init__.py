@@ -23,11 +23,12 @@ from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.estimates import Estimate, Profile, World
 from nbtrain.strategies.kit.stage_tensors import Placing
+from nbtrain.strategies.kit.units import outermost
 from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
 from nbtrain.strategies.pipeline.by_parts import OneByOne
 from nbtrain.strategies.pipeline.calls import StageCalls
 from nbtrain.strategies.pipeline.criterion import Loss
-from nbtrain.strategies.pipeline.cut import Line, callable_by_itself, cut, describe, find_owners, make_lines, size
+from nbtrain.strategies.pipeline.cut import Line, cut, describe, find_owners, make_lines, size
 from nbtrain.strategies.pipeline.estimate import estimate
 from nbtrain.strategies.pipeline.functional_call import Functional
 from nbtrain.strategies.pipeline.gradient_norm import clip_norm
@@ -63,7 +64,7 @@ class Staged(Prepared):
         _check(component)
         device = next((p.device for p in component.parameters()), torch.device("cpu"))
         self.place = StagePlace(device)
-        roots = _outermost(component.modules.values())
+        roots = outermost(component.modules.values())
         self.lines, small = make_lines(roots, self.place.ranks, options.balance)
         for model in small:
             self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
@@ -332,10 +333,7 @@ class Staged(Prepared):
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.owners.shared}
-        for where, module in self.component.modules.items():
-            for name, p in module.named_parameters():
-                if id(p) in mine and not is_lazy(p):
-                    yield f"{where}.{name}", p
+        yield from ((name, p) for name, p in self.component.named_parameters() if id(p) in mine and not is_lazy(p))
         yield from self.component.loose.items()
 
     def grow(self, component: Component) -> bool:
@@ -434,19 +432,3 @@ def _check(component: Component) -> None:
             raise NotSupported(ONE_RANK)
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in component.optimizers.values()):
         raise NotSupported(ONE_VECTOR)
-
-
-def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Models that are parts of no other one, and have something to hold. Lists of modules are taken apart."""
-    todo = list({id(m): m for m in modules}.values())
-    outer = [
-        m for m in todo if not any(m is not other and any(m is part for part in other.modules()) for other in todo)
-    ]
-    found: list[nn.Module] = []
-    while outer:
-        module = outer.pop(0)
-        if callable_by_itself(module):
-            found.append(module)
-        else:
-            outer[:0] = module.children()
-    return [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]

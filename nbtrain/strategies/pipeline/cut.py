@@ -19,6 +19,7 @@ from nbtrain.compat import modules
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.call_router import plain_class
+from nbtrain.strategies.kit.units import callable_by_itself
 
 
 @dataclass(slots=True)
@@ -178,10 +179,6 @@ def _has_blocks(module: nn.Module) -> bool:
             if any(count > 1 for count in kinds.values()):
                 return True
     return False
-
-
-def callable_by_itself(module: nn.Module) -> bool:
-    return plain_class(module).forward is not nn.Module.forward
 
 
 @dataclass(slots=True)

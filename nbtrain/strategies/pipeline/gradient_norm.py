@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.strategies.kit.row_shards import sum_of_powers
+from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 
 
 @torch.no_grad()
@@ -26,9 +26,7 @@ def clip_norm(
     own = [grad for p, grad in grads if id(p) in owned]
     rest = [grad for p, grad in grads if id(p) not in owned]
     if 0 < norm_type < float("inf"):  # in double: ranks may have gradients of other types, or none
-        here = sum_of_powers(own, norm_type).to(device, torch.float64)
-        dist.all_reduce(here)
-        total = (here + sum_of_powers(rest, norm_type).to(device, torch.float64)) ** (1 / norm_type)
+        total = norm_over_ranks(own, norm_type, device, rest, torch.float64)
     else:
         norms = [float(torch.linalg.vector_norm(grad, norm_type)) for grad in own]
         everybody: list[Any] = [None] * dist.get_world_size()
@@ -38,7 +36,5 @@ def clip_norm(
         found = torch.tensor(norms or [0.0], dtype=torch.float64, device=device)
         total = torch.linalg.vector_norm(found, norm_type)
     total = total.to(torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32)
-    share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in (*own, *rest):
-        grad.mul_(share.to(grad.device, grad.dtype))
+    clip_to((*own, *rest), total, max_norm)
     return total

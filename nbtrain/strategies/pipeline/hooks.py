@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from nbtrain.compat import modules, tensors
-from nbtrain.strategies.pipeline.cut import Line, callable_by_itself
+from nbtrain.strategies.kit.units import callable_by_itself
+from nbtrain.strategies.pipeline.cut import Line
 
 
 class Hooks:

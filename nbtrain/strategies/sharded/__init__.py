@@ -22,12 +22,12 @@ from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
+from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.estimate_kit import estimate, largest_share, ring, step_bytes, trainable
 from nbtrain.strategies.kit.gradient_average import GradSync, Replicated, norms_of, replicas_of
 from nbtrain.strategies.kit.gradient_wire import Wire
 from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import Owned
-from nbtrain.strategies.kit.row_shards import sum_of_powers
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import Reducing
@@ -131,14 +131,8 @@ class Fair(Prepared):
         if not any(id(p) in self.owners for p in held):
             return None
         mine = [p.grad for p in held if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
-        total = sum_of_powers([g for g in mine if g is not None], norm_type).to(held[0].device)
-        largest = norm_type == float("inf")
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        norm = total if largest else total ** (1 / norm_type)
-        share = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for p in held:
-            if p.grad is not None and not isinstance(p.grad, Elsewhere):
-                p.grad.mul_(share.to(p.grad.device, p.grad.dtype))
+        norm = norm_over_ranks([g for g in mine if g is not None], norm_type, held[0].device)
+        clip_to((p.grad for p in held if p.grad is not None and not isinstance(p.grad, Elsewhere)), norm, max_norm)
         return norm
 
     def _send(self, optimizer: Optimizer) -> None:

@@ -195,9 +195,7 @@ class OnDevice(Prepared):
             yield tensor, There(tensor, self.rank == 0)
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for where, module in self.component.modules.items():
-            for name, parameter in module.named_parameters():
-                yield f"{where}.{name}", parameter.detach().cpu()
+        yield from ((name, parameter.detach().cpu()) for name, parameter in self.component.named_parameters())
 
     def reset(self) -> None:
         self.on = True
