@@ -54,8 +54,8 @@ found = [(spell(True), spell(False)) for _ in range(TURNS)]
 meters._readings, runtime.phases._thread = readings, main
 """
 MARKS = """
-from nbtrain.training.loop.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Phases
-phases = Phases()
+from nbtrain.training.loop.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, PhaseTimer
+phases = PhaseTimer()
 phases.begin(True)
 def step():
     phases.mark(DATA); phases.mark(FORWARD); phases.mark(BACKWARD)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain.beacon import Beacon, Record, here, light
+from nbtrain.beacon import Beacon, BeaconRecord, here, light
 from nbtrain.beacon.light import READERS
 from nbtrain.beacon.readers import LONGEST, WAITING, of_this_user
 from nbtrain.beacon.record import records
@@ -37,7 +37,7 @@ class Client:
     """Somebody who has connected."""
 
     def __init__(self, folder: Path, kernel: str = KERNEL) -> None:
-        record = Record.read(folder, kernel)
+        record = BeaconRecord.read(folder, kernel)
         assert record is not None
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(10)
@@ -120,7 +120,7 @@ def speak(run: Feed, step: int) -> None:
 
 
 def test_the_record_and_the_socket_are_the_users_alone(scene: Scene) -> None:
-    found = Record.read(scene.folder, KERNEL)
+    found = BeaconRecord.read(scene.folder, KERNEL)
     assert found is not None
     assert found.pid == os.getpid()
     assert found.alive
@@ -316,7 +316,7 @@ def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     scene = Scene(deep)
-    found = Record.read(scene.folder, KERNEL)
+    found = BeaconRecord.read(scene.folder, KERNEL)
     assert found is not None
     place = Path(found.socket).parent
     assert place != scene.folder
@@ -369,7 +369,7 @@ def test_a_kernel_that_was_started_anew_takes_the_place_of_the_dead(tmp_path: Pa
     process = another(tmp_path)
     end(process)
     beacon = Beacon("dead-1", tmp_path, dict, lambda command: (True, ""))
-    found = Record.read(tmp_path / "nbtrain", "dead-1")
+    found = BeaconRecord.read(tmp_path / "nbtrain", "dead-1")
     assert found is not None
     assert found.pid == os.getpid()
     beacon.close()
@@ -401,23 +401,23 @@ def written(scene: Scene, **other: Any) -> Path:
 )  # fmt: skip
 def test_a_record_that_says_something_else_is_not_believed(scene: Scene, other: dict[str, Any]) -> None:
     written(scene, **other)
-    assert Record.read(scene.folder, KERNEL) is None
+    assert BeaconRecord.read(scene.folder, KERNEL) is None
     assert list(records(scene.folder)) == []
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
 def test_a_record_that_others_may_read_or_write_is_not_believed(scene: Scene, mode: int) -> None:
     os.chmod(scene.folder / f"{KERNEL}.json", mode)
-    assert Record.read(scene.folder, KERNEL) is None
+    assert BeaconRecord.read(scene.folder, KERNEL) is None
 
 
 def test_what_is_another_users_is_not_believed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Record.read(scene.folder, KERNEL)
+    found = BeaconRecord.read(scene.folder, KERNEL)
     mine, me = scene.connect(), os.geteuid()
     assert found is not None
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: me + 1)
-        assert Record.read(scene.folder, KERNEL) is None
+        assert BeaconRecord.read(scene.folder, KERNEL) is None
         assert not found.listens
         assert not of_this_user(mine.connection)
     assert of_this_user(mine.connection)
@@ -443,7 +443,7 @@ def test_what_is_no_plain_file_is_not_believed(scene: Scene, tmp_path: Path, kin
         else:
             path.write_bytes(b"\xff{")
             path.chmod(0o600)
-    assert Record.read(folder, kernel) is None
+    assert BeaconRecord.read(folder, kernel) is None
     if path.is_dir():
         path.rmdir()
 

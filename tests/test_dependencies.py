@@ -201,6 +201,6 @@ def _import(name: str) -> None:
 
         library()
     else:
-        from nbtrain.strategies.horovod.session import Session
+        from nbtrain.strategies.horovod.session import HorovodSession
 
-        Session(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1)).start()
+        HorovodSession(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1)).start()

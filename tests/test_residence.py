@@ -60,7 +60,7 @@ def look():
 
 SPY = """
 from nbtrain.exchange import parcel as _parcel
-from nbtrain.session import traffic as _traffic
+from nbtrain.session.sync import notebook_side as _traffic
 _sent, _came = [], []
 def _spy(pack=_parcel.Packer.pack, Arrival=_traffic.Arrival):
     def packed(self, cargo, readers):

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 import nbtrain.engines._local.directory as private
-from nbtrain.beacon import Beacon, Record
+from nbtrain.beacon import Beacon, BeaconRecord
 from nbtrain.engines._local.channel import Channel
 from nbtrain.errors import PoolError
 from nbtrain.worker.process.channel import HEAD, NAME, UP, Sealer, address
@@ -542,7 +542,7 @@ def test_another_user_can_ask_nothing_of_a_kernel(place: Path) -> None:
     beside.chmod(0o755)
     done: list[str] = []
     beacon = Beacon("k", beside, dict, lambda command: (not done.append(command), ""))
-    record = Record.read(beside / "nbtrain", "k")
+    record = BeaconRecord.read(beside / "nbtrain", "k")
     assert record is not None
 
     def ask(path: str) -> None:
