@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -171,7 +172,7 @@ class ShardedComponent(Prepared):
         if options.cpu_offload:
             chosen["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
         if kept:
-            if "ignored_params" not in inspect.signature(fully_shard).parameters:
+            if "ignored_params" not in inspect.signature(torch_fully_shard).parameters:
                 raise NotSupported(
                     "a parameter without dimensions (a temperature, say) needs torch 2.7 under fsdp; --strategy ddp "
                     "works with this torch"

@@ -192,6 +192,13 @@ def _before(state: Any) -> Callable[..., Any]:
     return before
 
 
+def _end_forward(state: Any, usage: Usage) -> None:
+    usage.unit_ran(state)
+    if not torch.is_grad_enabled():  # no backward will do it
+        fsdp2.let_go(state)
+    _between_forwards(state)
+
+
 def _after(state: Any, usage: Usage) -> Callable[..., Any]:
     """Last of a unit's own hooks."""
 
@@ -201,10 +208,7 @@ def _after(state: Any, usage: Usage) -> Callable[..., Any]:
             if fsdp2.in_forward(state):
                 fsdp2.calm(state)
             return
-        usage.unit_ran(state)
-        if not torch.is_grad_enabled():  # no backward will do it
-            fsdp2.let_go(state)
-        _between_forwards(state)
+        _end_forward(state, usage)
 
     return after
 
@@ -230,10 +234,7 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
                 fsdp2.calm(state)
             return None
         output = fsdp2.end_forward(state, module, args, output)
-        usage.unit_ran(state)
-        if not torch.is_grad_enabled():
-            fsdp2.let_go(state)
-        _between_forwards(state)
+        _end_forward(state, usage)
         return output
 
     return enter, leave
@@ -272,10 +273,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usa
             raise
         _keep_written(state, stood, writes)
         output = fsdp2.end_forward(state, self, args, output)
-        usage.unit_ran(state)
-        if not torch.is_grad_enabled():
-            fsdp2.let_go(state)
-        _between_forwards(state)
+        _end_forward(state, usage)
         return output
 
     return types.MethodType(through, unit)
