@@ -142,3 +142,24 @@ def test_circles_are_found(tmp_path: Path, one: str, other: str) -> None:
     (circle,) = circles_in(imports)
     assert circle == wanted
     assert "nbtrain/room/one.py:1: " + one in told_circle(imports, circle)
+
+
+def test_no_name_in_a_package_is_that_of_a_file_beside_it() -> None:
+    """When such a file is imported it takes the name's place, whatever the package has bound it to."""
+    taken = []
+    for page in (ROOT / "nbtrain").rglob("__init__.py"):
+        package = ".".join(page.parent.relative_to(ROOT).parts)
+        beside = {path.stem for path in page.parent.iterdir()} - {"__init__"}
+        for node in ast.parse(page.read_text()).body:
+            bound: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                own = {package, *(f"{package}.{name}" for name in beside)}
+                bound = [alias.asname or alias.name for alias in node.names if node.module not in own]
+            elif isinstance(node, ast.Import):
+                bound = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                bound = [node.name]
+            elif isinstance(node, ast.Assign):
+                bound = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            taken += [f"{package}: {name}" for name in bound if name in beside]
+    assert not taken
