@@ -25,7 +25,7 @@ def plan(
     goal: str = "speed",
     loss: str = "any",
 ) -> Plan:
-    """The plan, as `making.make` makes it. Profiling allocates nothing for the model."""
+    """The plan, as `rows.make` makes it. Profiling allocates nothing for the model."""
     made = profile_of(found, ground.precision)
     blocks = repeated(made)
     return make(

@@ -1,22 +1,20 @@
 """Checkpoints: what is trained, in a folder, from which any strategy on any number of ranks goes on.
 
-    content     what belongs to models, optimizers and schedulers, under names that mean the same on every rank
-    parts       which rank writes what of it
-    sharded     the format for going on: torch.distributed.checkpoint, every tensor flat
-    full        the format for giving away: safetensors
-    foreign     what DeepSpeed has written elsewhere
-    sources     which of these a path is
-    folder      whole folders only: written beside their place, then moved there
-    owning      whose checkpoints a folder has
-    writing     the thread that writes while the training goes on
-    comparing   whether a checkpoint is of this model
-    restoring   a checkpoint's content into objects
-    position    where loops and loaders stand
-    opening     a path, opened by all ranks together
-    every       when `--save-every` is due
-    unbroken    what is not interrupted in its middle
-    core        save and load, on a rank
-    here        save and load, wherever they are called
-
-None of them imports one that is named further down.
+content             what belongs to models, optimizers and schedulers, under names that mean the same on every rank
+rank_parts          which rank writes what of it
+sharded_format      for going on: torch.distributed.checkpoint, every tensor flat
+full_format         for giving away: safetensors
+other_formats       what DeepSpeed, torch and Lightning have written
+find_source         which of these a path is; and it is opened, by all ranks together
+folder              whole folders only: written beside their place, then moved there
+ownership           whose checkpoints a folder has
+background_write    the thread that writes while the training goes on
+compare             whether a checkpoint is of this model
+restore             a checkpoint's content into objects
+rollback            what was there before, put back exactly
+schedule            when `--save-every` is due
+uninterrupted       what is not interrupted in its middle
+save_and_load       save and load, on a rank
+live_weights        the weights of a run in the background, for the notebook
+api                 save and load, wherever they are called; `resumable`
 """

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.training.checkpoints import find_source as sources
 from nbtrain.training.checkpoints import folder
 from nbtrain.training.checkpoints import full_format as full
 from nbtrain.training.checkpoints import other_formats as foreign
@@ -180,11 +179,11 @@ def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
     lead = not several or dist.get_rank() == 0
     found: list[Any] = [None, ""]
 
-    def find() -> None:
+    def look() -> None:
         if lead:
-            found[:] = sources.find(path)
+            found[:] = find(path)
 
-    agree(find)
+    agree(look)
     if several:
         dist.broadcast_object_list(found, 0)
     where, sentence = found
@@ -192,7 +191,7 @@ def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
         say(sentence)
     opened: list[CheckpointSource] = []
     alone = several and folder.marker(where) is None and foreign.is_deepspeed(where)
-    agree(lambda: opened.append(sources.open_source(where)) if lead or not alone else None)
+    agree(lambda: opened.append(open_source(where)) if lead or not alone else None)
     if alone:
         outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]
         dist.broadcast_object_list(outline, 0)

@@ -26,9 +26,7 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.checkpoints import find_source as opening
-from nbtrain.training.checkpoints import find_source as sources
-from nbtrain.training.checkpoints import folder
+from nbtrain.training.checkpoints import find_source, folder
 from nbtrain.training.checkpoints import full_format as full
 from nbtrain.training.checkpoints import ownership as owning
 from nbtrain.training.checkpoints import uninterrupted as unbroken
@@ -210,7 +208,7 @@ class Checkpoints:
                 "load(path, model=model, optimizer=optimizer)"
             )
         agree(self.finish)
-        source = opening.together(place_of(path), self.say)
+        source = find_source.together(place_of(path), self.say)
         unbroken.together(lambda: self._load(source, chosen, bool(objects)))
 
     def save_aside(self, place: Path) -> None:
@@ -273,7 +271,7 @@ class Checkpoints:
             "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
             "random": {"one": streams.of_one_process(self.randomness), "ranks": [one["random"] for one in told]},
         }
-        packed = sources.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        packed = find_source.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         length = int(collectives.gather(packed.numel())[0]) if full_format and self._several else packed.numel()
         described[ABOUT] = Described((length,), torch.uint8)
         if self.rank == 0:
@@ -400,7 +398,7 @@ class Checkpoints:
         if apart:
             self._take_apart(chosen)
             names = ParameterNames(chosen.modules, self._modules())
-        Restoring(source, opening.reading(source, self.say), self._pieces(), names, match).restore(chosen)
+        Restoring(source, find_source.reading(source, self.say), self._pieces(), names, match).restore(chosen)
         if apart:
             assert self.workshop is not None
             self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})

@@ -16,7 +16,7 @@ nothing to agree on, and a rank stops at its next batch.
 Only the main thread is stopped here; a loader that another thread iterates runs ahead of the training.
 
 In the same way the ranks of a run in the background agree on the step after which they put their weights aside for the
-notebook (checkpoints/aside.py), and go on.
+notebook (training/checkpoints/live_weights.py), and go on.
 """
 
 from __future__ import annotations

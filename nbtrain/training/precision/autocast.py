@@ -1,7 +1,7 @@
 """`--precision`: what models compute in.
 
 mixed: the outermost call of a model runs under autocast and returns 32 bits, so that losses, optimizers and whatever
-    else a loop does stay in 32. Weights are not touched. (`16-mixed` also scales the loss: see `scaling`.)
+    else a loop does stay in 32. Weights are not touched. (`16-mixed` also scales the loss: see loss_scaling.py.)
 true: weights, buffers and optimizer states are in 16 bits on the ranks; what a model is given is cast, and what it
     returns is cast back. The notebook's tensors stay as they are: see `lowered`.
 

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.same_on_ranks import differing
-from nbtrain.training.ranks import collectives
 
 OPERATIONS = ("mean", "sum", "min", "max")
 
@@ -186,8 +185,7 @@ class Speakers:
 
     def names(self) -> dict[str, Any]:
         """What a cell is to use."""
-        source = self if self.several else collectives
-        return {"reduce": source.reduce, "gather": source.gather}
+        return {"reduce": self.reduce, "gather": self.gather} if self.several else {"reduce": reduce, "gather": gather}
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """The ranks' values as one, on every rank: a number for a number, a new tensor for a tensor.
@@ -195,16 +193,16 @@ class Speakers:
         `op` is mean, sum, min or max. `reduce(correct, "sum") / len(dataset)` is the accuracy over all ranks: in a sum
         one rank speaks for those that see the same batches, so that no sample is counted twice.
         """
-        collectives.check(value, op)
+        check(value, op)
         if op == "sum":
             mine = torch.zeros(self.world_size, dtype=torch.float64)
             mine[self.rank] = _sign(value)
-            signs = collectives.reduce(mine, "sum").tolist()
+            signs = reduce(mine, "sum").tolist()
             self._compare('reduce(value, "sum")', signs, "reduce(value) * world_size is the sum over all ranks")
             value = _nothing(value) if self.silent else value
         elif op == "mean" and self.weight != 1:
             value = value * self.weight
-        return collectives.reduce(value, op)
+        return reduce(value, op)
 
     def gather(self, value: Any, sync_grads: bool = False) -> list[Any]:
         """The ranks' values, in order of rank, on every rank. Tensors may differ in shape; other values must pickle.
@@ -219,7 +217,7 @@ class Speakers:
                 "gather(…, sync_grads=True) does not know how gradients are put together where several ranks "
                 "see the same batches and others do not: use --strategy ddp, under which it works"
             )
-        found = collectives.gather(value)
+        found = gather(value)
         signs = [_sign(one) if isinstance(one, int | float | torch.Tensor) else math.nan for one in found]
         self._compare("gather(value)", signs, "torch.distributed.all_gather_object gets the values of all ranks")
         return [found[rank] for rank in self.ranks]
