@@ -20,8 +20,8 @@ PYTEST := $(BIN)/pytest --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-l
 help:
 	@echo 'make lab    open the first notebook in JupyterLab'
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
-	@echo 'make quick  what one runs all the time, in 3 minutes: style, types, layers, and tests that start no kernel and no ranks'
-	@echo 'make test   every promise once, on real kernels and ranks, in 12 minutes on 2 cores; WORKERS=2'
+	@echo 'make quick  what one runs all the time: style, types, layers, and tests that start no kernel and no ranks'
+	@echo 'make test   most promises once, on real kernels and ranks; WORKERS=2'
 	@echo 'make verify every check and every test that this machine allows; SEED=20991231 plays what was drawn on that day'
 	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/test_environments.py'
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'

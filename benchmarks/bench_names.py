@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.exchange.names import code_globals as _code
+from nbtrain.exchange.names import code_globals
 from nbtrain.exchange.names.cell_names import analyse, reach
 
 HELPERS = 50
@@ -51,7 +51,7 @@ def main() -> None:
 
     def first(source: str = text) -> None:
         analyse.cache_clear()
-        _code._KNOWN.clear()
+        code_globals._KNOWN.clear()
         reach(analyse(source), namespace)
 
     def again() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain import registry, words
-from nbtrain.magics import strategy_table as table
+from nbtrain.magics import strategy_table
 from nbtrain.strategies import presets
 from tests.variants import buckets
 
@@ -27,7 +27,7 @@ class Row:
 
 def rows(ranks: int, bucket_mb: float) -> list[Row]:
     """In the registry's order. Buckets are small, as they are beside a model that is worth dividing."""
-    available = {name: can for name, _, can, *_ in table.strategies()}
+    available = {name: can for name, _, can, *_ in strategy_table.strategies()}
     found: dict[Any, Row] = {}
     for name, entry in registry.strategies().items():
         lacks = "" if available[name] == "yes" else available[name].removeprefix("no: ")

@@ -170,9 +170,9 @@ def __getattr__(name: str) -> Any:
 
         return wrap
     if name in ("save", "load"):
-        from nbtrain.training.checkpoints import api as here
+        from nbtrain.training.checkpoints import api
 
-        return getattr(here, name)
+        return getattr(api, name)
     if name == "resumable":
         from nbtrain.training.checkpoints.api import resumable
 

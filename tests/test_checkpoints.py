@@ -36,12 +36,9 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api as here
-from nbtrain.training.checkpoints import background_write as writing
-from nbtrain.training.checkpoints import folder
-from nbtrain.training.checkpoints import ownership as owning
+from nbtrain.training.checkpoints import api, background_write, folder, ownership
 from nbtrain.training.checkpoints.rank_parts import Described, owners
-from nbtrain.training.ranks import default_generators as streams
+from nbtrain.training.ranks import default_generators
 from nbtrain.training.runtime import Runtime
 from tests.flat import FlatPieces
 from tests.kernels import Kernel
@@ -122,13 +119,13 @@ def cell_at(place: RankInfo, strategy: Any, spec: RunSpec = SPEC, **objects: Any
     runtime = Runtime(place, strategy, lambda event: None)
     runtime.install()
     try:
-        runtime.randomness.adopt(streams.capture())
+        runtime.randomness.adopt(default_generators.capture())
         runtime.begin(spec, objects)
         yield runtime
         runtime.end(True)
         runtime.checkpoints.finish()
     finally:
-        here.enter(None)
+        api.enter(None)
         runtime.uninstall()
 
 
@@ -206,8 +203,8 @@ def _save(rank: int, setup: str, path: str) -> None:
     with cell_at(place, strategy, model=model, optimizer=optimizer, scheduler=scheduler):
         share = strategy.share(rank, place.world_size)
         train(model, optimizer, scheduler, range(3), *share)
-        here.save(path)
-        here.save(f"{path}-full", full=True)
+        api.save(path)
+        api.save(f"{path}-full", full=True)
         train(model, optimizer, scheduler, range(3, 4), *share)  # while it is written
 
 
@@ -218,9 +215,9 @@ def _load(rank: int, setup: str, paths: list[str]) -> None:
         model, optimizer, scheduler = make(seed=1)
         strategy = SETUPS[setup].make()
         with cell_at(place, strategy, model=model, optimizer=optimizer, scheduler=scheduler):
-            here.load(path)
+            api.load(path)
             train(model, optimizer, scheduler, range(3, 4), *strategy.share(rank, place.world_size))
-            here.save(f"{path}-{setup}")
+            api.save(f"{path}-{setup}")
 
 
 def reference(steps: int = 4) -> dict[str, torch.Tensor]:
@@ -232,7 +229,7 @@ def reference(steps: int = 4) -> dict[str, torch.Tensor]:
 def loaded(path: str) -> tuple[dict[str, torch.Tensor], Any]:
     """Into plain objects, without any ranks."""
     model, optimizer, scheduler = make(seed=2)
-    here.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+    api.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
     found = {**model.state_dict(), **{f"lr {i}": torch.tensor(g["lr"]) for i, g in enumerate(optimizer.param_groups)}}
     return found, (model, optimizer, scheduler)
 
@@ -240,7 +237,7 @@ def loaded(path: str) -> tuple[dict[str, torch.Tensor], Any]:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     yield
-    here._plain = here._resume = None
+    api._plain = api._resume = None
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +297,7 @@ def _stays_in_pieces(rank: int, path: str) -> bool:
     strategy = registry.make_strategy("fsdp", {}, {})
     with cell(rank, 4, strategy, model=model, optimizer=optimizer, scheduler=scheduler) as runtime:
         before = list(runtime.workshop.kept)
-        here.load(path)
+        api.load(path)
         return before == runtime.workshop.kept and bool(optimizer.state)
 
 
@@ -338,7 +335,7 @@ def test_a_crash_while_writing_leaves_the_one_before_whole(tmp_path: Path) -> No
     model = nn.Linear(1000, 2000)  # 8 MB
     with torch.no_grad():
         model.weight.fill_(1)
-    here.save(path, model=model)
+    api.save(path, model=model)
     seen = set()
     for moment in range(8):
         pid = os.fork()
@@ -348,7 +345,7 @@ def test_a_crash_while_writing_leaves_the_one_before_whole(tmp_path: Path) -> No
                 with torch.no_grad():
                     model.weight.fill_(2)
                 for _ in range(1000):
-                    here.save(path, model=model)
+                    api.save(path, model=model)
             finally:
                 os._exit(0)
         deadline = time.monotonic() + 20
@@ -358,12 +355,12 @@ def test_a_crash_while_writing_leaves_the_one_before_whole(tmp_path: Path) -> No
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         other = nn.Linear(1000, 2000)
-        here.load(path, model=other)
+        api.load(path, model=other)
         numbers = set(other.weight.flatten().tolist())
         assert len(numbers) == 1
         seen |= {bool(_being_written(tmp_path))}
     assert True in seen  # it was killed in the middle
-    here.save(path, model=model)
+    api.save(path, model=model)
     assert os.listdir(tmp_path) == ["last"]
 
 
@@ -374,23 +371,23 @@ def _being_written(parent: Path) -> list[str]:
 def test_one_that_was_put_aside_is_found(tmp_path: Path) -> None:
     """Killed between the two renames."""
     model, *_ = plain()
-    here.save(tmp_path / "last", model=model)
+    api.save(tmp_path / "last", model=model)
     os.rename(tmp_path / "last", tmp_path / f".last.{folder._host()}-999999999-0.old")
     other = Net()
-    here.load(tmp_path / "last", model=other)
+    api.load(tmp_path / "last", model=other)
     agrees(state(other), state(model), "put aside")
-    here.save(tmp_path / "another", model=model)
+    api.save(tmp_path / "another", model=model)
     assert sorted(os.listdir(tmp_path)) == ["another", "last"]
 
 
 def test_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     model, optimizer, scheduler = plain()
-    here.save(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler)
+    api.save(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler)
     other = Net(width=6)
     other.more = nn.Linear(2, 2)
     before = state(other)
     with pytest.raises(UsageError) as raised:
-        here.load(tmp_path / "a", model=other)
+        api.load(tmp_path / "a", model=other)
     text = str(raised.value)
     assert "model.embed.weight is (11, 8) there and (11, 6) here" in text
     assert "model.inner.weight is (8, 8) there and (6, 6) here" in text
@@ -401,18 +398,18 @@ def test_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None
     before = state(fresh)
     sgd = torch.optim.SGD(fresh.parameters(), lr=0.3)
     with pytest.raises(UsageError, match="optimizer is AdamW there and SGD here"):
-        here.load(tmp_path / "a", model=fresh, optimizer=sgd)
+        api.load(tmp_path / "a", model=fresh, optimizer=sgd)
     one_group = torch.optim.AdamW(fresh.parameters(), lr=0.3)
     with pytest.raises(UsageError, match="optimizer has 2 groups of parameters there and 1 here"):
-        here.load(tmp_path / "a", model=fresh, optimizer=one_group)
+        api.load(tmp_path / "a", model=fresh, optimizer=one_group)
     assert one_group.param_groups[0]["lr"] == 0.3
     agrees(state(fresh), before, "refused")
     with pytest.raises(UsageError, match="there is no checkpoint"):
-        here.load(tmp_path / "nowhere", model=fresh)
+        api.load(tmp_path / "nowhere", model=fresh)
 
 
 def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
-    here.save(tmp_path / "a", model=make()[0])
+    api.save(tmp_path / "a", model=make()[0])
     for text, same in run_on_ranks(_refused_there, str(tmp_path / "a")):
         assert "embed.weight is (11, 8) there and (11, 6) here" in text
         assert same
@@ -423,7 +420,7 @@ def _refused_there(rank: int, path: str) -> tuple[str, bool]:
     with cell(rank, 2, DDP(DDP.Options()), model=model):
         before = state(model)
         try:
-            here.load(path)
+            api.load(path)
         except UsageError as error:
             return str(error), all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     return "", False
@@ -432,25 +429,25 @@ def _refused_there(rank: int, path: str) -> tuple[str, bool]:
 def test_names(tmp_path: Path) -> None:
     """One model under another name is the one; of two it has to be said which."""
     model, optimizer, scheduler = plain()
-    here.save(tmp_path / "a", net=model, opt=optimizer, plan=scheduler)
+    api.save(tmp_path / "a", net=model, opt=optimizer, plan=scheduler)
     other, adam, cosine = make(seed=4)
-    here.load(tmp_path / "a", other, adam, cosine)
+    api.load(tmp_path / "a", other, adam, cosine)
     agrees(state(other), state(model), "renamed")
     assert cosine.last_epoch == 2
     second = nn.Linear(3, 3)
-    here.save(tmp_path / "two", net=model, second=second)
+    api.save(tmp_path / "two", net=model, second=second)
     with pytest.raises(UsageError, match="has models 'net', 'second', and nothing for model"):
-        here.load(tmp_path / "two", model=other)
+        api.load(tmp_path / "two", model=other)
     third = nn.Linear(3, 3)
-    here.load(tmp_path / "two", second=third)
+    api.load(tmp_path / "two", second=third)
     assert torch.equal(third.weight, second.weight)
 
 
 def test_compiled_is_the_same_model(tmp_path: Path) -> None:
     model, _, _ = plain()
-    here.save(tmp_path / "a", model=torch.compile(model))
+    api.save(tmp_path / "a", model=torch.compile(model))
     other = Net()
-    here.load(tmp_path / "a", model=other)
+    api.load(tmp_path / "a", model=other)
     agrees(state(other), state(model), "compiled")
 
 
@@ -472,11 +469,11 @@ def test_every_k_steps_and_keep_last(tmp_path: Path, capsys: pytest.CaptureFixtu
     run_on_ranks(_intervals, str(tmp_path), 2)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000008", "step-000010"]
     model, optimizer, _ = make(seed=5)
-    here.load(tmp_path / "checkpoints", model=model, optimizer=optimizer)
+    api.load(tmp_path / "checkpoints", model=model, optimizer=optimizer)
     assert "the newest whole checkpoint in there is step-000010 (step 10)" in capsys.readouterr().err
     assert {int(held["step"]) for held in optimizer.state.values()} == {10}
     (tmp_path / "checkpoints" / "step-000010" / ".metadata").unlink()  # not whole any more
-    here.load(tmp_path / "checkpoints", model=model, optimizer=optimizer)
+    api.load(tmp_path / "checkpoints", model=model, optimizer=optimizer)
     assert {int(held["step"]) for held in optimizer.state.values()} == {8}
 
 
@@ -505,7 +502,7 @@ def _made_by_deepspeed(rank: int, parent: str) -> dict[str, torch.Tensor]:
 def _takes(rank: int, path: str) -> dict[str, torch.Tensor]:
     model, *_ = make(seed=1)
     with cell(rank, 2, FlatPieces(FlatPieces.Options()), model=model):
-        here.load(path)
+        api.load(path)
     return state(model)
 
 
@@ -518,12 +515,12 @@ def test_a_folder_that_deepspeed_made(stage: int, tmp_path: Path) -> None:
     wanted = run_on_ranks(_made_by_deepspeed, str(path), world_size=2, timeout=120)[0]
     assert (path / "latest").is_file()
     model, *_ = make(seed=1)
-    here.load(path, model=model)
+    api.load(path, model=model)
     agrees(state(model), wanted, "in the notebook")
     for found in run_on_ranks(_takes, str(path), world_size=2):
         agrees(found, wanted, "on ranks")
     with pytest.raises(UsageError, match=r"model.embed.weight is \(11, 8\) there and \(11, 6\) here"):
-        here.load(path, model=Net(width=6))
+        api.load(path, model=Net(width=6))
 
 
 def _by_time(rank: int, parent: str) -> int:
@@ -554,21 +551,21 @@ def _unwritable(rank: int, path: str) -> list[str]:
     said = []
     with cell(rank, 2, FlatPieces(FlatPieces.Options()), model=model, optimizer=optimizer, scheduler=scheduler):
         train(model, optimizer, scheduler, range(1), rank, 2)
-        here.save(path)
-        here.current().finish()
+        api.save(path)
+        api.current().finish()
         if rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         train(model, optimizer, scheduler, range(1, 2), rank, 2)
-        here.save(path)
+        api.save(path)
         train(model, optimizer, scheduler, range(2, 3), rank, 2)
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         try:
-            here.save(path)
+            api.save(path)
         except NbtrainError as error:
             said.append(str(error))
-        here.save(path + "-2")
+        api.save(path + "-2")
     return said
 
 
@@ -599,7 +596,7 @@ def _keeps_waiting(rank: int, path: str, short_of: str) -> tuple[list[str], floa
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         try:
-            here.save(path)
+            api.save(path)
         except MemoryError as error:
             said.append(str(error))
             del model[1].detach
@@ -607,11 +604,11 @@ def _keeps_waiting(rank: int, path: str, short_of: str) -> tuple[list[str], floa
         began = time.monotonic()
         runtime.begin(SPEC, {"model": model})
         waited = time.monotonic() - began
-        while here.current().writing.left_behind:
-            here.current().finish()
+        while api.current().writing.left_behind:
+            api.current().finish()
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        here.save(path)
+        api.save(path)
     return said, waited
 
 
@@ -632,12 +629,12 @@ def test_a_rank_that_cannot_save_keeps_nobody_waiting(
 
 
 def test_who_left_the_cell_without_a_word_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "GRACE", 0.2)
+    monkeypatch.setattr(background_write, "GRACE", 0.2)
     made = folder.beside(tmp_path / "a")
     made.mkdir()
-    writing.owe(made, [1])
-    one = writing.Writing()
-    one.start(writing.Job(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
+    background_write.owe(made, [1])
+    one = background_write.Writing()
+    one.start(background_write.Job(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
     one.leave_behind()
     assert "rank 1 ended before it had written" in str(one.finish())
     assert os.listdir(tmp_path) == []
@@ -647,23 +644,23 @@ def test_what_goes_wrong_at_the_end_is_raised_there(tmp_path: Path) -> None:
     model, *_ = plain()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="is there already, and is no whole checkpoint"):
-        here.save(tmp_path / "file", model=model)
+        api.save(tmp_path / "file", model=model)
     with pytest.raises(NbtrainError, match="could not be written"):
-        here.save(tmp_path / "file" / "below", model=model)
+        api.save(tmp_path / "file" / "below", model=model)
     assert os.listdir(tmp_path) == ["file"]
     with pytest.raises(UsageError, match="a checkpoint is a folder"):
-        here.save(tmp_path / "best.safetensors", model=model, full=True)
+        api.save(tmp_path / "best.safetensors", model=model, full=True)
     with pytest.raises(UsageError, match="in the notebook, say what"):
-        here.save(tmp_path / "a")
+        api.save(tmp_path / "a")
     with pytest.raises(UsageError, match="not list"):
-        here.save(tmp_path / "a", [1])
+        api.save(tmp_path / "a", [1])
 
 
 def _under_none(rank: int, path: str) -> str:
     model, *_ = make()
     with cell(rank, 2, NoStrategy(NoStrategy.Options()), model=model):
         try:
-            here.save(path)
+            api.save(path)
         except NotSupported as error:
             return str(error)
     return ""
@@ -678,15 +675,15 @@ def test_weights_alone(tmp_path: Path) -> None:
     model, *_ = plain()
     save_file({key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "w.safetensors")
     other = Net()
-    here.load(tmp_path / "w.safetensors", other)
+    api.load(tmp_path / "w.safetensors", other)
     agrees(state(other), state(model), "a file")
     half = nn.Linear(3, 3).to(torch.bfloat16)
-    here.save(tmp_path / "gan", G=model, D=half, full=True)
+    api.save(tmp_path / "gan", G=model, D=half, full=True)
     names = ["D.safetensors", "G.safetensors", folder.MARKER, "training.safetensors"]
     assert sorted(os.listdir(tmp_path / "gan")) == names
     assert torch.equal(load_file(tmp_path / "gan" / "D.safetensors")["weight"], half.weight)
     lone = nn.Linear(3, 3).to(torch.bfloat16)
-    here.load(tmp_path / "gan", D=lone)
+    api.load(tmp_path / "gan", D=lone)
     assert torch.equal(lone.weight, half.weight)
 
 
@@ -695,7 +692,7 @@ def _snapshot_is_of_the_moment(rank: int, path: str) -> None:
     with torch.no_grad():
         model.weight.fill_(1)
     with cell(rank, 2, DDP(DDP.Options()), model=model):
-        here.save(path)
+        api.save(path)
         with torch.no_grad():
             model.weight.fill_(2)  # while it is written
 
@@ -703,7 +700,7 @@ def _snapshot_is_of_the_moment(rank: int, path: str) -> None:
 def test_what_is_written_is_what_there_was(tmp_path: Path) -> None:
     run_on_ranks(_snapshot_is_of_the_moment, str(tmp_path / "a"))
     model = nn.Linear(300, 300)
-    here.load(tmp_path / "a", model=model)
+    api.load(tmp_path / "a", model=model)
     assert set(model.weight.flatten().tolist()) == {1.0}
     said = json.loads((tmp_path / "a" / folder.MARKER).read_text())
     assert [name for name in said["files"] if re.fullmatch(r"__\d_0.distcp", name)] == ["__0_0.distcp", "__1_0.distcp"]
@@ -711,11 +708,11 @@ def test_what_is_written_is_what_there_was(tmp_path: Path) -> None:
 
 def test_random_streams_go_on(tmp_path: Path) -> None:
     model, optimizer, _ = plain()
-    here.save(tmp_path / "a", model=model, optimizer=optimizer)
+    api.save(tmp_path / "a", model=model, optimizer=optimizer)
     wanted = torch.rand(3)
-    here.load(tmp_path / "a", model=model)
+    api.load(tmp_path / "a", model=model)
     assert not torch.equal(torch.rand(3), wanted)  # weights alone: nothing else moves
-    here.load(tmp_path / "a", model=model, optimizer=optimizer)
+    api.load(tmp_path / "a", model=model, optimizer=optimizer)
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -868,7 +865,7 @@ def test_the_folder_of_another_training_is_left_alone(tmp_path: Path) -> None:
     # The same one, in another process, with a model beside it that the cell before did not use.
     _of(nn.Linear(3, 3), to, 6, teacher=nn.Linear(7, 7))
     assert sorted(path.name for path in to.iterdir()) == ["step-000004", "step-000006"]
-    folder.prune(to, 0, lambda said: owning.same({"another": ["x"]}, said))
+    folder.prune(to, 0, lambda said: ownership.same({"another": ["x"]}, said))
     assert len(list(to.iterdir())) == 2
 
 
@@ -890,19 +887,19 @@ def test_another_strategy_is_the_same_training(tmp_path: Path) -> None:
 def test_a_link_is_replaced_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
     model, *_ = plain()
     wanted = state(model)
-    here.save(tmp_path / "step", model=model)
+    api.save(tmp_path / "step", model=model)
     (tmp_path / "best").symlink_to("step")
     (tmp_path / "nowhere").symlink_to("gone")
     with torch.no_grad():
         model.scale.fill_(7)
     for name in ("best", "nowhere"):
-        here.save(tmp_path / name, model=model)
+        api.save(tmp_path / name, model=model)
         other = Net()
-        here.load(tmp_path / name, model=other)
+        api.load(tmp_path / name, model=other)
         agrees(state(other), state(model), name)
     assert sorted(os.listdir(tmp_path)) == ["best", "nowhere", "step"]
     other = Net()
-    here.load(tmp_path / "step", model=other)
+    api.load(tmp_path / "step", model=other)
     agrees(state(other), wanted, "what it led to")
 
 
@@ -946,10 +943,10 @@ def test_what_torch_and_lightning_have_written(tmp_path: Path) -> None:
     model = _net()
     for form, path in _elsewhere(tmp_path, model):
         other = _net()
-        here.load(path, other)
+        api.load(path, other)
         agrees(dict(other.state_dict()), dict(model.state_dict()), form)
         with pytest.raises(UsageError, match="is of another model"):
-            here.load(path, nn.Linear(7, 2))
+            api.load(path, nn.Linear(7, 2))
 
 
 def test_two_models_in_a_folder_of_torchs(tmp_path: Path) -> None:
@@ -959,7 +956,7 @@ def test_two_models_in_a_folder_of_torchs(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"G": first.state_dict(), "D": second.state_dict()}, checkpoint_id=tmp_path / "gan", no_dist=True)
-    here.load(tmp_path / "gan", D=other, G=one)
+    api.load(tmp_path / "gan", D=other, G=one)
     assert torch.equal(one.weight, first.weight)
     assert torch.equal(other.weight, second.weight)
 
@@ -967,7 +964,7 @@ def test_two_models_in_a_folder_of_torchs(tmp_path: Path) -> None:
 def test_a_ckpt_that_lightning_has_not_written(tmp_path: Path) -> None:
     torch.save(_net().state_dict(), tmp_path / "other.ckpt")
     with pytest.raises(UsageError, match=r"load_state_dict\(torch.load\(path\)\)"):
-        here.load(tmp_path / "other.ckpt", _net())
+        api.load(tmp_path / "other.ckpt", _net())
 
 
 def test_what_others_have_written_on_ranks(tmp_path: Path) -> None:

@@ -939,10 +939,9 @@ def test_an_optimizer_from_the_config() -> None:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """DeepSpeed's CPU Adam: about a minute, once per machine."""
-    from nbtrain.strategies.deepspeed import compile_ops as ops
-    from nbtrain.strategies.deepspeed import library
+    from nbtrain.strategies.deepspeed import compile_ops, library
 
-    ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder")
+    compile_ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder")
 
 
 @pytest.mark.thorough
@@ -963,11 +962,10 @@ def test_offloaded_to_the_host(stage: int, options: dict[str, Any], compiled: No
 
 def without_libaio(rank: int) -> str:
     """Why there is none. Elsewhere than in this process: to compile something leaves its traces."""
-    from nbtrain.strategies.deepspeed import compile_ops as ops
-    from nbtrain.strategies.deepspeed import library
+    from nbtrain.strategies.deepspeed import compile_ops, library
 
     try:
-        ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder")
+        compile_ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder")
     except UsageError as error:
         return str(error)
     return ""

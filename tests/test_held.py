@@ -17,7 +17,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints import api
 from tests.absent import absent
 from tests.ranks import run_on_ranks
 from tests.test_checkpoints import cell
@@ -100,7 +100,7 @@ def trained(rank: int, kind: tuple[Any, ...], folder: str) -> dict[tuple[str, st
             nonlocal saves
             if place == chosen:
                 saves += 1
-                here.save(f"{folder}/{chosen}", model=model, optimizer=optimizer)
+                api.save(f"{folder}/{chosen}", model=model, optimizer=optimizer)
 
         with cell(
             rank, 2, strategy(*kind), RunSpec(pool=PoolSpec(), accumulate=every), model=model, optimizer=optimizer
@@ -179,10 +179,10 @@ def gone_on(rank: int, kind: tuple[Any, ...], path: str) -> torch.Tensor:
         known = {"step", "zero_grad"} & vars(optimizer).keys()
         with cell(rank, 2, strategy(*kind), spec, model=model, optimizer=optimizer):
             if load:
-                here.load(path)
+                api.load(path)
             by_option(model, optimizer, batches[2 * load : 2 + 2 * load], lambda *_: None)
             if not load:
-                here.save(path)
+                api.save(path)
             weights = torch.cat([value.flatten() for value in whole(model).values()]).clone()
         assert {"step", "zero_grad"} & vars(optimizer).keys() == known
     return weights
@@ -200,16 +200,16 @@ def inside(rank: int, kind: tuple[Any, ...], path: str) -> None:
     model, optimizer = make()
     x = torch.ones(2, 4)
     with cell(rank, 2, strategy(*kind), RunSpec(pool=PoolSpec()), model=model, optimizer=optimizer):
-        handle = model[1].register_forward_hook(lambda *_: here.save(path, model=model))
+        handle = model[1].register_forward_hook(lambda *_: api.save(path, model=model))
         with pytest.raises(NotSupported, match="in the middle of a model's forward or backward"):
             model(x)
         handle.remove()
         out = model(x)
-        out.register_hook(lambda _: here.save(path, model=model))
+        out.register_hook(lambda _: api.save(path, model=model))
         with pytest.raises(NotSupported, match="in the middle of a model's forward or backward"):
             out.mean().backward()
         by_hand(model, optimizer, [x, x], lambda *_: None)
-        here.save(path, model=model)
+        api.save(path, model=model)
 
 
 @pytest.mark.parametrize("kind", [("fsdp",), ("deepspeed", 2)], ids=lambda k: "-".join(map(str, k)))

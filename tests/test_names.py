@@ -395,15 +395,15 @@ def test_an_object_that_holds_itself() -> None:
 
 
 def test_code_is_forgotten_with_its_function() -> None:
-    from nbtrain.exchange.names import code_globals as _code
+    from nbtrain.exchange.names import code_globals
 
     namespace = notebook("def f(): return 'only here 5471'")
     reach(analyse("f"), namespace)
     code = namespace["f"].__code__
-    assert code in _code._KNOWN
-    before = len(_code._KNOWN)
+    assert code in code_globals._KNOWN
+    before = len(code_globals._KNOWN)
     del namespace["f"], code
-    assert len(_code._KNOWN) < before
+    assert len(code_globals._KNOWN) < before
 
 
 TORCH = """

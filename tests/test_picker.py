@@ -16,7 +16,7 @@ from nbtrain.errors import UsageError
 from nbtrain.magics.extension import state_here
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.picker import options_form as choice_options
+from nbtrain.magics.picker import options_form
 from nbtrain.magics.picker.choice import Choice
 from nbtrain.magics.picker.training_loop import loop, resized
 from nbtrain.magics.picker.wishes import Wish, ranks_of
@@ -328,16 +328,16 @@ def test_a_strategy_of_the_notebook_is_a_card(picking: Picking, state: MagicsSta
 )
 def test_every_option_has_an_input_of_its_kind_and_is_explained(name: str) -> None:
     chosen = Chosen.named(name, {})
-    for one in choice_options.inputs(chosen, {}):
-        assert one.kind in choice_options.KINDS
+    for one in options_form.inputs(chosen, {}):
+        assert one.kind in options_form.KINDS
         assert one.help, f"{name} {one.flag} has no words below it"
         assert one.value == one.usual
         other = {"switch": "off" if one.usual == "on" else "on", "number": "3", "text": "7"}.get(
             one.kind, one.choices[-1:]
         )
         typed = {one.field: other if isinstance(other, str) else other[0]}
-        again = parse(" ".join(choice_options.words(choice_options.inputs(chosen, typed))), {})
-        assert choice_options.typed_of(chosen, again.own) in (typed, {}), one.flag
+        again = parse(" ".join(options_form.words(options_form.inputs(chosen, typed))), {})
+        assert options_form.typed_of(chosen, again.own) in (typed, {}), one.flag
 
 
 @pytest.mark.parametrize(

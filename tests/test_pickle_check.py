@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nbtrain.errors import CannotTravel, UsageError
-from nbtrain.session.sync import trial_unpickling as opening
+from nbtrain.session.sync import trial_unpickling
 from nbtrain.session.sync.check_report import Report, check
 from tests.kernels import Kernel
 from tests.notebook import Notebook
@@ -229,7 +229,7 @@ def test_what_packs_but_does_not_open_is_named_and_nothing_is_touched(sides: Sid
 
 
 def test_a_setstate_that_waits_for_ever_is_given_up(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "PATIENCE", 0.3)
+    monkeypatch.setattr(trial_unpickling, "PATIENCE", 0.3)
     sides.run("""
         import time
         class Slow:

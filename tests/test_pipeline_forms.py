@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.pipeline import Pipeline
-from nbtrain.strategies.pipeline import same_forward as forms
+from nbtrain.strategies.pipeline import Pipeline, same_forward
 from nbtrain.strategies.pipeline.cut import make_line
 from tests.ranks import run_on_ranks
 
@@ -243,10 +242,10 @@ def test_weights_that_are_drawn_anew_in_a_cell_are_those_of_one_process() -> Non
 
 def test_it_is_looked_at_quickly() -> None:
     line = make_line(Reads(PLACES["a closure"][0]), 2, "params")
-    assert forms.constants(line) == forms.constants(line)
+    assert same_forward.constants(line) == same_forward.constants(line)
     took = []
     for _ in range(50):
         start = time.perf_counter()
-        forms.constants(line)
+        same_forward.constants(line)
         took.append(time.perf_counter() - start)
     assert min(took) < 2e-4

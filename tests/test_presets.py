@@ -9,7 +9,7 @@ import pytest
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics import strategy_table as table
+from nbtrain.magics import strategy_table
 from nbtrain.magics.line.flags import flags_of, read
 from nbtrain.magics.line.parse import parse
 from nbtrain.magics.line.resolve import check_flags
@@ -134,7 +134,7 @@ def test_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_in_a_notebook() -> None:
-    page = table.html({})
+    page = strategy_table.html({})
     assert page.count("<table") == page.count("</table>") == 2
     assert page.count("<tr>") == 2 + len(registry.strategies()) + len(presets.names())
     assert "<code>ddp_spawn</code></td><td><span>-s</span> ddp <span>--start</span> spawn</td>" in page
@@ -145,6 +145,6 @@ def test_what_is_not_installed_comes_with_its_command(monkeypatch: pytest.Monkey
         name="far", where="no.such:Thing", summary="", needs=registry.Needs(packages=("no_such_package",))
     )
     monkeypatch.setattr(registry, "STRATEGIES", {"far": entry})
-    (row,) = [row for row in table.strategies() if row[0] == "far"]
+    (row,) = [row for row in strategy_table.strategies() if row[0] == "far"]
     assert row[2] == "no: no_such_package is not installed: pip install no_such_package"
     assert row[4] == ""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
 from tests.ranks import run_on_ranks
 from tests.test_checkpoints import alone, cell
@@ -66,7 +66,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             if stop == (epoch, number):
-                here.save(save)
+                api.save(save)
                 return seen
     return seen
 
@@ -88,7 +88,7 @@ def _second(rank: int, world: int, path: str, **kind: Any) -> tuple[Seen, list[f
     model, optimizer, loader = make(**kind)
     torch.manual_seed(99)  # another process
     with cell(rank, world, strategy(world), SPEC, model=model, optimizer=optimizer, loader=loader):
-        here.load(path)
+        api.load(path)
         seen = train(model, optimizer, loader)
         return seen, model.outer.weight.flatten().tolist()
 
@@ -144,7 +144,7 @@ def single() -> Iterator[Any]:
             return body()
 
     yield run
-    here._plain = here._resume = None
+    api._plain = api._resume = None
 
 
 def test_saved_between_two_epochs(single: Any, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_saved_between_two_epochs(single: Any, tmp_path: Path) -> None:
                     optimizer.zero_grad()
                 trail.append(f"rest {epoch}")
                 if every is None:
-                    here.save(path)
+                    api.save(path)
                 if until == 1:
                     return
 
@@ -182,7 +182,7 @@ def test_saved_between_two_epochs(single: Any, tmp_path: Path) -> None:
         trail.clear()
 
         def again(body: Any = body, path: Path = path) -> None:
-            here.load(path)
+            api.load(path)
             body(2)
 
         single(again, **objects)
@@ -203,13 +203,13 @@ def test_loops_in_loops_and_loops_that_are_over(single: Any, tmp_path: Path) -> 
                 model(torch.ones(1, 3)).sum().backward()
                 optimizer.step()
                 if (i, j) == stop:
-                    here.save(tmp_path / "a")
+                    api.save(tmp_path / "a")
                     return
 
     single(lambda: body((1, "b")), model=model, optimizer=optimizer)
     assert trail[-1] == (1, "b")
     trail.clear()
-    single(lambda: (here.load(tmp_path / "a"), body()), model=model, optimizer=optimizer)
+    single(lambda: (api.load(tmp_path / "a"), body()), model=model, optimizer=optimizer)
     assert trail == [(1, "c"), (2, "a"), (2, "b"), (2, "c")]
     trail.clear()
     single(body, model=model, optimizer=optimizer)  # without a load it is a loop like any other
@@ -226,12 +226,12 @@ def test_a_loader_by_itself(single: Any, tmp_path: Path) -> None:
             model(x).sum().backward()
             optimizer.step()
             if len(seen) == stop:
-                here.save(tmp_path / "a")
+                api.save(tmp_path / "a")
                 return
 
     assert len(resumable(loader)) == len(loader)
     single(lambda: body(10), model=model, optimizer=optimizer, loader=loader)
-    single(lambda: (here.load(tmp_path / "a"), body()), model=model, optimizer=optimizer, loader=loader)
+    single(lambda: (api.load(tmp_path / "a"), body()), model=model, optimizer=optimizer, loader=loader)
     assert sorted(i for batch in seen for i in batch) == list(range(SAMPLES))
 
 
@@ -250,7 +250,7 @@ def test_a_stream_of_samples(single: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     rest: Seen = []
     single(
-        lambda: (here.load(tmp_path / "a"), rest.extend(train(model, optimizer, loader))),
+        lambda: (api.load(tmp_path / "a"), rest.extend(train(model, optimizer, loader))),
         model=model, optimizer=optimizer, loader=loader,
     )  # fmt: skip
     assert [batch for epoch, batch in first + rest if epoch == 0] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -264,8 +264,8 @@ def test_loaded_in_the_notebook(single: Any, tmp_path: Path) -> None:
         lambda: first.extend(train(model, optimizer, loader, stop=(2, 20), save=str(tmp_path / "a"))),
         model=model, optimizer=optimizer, loader=loader,
     )  # fmt: skip
-    here.load(tmp_path / "a", model=model, optimizer=optimizer)
-    spec = RunSpec(pool=PoolSpec(), resume=here.resume())
+    api.load(tmp_path / "a", model=model, optimizer=optimizer)
+    spec = RunSpec(pool=PoolSpec(), resume=api.resume())
     rest: Seen = []
     objects = {"model": model, "optimizer": optimizer, "loader": loader}
     single(lambda: None, spec, **objects)  # a cell without a loop does not use it up
@@ -282,6 +282,6 @@ def test_another_loader_begins_anew(single: Any, tmp_path: Path, capsys: pytest.
     single(lambda: train(model, optimizer, loader, stop=(1, 4), save=str(tmp_path / "a")), **objects, loader=loader)
     other = DataLoader(loader.dataset, 4)
     seen: Seen = []
-    single(lambda: (here.load(tmp_path / "a"), seen.extend(train(model, optimizer, other))), **objects, loader=other)
+    single(lambda: (api.load(tmp_path / "a"), seen.extend(train(model, optimizer, other))), **objects, loader=other)
     assert len([1 for epoch, _ in seen if epoch == 1]) == 12
     assert "the loader has 12 batches, and had 24 when the checkpoint was made" in capsys.readouterr().err

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nbtrain.events import Failed
-from nbtrain.session.report import error_hints as hints
+from nbtrain.session.report import error_hints
 from nbtrain.session.report.loop_variables import loop_variables
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.training.precision.activation_checkpointing import Recompute
-from nbtrain.training.setup import option_advice as advice
+from nbtrain.training.setup import option_advice
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 
@@ -179,7 +179,7 @@ ADVICE = {
 def test_advice_is_given_where_it_applies(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, room, names = ADVICE[what]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": room}))
-    found = advice.of_options(options, torch.device("cuda" if room else "cpu"))
+    found = option_advice.of_options(options, torch.device("cuda" if room else "cpu"))
     assert found.keys() == names
     assert "nvme" not in found or "--nvme_dir /tmp" in found["nvme"]
 
@@ -193,7 +193,7 @@ def test_advice_is_given_where_it_applies(what: str, monkeypatch: pytest.MonkeyP
 )
 def test_a_tensor_on_another_device_is_told_how_to_be_made(text: str) -> None:
     failed = Failed(rank=0, time=0.0, name="RuntimeError", text=text, lines=())
-    said = hints.hint(failed, {}, (), None)  # type: ignore[arg-type]
+    said = error_hints.hint(failed, {}, (), None)  # type: ignore[arg-type]
     assert "register_buffer" in said
     assert "type_as" in said
 

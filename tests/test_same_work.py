@@ -10,7 +10,7 @@ import torch
 
 from nbtrain.events import Finished
 from nbtrain.session.report.rank_differences import compared
-from nbtrain.training.data import split_datasets as datasets
+from nbtrain.training.data import split_datasets
 from nbtrain.training.data.same_work import SameWork
 from nbtrain.training.gradients.summed_losses import Summed
 from tests.kernels import Kernel
@@ -149,7 +149,7 @@ def test_a_look_that_fails_is_no_failure_of_the_cell(monkeypatch: pytest.MonkeyP
 
 
 def _of(make: Callable[[], object]) -> int:
-    return datasets.number(make())
+    return split_datasets.number(make())
 
 
 def test_numbers_of_data_sets() -> None:

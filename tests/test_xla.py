@@ -20,7 +20,7 @@ from nbtrain.doctor import check_strategies
 from nbtrain.errors import DeviceError, UsageError
 from nbtrain.machine.devices import Devices, Machine, resolve
 from nbtrain.machine.probes import cores_allowed, tpus
-from nbtrain.magics import strategy_table as table
+from nbtrain.magics import strategy_table
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.strategies.xla.library import take_place
 from tests.kernels import running_kernel
@@ -82,7 +82,7 @@ def test_ranks_talk_to_each_other_beside_xla() -> None:
 
 
 def test_the_table_and_the_doctor_say_what_it_was_not_run_on() -> None:
-    (row,) = [row for row in table.strategies() if row[0] == "xla"]
+    (row,) = [row for row in strategy_table.strategies() if row[0] == "xla"]
     assert "not run on hardware" in row[2]
     assert HERE or "torch_xla is not installed: pip install torch_xla" in row[2]
     assert registry.strategy("xla").needs.kinds == ("tpu",)

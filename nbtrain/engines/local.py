@@ -145,11 +145,12 @@ class LocalPool:
             seconds = min(seconds, LOOK_UP)
         heard: list[Event | Death] = list(self._channel.receive(seconds))
         deaths = self._processes.news()
-        ended, self._channel.ended = self._channel.ended, set()
-        patience = Patience(NEWS)  # a cell that began before the news came would wait for a rank that is gone
-        while ended & set(self._processes.pids()) and not patience.over:
-            heard += self._channel.receive(0.005)
-            deaths += self._processes.news()
+        if self._channel.ended:  # a cell that began before the news came would be sent to a rank that is gone
+            patience = Patience(NEWS)
+            while self._channel.ended & set(self._processes.pids()) and not patience.over:
+                heard += self._channel.receive(0.005)
+                deaths += self._processes.news()
+            self._channel.ended.clear()
         if deaths:
             heard += self._channel.receive(0.05)  # what they said before they died
         for event in heard:

@@ -11,8 +11,7 @@ from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, manual, trials, verbs, verify
-from nbtrain.magics import growth as growing
+from nbtrain.magics import cells, completion, growth, manual, trials, verbs, verify
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Request, parse_ranks
 from nbtrain.magics.line.resolve import check_flags
@@ -161,7 +160,7 @@ class Extension:
             trials.check(request, base)
             with shielded():
                 self.state.opened()
-            how = {"grow": growing.grow, "verify": verify.run}.get(tried[-1], trials.run)
+            how = {"grow": growth.grow, "verify": verify.run}.get(tried[-1], trials.run)
             how(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)

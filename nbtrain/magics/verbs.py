@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import strategy_table as table
+from nbtrain.magics import strategy_table
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -107,19 +107,21 @@ def _check(state: MagicsState, request: Request) -> str:
 
 
 def _strategies(state: MagicsState, request: Request) -> None:
-    state.shell.display_pub.publish({"text/plain": table.text(state.notebook), "text/html": table.html(state.notebook)})
+    state.shell.display_pub.publish(
+        {"text/plain": strategy_table.text(state.notebook), "text/html": strategy_table.html(state.notebook)}
+    )
 
 
 def _plan(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics import plan as planned
+    from nbtrain.magics import plan
 
-    planned.show(state, request)
+    plan.show(state, request)
 
 
 def _pick(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics.picker import picker as picked
+    from nbtrain.magics.picker import picker
 
-    picked.pick(state, request)
+    picker.pick(state, request)
 
 
 def _verify(state: MagicsState, request: Request) -> None:

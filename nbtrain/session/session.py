@@ -18,7 +18,7 @@ from nbtrain.session.cell import Cell
 from nbtrain.session.pool.pool_manager import Ranks
 from nbtrain.session.pool.status import report
 from nbtrain.session.report.report import drop_ahead, listed, mourn
-from nbtrain.session.run import in_kernel as inkernel
+from nbtrain.session.run import in_kernel
 from nbtrain.session.run.cell_run import CellRun
 from nbtrain.session.run.public_record import Outside
 from nbtrain.session.sync.captured_names import captured, check_kept, check_shown
@@ -63,7 +63,7 @@ class Session:
         if said:
             print(said)
         if run.pool.engine == "inprocess":
-            inkernel.run(self.shell, run, cell, names)
+            in_kernel.run(self.shell, run, cell, names)
             return None
         check_shown(cell.code)
         forks = run.pool.start == "fork"  # then the ranks are copies of this process

@@ -25,7 +25,7 @@ from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.shared_random import draw_from
 from nbtrain.training.backward_and_step import Wrapped
-from nbtrain.training.checkpoints import api as here
+from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
 from nbtrain.training.checkpoints.live_weights import put
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
@@ -47,14 +47,13 @@ from nbtrain.training.precision.activation_checkpointing import Recompute
 from nbtrain.training.precision.autocast import Forwards, chosen
 from nbtrain.training.precision.loss_scaling import Scaling
 from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
-from nbtrain.training.ranks import collectives
-from nbtrain.training.ranks import loop_fixes as lines
+from nbtrain.training.ranks import collectives, loop_fixes
 from nbtrain.training.ranks.agreement import Agreement
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import Recounted
 from nbtrain.training.ranks.random_state import Randomness
 from nbtrain.training.ranks.torch_save import Saving
-from nbtrain.training.setup import option_advice as advice
+from nbtrain.training.setup import option_advice
 from nbtrain.training.setup.components import Replaced, Workshop
 from nbtrain.training.setup.in_cell_models import InCellModels
 from nbtrain.training.setup.replace_references import become
@@ -158,7 +157,7 @@ class Runtime:
         if self.info.world_size > 1:
             self.recounted.listen(listeners)
             self.drawn.listen(listeners)
-            lines.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
+            loop_fixes.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
         self.saving.listen(listeners)
         _installed = self
 
@@ -212,7 +211,7 @@ class Runtime:
             )
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
         self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
-        here.enter(self.checkpoints)
+        api.enter(self.checkpoints)
         self.running = True
         self.wrapped.begin(self.accumulation)
         apart = count > 1 and run.ranks is None and run.trial is None and not self.strategy.hands_off
@@ -254,7 +253,7 @@ class Runtime:
         self.phases.end()
         self.wrapped.end()
         self.gradient_hooks.end()
-        here.enter(None)
+        api.enter(None)
         self.checkpoints.end()
         self.checkpoints.off = self.saving.off = False
         self.trying = None
@@ -314,7 +313,7 @@ class Runtime:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
         return self._agreement.take(self.workshop.prepared, self.steps.total, self.randomness)
 
-    def advice(self) -> dict[str, str]:
+    def option_advice(self) -> dict[str, str]:
         """What is said once in a notebook, by name: of the cell that has just ended."""
         found = {}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
@@ -326,7 +325,7 @@ class Runtime:
             )
         if self.steps.calls:
             found["checkpoints"] = self.recompute.whole()
-            found.update(advice.of_options(getattr(self.strategy, "options", None), self.device))
+            found.update(option_advice.of_options(getattr(self.strategy, "options", None), self.device))
         return {name: sentence for name, sentence in found.items() if sentence}
 
     def compared(self) -> dict[str, int]:
@@ -350,8 +349,8 @@ class Runtime:
             **self.loaders.evaluations.watching(**speakers),
             "barrier": collectives.barrier,
             "setup": self.setup,
-            "save": here.save,
-            "load": here.load,
+            "save": api.save,
+            "load": api.load,
             "resumable": resumable,
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.graph import edit_in_place as meet
+from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.cargo import Cargo
 from nbtrain.exchange.graph.parcel_path import path_to
 from nbtrain.exchange.graph.table import Table
@@ -116,7 +116,7 @@ class Arrival(Receiver):
                 node.seen, node.fixed = made.seen, made.fixed
             touched[key] = node
         for key, made in self._met.items():
-            meet.fill(touched[key], made)
+            edit_in_place.fill(touched[key], made)
         for put in sorted(self._own, key=self._turn):
             node = table.nodes[put.key]
             try:
@@ -166,9 +166,13 @@ class Arrival(Receiver):
         except _NotYet:
             return False
         if record.anew:
-            own = meet.renewed(self.table.nodes.get(record.key), obj, kind)
+            own = edit_in_place.renewed(self.table.nodes.get(record.key), obj, kind)
         else:
-            own = meet.own(record.place, obj, kind, self.table) if record.place is not None else module_state.MISSING
+            own = (
+                edit_in_place.own(record.place, obj, kind, self.table)
+                if record.place is not None
+                else module_state.MISSING
+            )
         if own is not module_state.MISSING:
             self._met[record.key], obj = obj, own
         node = self._made[record.key] = Node(record.key, obj, kind)

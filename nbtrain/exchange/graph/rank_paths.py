@@ -9,8 +9,7 @@ from typing import Any, Union
 from nbtrain.exchange.graph.object_path import step
 from nbtrain.exchange.graph.table import Table
 from nbtrain.exchange.graph.visit import Members
-from nbtrain.exchange.kinds import long_constants as frozen
-from nbtrain.exchange.kinds import module_state
+from nbtrain.exchange.kinds import long_constants, module_state
 from nbtrain.exchange.kinds.base import ATOMS, Node
 
 Way = tuple[int | str, bool, int, int]
@@ -80,7 +79,7 @@ class Ways:
 
 def by_value(value: Any) -> bool:
     """It travels as it is, and nobody asks which one it is."""
-    return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= frozen.TEXT)
+    return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= long_constants.TEXT)
 
 
 def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from nbtrain.exchange.gc_paused import calm
 from nbtrain.exchange.graph.cargo import Cargo, Culprit
 from nbtrain.exchange.graph.table import Table
 from nbtrain.exchange.graph.visit import Visit
-from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds import long_constants as frozen
+from nbtrain.exchange.kinds import dispatch, long_constants, module_state
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Later, Make, Node, Packed, Put, Ref
 
 NOT_GIVEN = Packed("sentinel", (argparse, "SUPPRESS"))
@@ -53,17 +52,17 @@ class Walk(Visit):
     def encode(self, value: Any) -> Any:  # noqa: C901  called for each value that travels
         """An atom as it is, a node as its reference, a tuple piece by piece."""
         cls = type(value)
-        if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= frozen.TEXT):
+        if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= long_constants.TEXT):
             return value if cls is not str or value is not SUPPRESS else NOT_GIVEN
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            kind = self.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else frozen.FROZEN
+            kind = self.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else long_constants.FROZEN
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
                 return self._stay(value, self._culprit(value, self.staying[id(value)].reason))
-            if cls is tuple and frozen.is_long(value):
-                kind = frozen.FROZEN
+            if cls is tuple and long_constants.is_long(value):
+                kind = long_constants.FROZEN
             if kind.compound:
                 try:
                     parts = kind.parts(value)

@@ -10,38 +10,44 @@ import weakref
 from collections.abc import Container
 from typing import Any
 
-from nbtrain.exchange.kinds import classes, containers, module_state, numeric, objects
-from nbtrain.exchange.kinds import container_subclasses as derived
-from nbtrain.exchange.kinds import functions as code
-from nbtrain.exchange.kinds import long_constants as frozen
-from nbtrain.exchange.kinds import modules_and_optimizers as learning
-from nbtrain.exchange.kinds import not_sendable as refused
-from nbtrain.exchange.kinds import random_generators as random
-from nbtrain.exchange.kinds import split_tensors as apart
+from nbtrain.exchange.kinds import (
+    classes,
+    container_subclasses,
+    containers,
+    functions,
+    long_constants,
+    module_state,
+    modules_and_optimizers,
+    not_sendable,
+    numeric,
+    objects,
+    random_generators,
+    split_tensors,
+)
 from nbtrain.exchange.kinds.base import Handle, Kind
 from nbtrain.intercept import path_of
 
 _BY_TYPE: dict[type, Kind] = {
     **containers.KINDS,
-    collections.OrderedDict: derived.ORDERED,
-    **code.KINDS,
+    collections.OrderedDict: container_subclasses.ORDERED,
+    **functions.KINDS,
     types.SimpleNamespace: objects.INSTANCE,
     weakref.ReferenceType: objects.WEAK,
-    apart.MemoryPlace: apart.PLACE,
+    split_tensors.MemoryPlace: split_tensors.PLACE,
     Handle: objects.KEPT,
     module_state.ModuleState: module_state.STATE,
 }
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *_BY_TYPE.values(), *derived.KINDS.values(), containers.NAMED, containers.NOTED, frozen.FROZEN, classes.CLASS,
-        code.BUILTIN_METHOD, code.REPLACED,
-        code.ALIAS, objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
-        numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, apart.APART,
-        learning.MODULE, learning.OPTIMIZER, learning.SCHEDULER, learning.LOADER, learning.COMPILED,
-        learning.HOOK_HANDLE,
-        random.TORCH, random.BITS, random.NUMPY,
-        refused.REFUSED, refused.BY_NAME, refused.LOG_HANDLER,
+        *_BY_TYPE.values(), *container_subclasses.KINDS.values(), containers.NAMED, containers.NOTED,
+        long_constants.FROZEN, classes.CLASS, functions.BUILTIN_METHOD, functions.REPLACED, functions.ALIAS,
+        objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
+        numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, split_tensors.APART,
+        modules_and_optimizers.MODULE, modules_and_optimizers.OPTIMIZER, modules_and_optimizers.SCHEDULER,
+        modules_and_optimizers.LOADER, modules_and_optimizers.COMPILED, modules_and_optimizers.HOOK_HANDLE,
+        random_generators.TORCH, random_generators.BITS, random_generators.NUMPY, not_sendable.REFUSED,
+        not_sendable.BY_NAME, not_sendable.LOG_HANDLER,
     )
 }  # fmt: skip
 
@@ -53,7 +59,7 @@ def kind_named(name: str) -> Kind:
 def kind_of(obj: Any, namespace: dict[str, Any], parted: Container[int] = ()) -> Kind | None:
     """How this object travels; None: as it is. `parted`: ids of the tensors that are here in pieces."""
     if parted and id(obj) in parted:
-        return apart.APART
+        return split_tensors.APART
     try:
         return _kind_of(obj, namespace)
     except Exception:  # a property or a metaclass of the user's: its own pickle says what is wrong with it
@@ -64,32 +70,32 @@ def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     cls = type(obj)
     if cls is types.FunctionType:
         if path_of(obj):
-            return code.REPLACED
+            return functions.REPLACED
         ours = obj.__globals__ is namespace
-        return code.KINDS[cls] if ours or not code.importable(obj) else None
+        return functions.KINDS[cls] if ours or not functions.importable(obj) else None
     kind = _BY_TYPE.get(cls)
     if kind is not None:
         return kind
-    kind = refused.kind_of(obj)
+    kind = not_sendable.kind_of(obj)
     if kind is not None:
         return kind
-    if isinstance(obj, code.ALIASES):  # before classes: `list[int]` calls itself one
-        return code.ALIAS
+    if isinstance(obj, functions.ALIASES):  # before classes: `list[int]` calls itself one
+        return functions.ALIAS
     if isinstance(obj, type):
-        return None if code.importable(obj) or not obj.__flags__ & (1 << 9) else classes.CLASS
+        return None if functions.importable(obj) or not obj.__flags__ & (1 << 9) else classes.CLASS
     if cls in (types.BuiltinFunctionType, types.MethodWrapperType):
         bound = getattr(obj, "__self__", None)
-        return None if bound is None or isinstance(bound, (types.ModuleType, type)) else code.BUILTIN_METHOD
-    kind = numeric.kind_of(obj) or learning.kind_of(obj) or random.kind_of(obj)
+        return None if bound is None or isinstance(bound, (types.ModuleType, type)) else functions.BUILTIN_METHOD
+    kind = numeric.kind_of(obj) or modules_and_optimizers.kind_of(obj) or random_generators.kind_of(obj)
     if kind is not None:
         return kind
     if isinstance(obj, tuple):
         return containers.NOTED if getattr(obj, "__dict__", None) else containers.NAMED
     if isinstance(obj, enum.Enum):
-        return None if code.importable(cls) else objects.MEMBER
+        return None if functions.importable(cls) else objects.MEMBER
     if isinstance(obj, typing.TypeVar):
         return objects.OPAQUE
-    kind = derived.kind_of(obj) or objects.plain_instance(obj)
+    kind = container_subclasses.kind_of(obj) or objects.plain_instance(obj)
     if kind is objects.INSTANCE and objects.sentinel(obj):
         return objects.SENTINEL
     return kind or objects.OPAQUE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from nbtrain.exchange.names import magic_text as _magic_text
+from nbtrain.exchange.names import magic_text
 from nbtrain.exchange.names.code_globals import CodeNames, code_names
 from nbtrain.exchange.names.statement import compiled, may_leave, plain
 
@@ -173,7 +173,7 @@ class NameFlow:
 
     def _magics(self, node: ast.AST, settled: Settled) -> Settled:
         calls = [child for child in ast.walk(node) if isinstance(child, ast.Call)]
-        magics = [(call, magic) for call in calls if (magic := _magic_text.read(call)) is not None]
+        magics = [(call, magic) for call in calls if (magic := magic_text.read(call)) is not None]
         if not magics:
             self.opaque = True  # get_ipython passed around
         for call, magic in magics:
@@ -181,7 +181,7 @@ class NameFlow:
             settled = self._magic(call, magic, settled)
         return settled
 
-    def _magic(self, call: ast.Call, magic: _magic_text.Magic, settled: Settled) -> Settled:
+    def _magic(self, call: ast.Call, magic: magic_text.Magic, settled: Settled) -> Settled:
         writes, before, offset = set(self.writes), settled, self._offset
         for expression in magic.expressions:
             try:
@@ -190,7 +190,7 @@ class NameFlow:
                 continue  # IPython leaves it as it stands: awk '{print $1}'
             self.reads |= code_names(module, module=True).reads - settled
         for text, first in magic.code:
-            tree = _magic_text.parse(text)
+            tree = magic_text.parse(text)
             if tree is None:
                 self.opaque = True
                 continue

@@ -11,11 +11,11 @@ from typing import Any
 import nbtrain.machine.devices as devices
 from nbtrain import registry
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import own_strategies as own
+from nbtrain.magics import own_strategies
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import AUTO, Chosen
 from nbtrain.magics.picker import cards as choice_cards
-from nbtrain.magics.picker import options_form as choice_options
+from nbtrain.magics.picker import options_form
 from nbtrain.magics.picker.cards import Data, variant_name
 from nbtrain.magics.picker.wishes import Backing, Wish, devices_of, ranks_of, whole
 from nbtrain.magics.state import MagicsState
@@ -90,7 +90,7 @@ class Choice:
         if lacks := choice_cards.against(chosen.needs, self._kind, self.ranks):
             raise UsageError(f"{self.strategy}: {lacks}")
         if self._loaded:
-            own.check_options(chosen.load(), choice_options.values(chosen, self.typed, self._state.notebook))
+            own_strategies.check_options(chosen.load(), options_form.values(chosen, self.typed, self._state.notebook))
         words = [f"--strategy {self.strategy}"]
         words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.wish.devices}")
         words += self._more
@@ -99,7 +99,7 @@ class Choice:
             words.append(f"--precision {self.wish.precision}")
         if self.recompute:
             words.append(f"--checkpoint-activations {self.recompute}")
-        return " ".join([*words, *choice_options.words(self._inputs())])
+        return " ".join([*words, *options_form.words(self._inputs())])
 
     def data(self) -> Data:
         """All that is to be seen."""
@@ -227,7 +227,7 @@ class Choice:
     def _adopt(self, request: Request) -> None:
         self._touched = True
         self.strategy = request.value("strategy")
-        self.typed = choice_options.typed_of(self._chosen, request.own)
+        self.typed = options_form.typed_of(self._chosen, request.own)
         self.recompute = ",".join(request.value("checkpoint_activations"))
 
     def _replan(self) -> None:
@@ -267,8 +267,8 @@ class Choice:
         a notebook without torch has nothing to train, and once a card is taken it is loaded anyway."""
         return "torch" in sys.modules
 
-    def _inputs(self) -> list[choice_options.Input]:
-        return choice_options.inputs(self._chosen, self.typed) if self._loaded else []
+    def _inputs(self) -> list[options_form.Input]:
+        return options_form.inputs(self._chosen, self.typed) if self._loaded else []
 
     def _line_or_wrong(self) -> tuple[str, str]:
         try:
@@ -279,7 +279,7 @@ class Choice:
     def _candidate(self, name: str) -> tuple[str, str]:
         """Name and line of a variant; of the chosen one as it stands."""
         if name == variant_name(self.strategy, self.recompute):
-            return " ".join([name, *choice_options.words(self._inputs())]), self.line()
+            return " ".join([name, *options_form.words(self._inputs())]), self.line()
         row = next((row for row in self._plan.rows if row.name == name), None) if self._plan is not None else None
         if row is not None:
             return name, row.line
@@ -322,5 +322,5 @@ class Choice:
                 continue
             chosen = Chosen.named(shown["name"], self._state.notebook)
             with suppress(UsageError):  # that is said where the line would be
-                options = choice_options.values(chosen, typed, self._state.notebook)
+                options = options_form.values(chosen, typed, self._state.notebook)
                 shown |= choice_cards.exact(self._plan, shown["name"], chosen, options)

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import cells
-from nbtrain.magics import plan as planned
+from nbtrain.magics import cells, plan
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.picker.choice import Choice
 from nbtrain.magics.picker.wishes import Wish
@@ -52,9 +51,9 @@ def picker(
     if state is None:
         raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
     notebook = state.notebook
-    names = [planned.named(model, "model", notebook), planned.named(batch, "batch", notebook)]
+    names = [plan.named(model, "model", notebook), plan.named(batch, "batch", notebook)]
     given = {name: value for name, value in options.items() if value is not None}
-    line = " ".join(f"--{name} {planned.typed(value)}" for name, value in given.items())
+    line = " ".join(f"--{name} {plan.typed(value)}" for name, value in given.items())
     return Picker(state, names[0], state.read(f"{line} --batch {names[1]}" if names[1] else line), plain)
 
 
@@ -100,12 +99,12 @@ class Notebook:
 
         state = self._state
         base = self._request.over(state.defaults)
-        found = planned.subject_of(state.notebook, self._model, base.value("batch"))
+        found = plan.subject_of(state.notebook, self._model, base.value("batch"))
         self._loop = loop(found, state.notebook)
         if wish.batch is not None:
             found = replace(found, batch=resized(found.batch, wish.batch))
         wanted = state.read(f"--devices {wish.devices} --precision {wish.precision}").over(base)
-        return planned.plan_of(found, state.notebook, wanted, planned.ranks_of(state), wish.goal, wish.loss)
+        return plan.plan_of(found, state.notebook, wanted, plan.ranks_of(state), wish.goal, wish.loss)
 
     def cell(self) -> str:
         last = self._state.last_cell

@@ -8,8 +8,7 @@ from typing import Any
 
 import nbtrain.words as words
 from nbtrain import registry
-from nbtrain.planning.plan import guide
-from nbtrain.planning.plan import table as plan_table
+from nbtrain.planning.plan import guide, table
 from nbtrain.planning.plan.device_memory import Ground
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.strategies.estimates import Estimate, Profile, World
@@ -219,10 +218,10 @@ class Plan:
         return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
 
     def __repr__(self) -> str:
-        return plan_table.text(self.data())
+        return table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return plan_table.html(self.data())
+        return table.html(self.data())
 
 
 def _fastest(plan: Plan) -> Planned | None:

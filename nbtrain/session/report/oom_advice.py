@@ -54,7 +54,7 @@ def instead(
 
 def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Ground) -> str:
     """With figures."""
-    from nbtrain.planning.plan import make_plan as whole
+    from nbtrain.planning.plan import make_plan
     from nbtrain.planning.plan.rows import Candidate, make, planned
     from nbtrain.planning.profile.recompute import recomputed, repeated
     from nbtrain.planning.profile.subject import subject
@@ -62,7 +62,7 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Gro
     found = subject({name: notebook[name] for name in (*names.hard, *names.soft) if name in notebook})
     if sum(1 for _ in found.model.modules()) > MODULES:
         return _guided(run, at)
-    made = whole.profile_of(found, run.precision)
+    made = make_plan.profile_of(found, run.precision)
     blocks = next((name for name in run.checkpoint_activations if any(u.kind == name for u in made.units)), "")
     again = recomputed(made, name) if (name := blocks or repeated(made)) else None
     entry = registry.find_strategy(run.strategy)

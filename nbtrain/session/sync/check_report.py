@@ -18,7 +18,7 @@ from nbtrain.exchange.names.cell_names import CellNames, private, reach
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.records import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
-from nbtrain.session.sync import trial_unpickling as opening
+from nbtrain.session.sync import trial_unpickling
 from nbtrain.session.sync.notebook_side import Traffic
 
 HEAVY = 16 << 20
@@ -87,9 +87,9 @@ def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[s
     try:
         report = looked.report
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
-        if opening.needed(looked.walk.added):
+        if trial_unpickling.needed(looked.walk.added):
             able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
-            for name, text in opening.tried(namespace, able):
+            for name, text in trial_unpickling.tried(namespace, able):
                 found = unopened(text, namespace, cells)
                 report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
         refused = {finding.path for finding in report.findings}

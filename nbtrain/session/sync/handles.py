@@ -12,7 +12,7 @@ from nbtrain.events import Event, Pulled
 from nbtrain.exchange.graph.residence import Handle, Node
 from nbtrain.exchange.kinds.base import GONE
 from nbtrain.messages import Message, Pull, Serve
-from nbtrain.session.sync import kept_handles as kept
+from nbtrain.session.sync import kept_handles
 from nbtrain.session.sync.notebook_side import Traffic
 
 SLOW = 2.0
@@ -50,7 +50,7 @@ class Fetch:
 
     def replaced(self, ranks: Iterable[int]) -> None:
         """New processes take these ranks' places: what the others have can still be pulled."""
-        for node in kept.handles(self.traffic.table):
+        for node in kept_handles.handles(self.traffic.table):
             node.obj.lost.update(ranks)
             if node.obj.lost >= set(self.ranks):
                 node.obj.fetch, node.obj.holds = None, []
@@ -62,7 +62,7 @@ class Fetch:
 
     def close(self) -> None:
         self._open = False
-        for node in kept.handles(self.traffic.table):
+        for node in kept_handles.handles(self.traffic.table):
             node.obj.fetch, node.obj.holds = None, []
 
     def _way(self, key: int, lead: int, lost: set[int]) -> Callable[[bool], dict[int, Any]]:

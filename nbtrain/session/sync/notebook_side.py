@@ -13,7 +13,7 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import module_baseline as baseline
+from nbtrain.exchange import module_baseline
 from nbtrain.exchange.graph.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, Make, keys_in
@@ -23,7 +23,7 @@ from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
-from nbtrain.session.sync import kept_handles as kept
+from nbtrain.session.sync import kept_handles
 from nbtrain.worker.home.homecoming import Home
 from nbtrain.worker.home.random_states import States, capture, restore
 from nbtrain.worker.home.rank_side import OPTION
@@ -111,8 +111,8 @@ class Traffic:
         try:
             for name in self._places.ordered(wanted):
                 self._timed(walk, name)
-            used = baseline.used_by(self.namespace[name] for name in wanted)
-            modules, self.unsendable = baseline.look(self.table, self.namespace, used)
+            used = module_baseline.used_by(self.namespace[name] for name in wanted)
+            modules, self.unsendable = module_baseline.look(self.table, self.namespace, used)
             self.unsendable += self._slow_modules()
             for state in modules:
                 walk.name(MODULE + state.name, state)
@@ -294,7 +294,7 @@ class Traffic:
     def inherit(self, before: Traffic) -> None:
         """After a failure: what the ranks did not forget. What kept objects hold is sent anew before it is used."""
         self.table = before.table
-        handles = set(kept.handles(self.table, worth=True))
+        handles = set(kept_handles.handles(self.table, worth=True))
         gone = set(self.table.unreachable(node.key for node in handles))
         gone |= {node.key for node in self.table.nodes.values() if type(node.obj) is Handle and node not in handles}
         self.table.drop(gone)
@@ -341,7 +341,7 @@ class Traffic:
         """
         namespace = self.namespace
         gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
-        if not gone and all(map(kept.held, self._orphans)):
+        if not gone and all(map(kept_handles.held, self._orphans)):
             return
         for name in gone:
             del self._names[name]
@@ -363,7 +363,7 @@ class Traffic:
     def _sweep(self) -> None:
         """The ranks are told with the next cell."""
         roots = {key for roots in self._roots.values() for key in roots}
-        handles = [node for node in kept.handles(self.table) if kept.held(node)]
+        handles = [node for node in kept_handles.handles(self.table) if kept_handles.held(node)]
         keys = self.table.unreachable({*roots, *(node.key for node in handles)})
         self._orphans = [node for node in handles if node.key not in roots]
         self._dropped += keys

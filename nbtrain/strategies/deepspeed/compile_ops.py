@@ -22,7 +22,7 @@ import torch.distributed as dist
 from nbtrain.compat.extensions import LOCK, RUN_NINJA
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.intercept import listening
-from nbtrain.strategies.deepspeed import build_guard as guard
+from nbtrain.strategies.deepspeed import build_guard
 from nbtrain.strategies.deepspeed.quiet import quiet, say
 
 SECONDS = {"cpu_adam": 40, "fused_adam": 60, "async_io": 85}
@@ -93,7 +93,7 @@ class CompileProgress:
         """As torch does, but that the compilers end when this process does."""
         jobs = os.environ.get("MAX_JOBS", "")
         command = ["ninja", "-v", *(["-j", jobs] if jobs.isdigit() else [])]
-        guarded = [sys.executable, "-I", "-S", guard.__file__, *command]
+        guarded = [sys.executable, "-I", "-S", build_guard.__file__, *command]
         output = b""
         with subprocess.Popen(
             guarded, cwd=build_directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

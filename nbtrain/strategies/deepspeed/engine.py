@@ -20,8 +20,7 @@ import torch.distributed as dist
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
-from nbtrain.strategies.deepspeed import config
-from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.deepspeed import config, messages
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
 from nbtrain.strategies.deepspeed.calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
@@ -158,9 +157,9 @@ class Engined(Prepared):
         if not parts.entered:
             return
         if self.calls.busy:
-            raise NotSupported(sentences.MIDST)
+            raise NotSupported(messages.MIDST)
         if parts.has_another_layer():
-            raise NotSupported(sentences.ANOTHER_LAYER)
+            raise NotSupported(messages.ANOTHER_LAYER)
         parts.entered = False
         self.surroundings.close()
         self.calls.pause()
@@ -249,7 +248,7 @@ class Engined(Prepared):
     def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
         parts = self.parts
         if not self.knows(optimizer) and (optimizer is parts.user or not held_by(optimizer).isdisjoint(parts.held)):
-            sentence = sentences.OTHER_GROUPS if optimizer is parts.user else sentences.ANOTHER_OPTIMIZER
+            sentence = messages.OTHER_GROUPS if optimizer is parts.user else messages.ANOTHER_OPTIMIZER
             raise NotSupported(sentence.format(name=type(optimizer).__name__))
 
     def grow(self, component: Component) -> bool:
@@ -280,7 +279,7 @@ class Engined(Prepared):
     def close(self) -> None:
         """One tensor at a time: what is gathered becomes the parameter's own."""
         if self.gradients.held:
-            raise NotSupported(sentences.HELD)
+            raise NotSupported(messages.HELD)
         for tensor, piece in [*self.pieces()]:
             flat = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=tensor.device)
             for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):

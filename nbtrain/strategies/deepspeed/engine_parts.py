@@ -13,9 +13,7 @@ from nbtrain.compat.brought import DEEPSPEED
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import original
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.deepspeed import compile_ops as ops
-from nbtrain.strategies.deepspeed import config
-from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.deepspeed import compile_ops, config, messages
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_kind, unhooked
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
@@ -77,7 +75,7 @@ class EngineParts:
     def tell_of_layers(self, error: Exception) -> None:
         """DeepSpeed has not found what it hangs on parameters."""
         if isinstance(error, AttributeError) and self.has_another_layer():
-            raise NotSupported(sentences.ANOTHER_LAYER) from error
+            raise NotSupported(messages.ANOTHER_LAYER) from error
 
 
 def build(
@@ -106,7 +104,7 @@ def build(
     own = not settings.get("optimizer")
     kernel: CpuAdam | None = None
     if own and decoupled is not None and config.offload(settings, "offload_optimizer") != "none":
-        kernel = CpuAdam(ops.load(deepspeed, "CPUAdamBuilder"), decoupled)
+        kernel = CpuAdam(compile_ops.load(deepspeed, "CPUAdamBuilder"), decoupled)
         notes.append(f"{type(user).__name__} steps in the host's memory, by the kernel of DeepSpeedCPUAdam")
     _configure_activations(deepspeed, settings)
 
@@ -152,7 +150,7 @@ def build(
 def _offload_to_disk(deepspeed: Any, settings: config.Settings, place: str, notes: list[str]) -> Folder | None:
     if "nvme" not in {config.offload(settings, "offload_param"), config.offload(settings, "offload_optimizer")}:
         return None
-    ops.load(deepspeed, "AsyncIOBuilder")
+    compile_ops.load(deepspeed, "AsyncIOBuilder")
     places = [section.get("nvme_path") for _, section in config.sections(settings)]
     folder = Folder(place or next(filter(None, places)))
     for _, section in config.sections(settings):

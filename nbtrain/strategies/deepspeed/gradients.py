@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
-from nbtrain.strategies.deepspeed import gradient_buffers as buffers
-from nbtrain.strategies.deepspeed import messages as sentences
+from nbtrain.strategies.deepspeed import gradient_buffers, messages
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
@@ -120,7 +119,7 @@ class Gradients:
         def noted(p: torch.Tensor, *args: Any) -> Any:
             if not self.opened:  # by a way on which no output of a new forward lay
                 if self.stage == 3 and not self.parts.inside:  # inside: by a method that trains
-                    raise NotSupported(sentences.SPENT)
+                    raise NotSupported(messages.SPENT)
                 prologue()
             arrived.add(id(p))
             self.came = True
@@ -170,9 +169,9 @@ class Gradients:
                 emptied += 1
             else:
                 p.grad = None
-                raise NotSupported(sentences.BY_HAND)
+                raise NotSupported(messages.BY_HAND)
         if emptied and kept:
-            raise NotSupported(sentences.SOME_SET_TO_NONE)
+            raise NotSupported(messages.SOME_SET_TO_NONE)
         if emptied:
             self.discard()
 
@@ -224,10 +223,10 @@ class Gradients:
         self.take_back()
         if self.stepped:  # and nobody has thrown them away since
             self.discard()
-            raise NotSupported(sentences.NOT_ZEROED)
+            raise NotSupported(messages.NOT_ZEROED)
         if not self.held:
             if any(p.grad is not None for p in self.trained):
-                raise NotSupported(sentences.BY_HAND)
+                raise NotSupported(messages.BY_HAND)
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
         self.weights.follow_edits(self.trained)
@@ -272,13 +271,13 @@ class Gradients:
         self.local.clear()
         self.parts.loss_scale.holding.discard(id(self))
         if dirty:  # once a step is enough
-            buffers.wipe(self.layout)
+            gradient_buffers.wipe(self.layout)
         self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
         parts = self.parts
         if not all(map(eq, map(TRAINABLE, parts.parameters), parts.requires)):
-            raise NotSupported(sentences.THAWED)
+            raise NotSupported(messages.THAWED)
 
     def _warn_of_missing(self) -> None:
         if self._warned or len(self.arrived) >= len(self.trained):
@@ -287,12 +286,12 @@ class Gradients:
         missing = [p for p in self.trained if id(p) not in self.arrived]
         names = [n for m in self.parts.models for n, p in m.named_parameters() if any(p is one for one in missing)]
         if dist.get_rank() == 0:
-            warnings.warn(sentences.without_gradient(names), stacklevel=5)
+            warnings.warn(messages.without_gradient(names), stacklevel=5)
 
     def _warn_of_skipping(self) -> None:
         if self.skipped > 1 or dist.get_rank():
             return
-        warnings.warn(sentences.not_finite(self.stage), stacklevel=5)
+        warnings.warn(messages.not_finite(self.stage), stacklevel=5)
 
     # -- clipping, accumulating ----------------------------------------------------------
 
@@ -303,9 +302,9 @@ class Gradients:
         if not asked & mine:
             return None
         if not mine <= asked or asked - mine - {id(p) for p in self.parts.component.parameters()}:
-            raise NotSupported(sentences.SOME_CLIPPED)
+            raise NotSupported(messages.SOME_CLIPPED)
         if float(norm_type) != 2.0:
-            raise NotSupported(sentences.OTHER_NORM.format(norm_type=norm_type))
+            raise NotSupported(messages.OTHER_NORM.format(norm_type=norm_type))
         if not self.held or all(p.grad is None or getattr(p.grad, "zeroed", False) for p in self.trained):  # nothing is
             return torch.zeros(())
         finite = math.isfinite(max_norm)
@@ -342,24 +341,24 @@ class Gradients:
     def _clip_now(self) -> None:
         """More is to be added to what was clipped."""
         if self.reduced:
-            raise NotSupported(sentences.CLIPPED)
+            raise NotSupported(messages.CLIPPED)
         if self.held and self.max_norm:
             self.multiply(min(1.0, self.max_norm / (self.norm + 1e-6)))
             self.max_norm = 0.0
 
     def multiply(self, factor: float) -> None:
-        buffers.multiply(self.layout, self.trained, self.local.values(), factor)
+        gradient_buffers.multiply(self.layout, self.trained, self.local.values(), factor)
 
     # -- throwing away -------------------------------------------------------------------
 
     def discard(self) -> None:
         """What the engine holds of gradients is thrown away."""
-        buffers.discard(self.layout, self.trained)
+        gradient_buffers.discard(self.layout, self.trained)
         self._done()
 
     def reset(self) -> None:
         """A backward was cut short."""
-        buffers.put_right(self.layout)
+        gradient_buffers.put_right(self.layout)
         for p in self.trained:
             p.grad = None
         self.taken = True
@@ -387,7 +386,7 @@ class Gradients:
         except Exception as error:
             self.parts.tell_of_layers(error)
             moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
-            sentence = MOVED if moved else sentences.of_backward(error, self.stage)
+            sentence = MOVED if moved else messages.of_backward(error, self.stage)
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error

@@ -21,7 +21,7 @@ from nbtrain.compat import fit, python
 from nbtrain.compat.internals import find
 from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.intercept import Listeners, While, listening
-from nbtrain.strategies.deepspeed import compile_ops as ops
+from nbtrain.strategies.deepspeed import compile_ops
 from nbtrain.strategies.deepspeed.quiet import quiet
 
 COLLAPSED = "nbtrain_collapsed"
@@ -79,7 +79,7 @@ def imported(device: torch.device) -> Any:
 @functools.cache
 def _put_right() -> None:
     """As long as the process lives."""
-    _listeners.listen(ds.JIT_LOAD, "deepspeed", ops.announced)
+    _listeners.listen(ds.JIT_LOAD, "deepspeed", compile_ops.announced)
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -1,7 +1,4 @@
-"""What a user reads about gradients under DeepSpeed: what the loop may not do with them, and what to write instead.
-
-What DeepSpeed's engine cannot take, said before it is set up.
-"""
+"""What a user reads about DeepSpeed: what its engine cannot take, what a loop may not do, and what to write instead."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.fsdp import estimate as fsdp_estimate
-from nbtrain.strategies.fsdp import functional_call as functional
-from nbtrain.strategies.fsdp import whole_values as values
+from nbtrain.strategies.fsdp import estimate, functional_call, whole_values
 from nbtrain.strategies.fsdp.fully_shard import Tree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
@@ -218,8 +216,8 @@ class ShardedComponent(Prepared):
             tree.dress.on()
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.refusals.on()
-        functional.on(self)
-        values.on(self.mesh)
+        functional_call.on(self)
+        whole_values.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -244,12 +242,12 @@ class ShardedComponent(Prepared):
 
     def _stop(self) -> None:
         if self.handles:
-            values.off(self.mesh)
+            whole_values.off(self.mesh)
         for handle in self.handles:
             handle.remove()
         self.handles = []
         self.refusals.off()
-        functional.off(self)
+        functional_call.off(self)
         self._let_copies_go()
 
     def reset(self) -> None:
@@ -439,7 +437,7 @@ class FSDP(Strategy):
         return "meta"
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
-        return fsdp_estimate.estimate(self.options, profile, world)
+        return estimate.estimate(self.options, profile, world)
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with

@@ -16,7 +16,7 @@ from typing import Any
 
 from nbtrain.errors import UsageError
 from nbtrain.strategies.estimates import Estimate, Profile, Unit, Weight, World
-from nbtrain.strategies.kit import estimate_kit as estimating
+from nbtrain.strategies.kit import estimate_kit
 from nbtrain.strategies.kit.estimate_kit import moments, ring, step_bytes
 
 HALVES = ("bf16", "fp16")
@@ -44,7 +44,7 @@ class GatheredUnit:
 def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of FSDP."""
     if world.ranks == 1:
-        return estimating.estimate(profile, world)
+        return estimate_kit.estimate(profile, world)
     return StepWalk(options, profile, world).estimate()
 
 

@@ -37,7 +37,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.strategies.fsdp.mixed_compute import OTHER
 from nbtrain.strategies.fsdp.rnn_weights import FlatWeights
 from nbtrain.strategies.fsdp.used_parameters import Usage
-from nbtrain.strategies.kit import tensor_views as shown
+from nbtrain.strategies.kit import tensor_views
 from nbtrain.strategies.kit.collective_errors import together
 from nbtrain.strategies.kit.library_attachments import Dress
 from nbtrain.strategies.kit.row_shards import cut, rows
@@ -76,7 +76,7 @@ class Tree:
         self.states = [fsdp2.state(unit) for unit in self.units]
         self.usage = Usage(self.states, self.device)
         for weight in self.weights():
-            shown.know(weight)
+            tensor_views.know(weight)
         nested = set(map(id, self.units))
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
@@ -169,14 +169,14 @@ def _between_forwards(state: Any) -> None:
     pieces, as at any other time. What is written to what is gathered would be lost."""
     if fsdp2.is_gathered(state):
         fsdp2.show_pieces(state)
-        state.nbtrain_writes = shown.counts[0]
+        state.nbtrain_writes = tensor_views.counts[0]
 
 
 def _into_forward(state: Any) -> None:
     """What is gathered still is used, unless something has been written since."""
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
-        if written != shown.counts[0]:
+        if written != tensor_views.counts[0]:
             fsdp2.let_go(state)
         if fsdp2.is_gathered(state):
             fsdp2.show_gathered(state)
@@ -317,7 +317,7 @@ def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> Non
             dist.broadcast(new, src=0)
             whole.data.copy_(new)
             mine.copy_(new[here])
-            shown.counts[0] += 1
+            tensor_views.counts[0] += 1
 
 
 def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:

@@ -26,7 +26,7 @@ from nbtrain.compat import dtensor, tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit import tensor_views as shown
+from nbtrain.strategies.kit import tensor_views
 from nbtrain.strategies.kit.new_tensors import everywhere, put_together
 from nbtrain.strategies.kit.row_shards import by_rows, cut
 from nbtrain.strategies.kit.same_on_ranks import differing
@@ -315,14 +315,14 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
     if isinstance(value, DTensor):
-        shown.fresh(value)
+        tensor_views.fresh(value)
     if isinstance(value, DTensor) and value.placements == tensor.placements:
-        shown.give(tensor, local_part(value))
+        tensor_views.give(tensor, local_part(value))
         return
     if not isinstance(value, DTensor):
         _refuse_differing("p.data = tensor", (value, tensor), {})
         value = everywhere(value.to(tensor.device_mesh.device_type), tensor)
-    shown.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
+    tensor_views.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
 
 
 # --- functions of the tensor's memory ---------------------------------------------------------------

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import NUMBERS, Listeners, While
-from nbtrain.strategies.fsdp import mixed_compute as mixing
-from nbtrain.strategies.kit import new_tensors as as_whole
-from nbtrain.strategies.kit import tensor_views as shown
+from nbtrain.strategies.fsdp import mixed_compute
+from nbtrain.strategies.kit import new_tensors, tensor_views
 from nbtrain.strategies.kit.collective_errors import ODD
 from nbtrain.strategies.kit.row_shards import whole
 
@@ -41,7 +40,7 @@ def off(mesh: DeviceMesh) -> None:
     """For each `on`."""
     _while.off(mesh)
     if not _meshes:
-        mixing.forget()
+        mixed_compute.forget()
 
 
 def active() -> bool:
@@ -51,7 +50,7 @@ def active() -> bool:
 
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
-    shown.fresh(tensor)
+    tensor_views.fresh(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
         return dtensor.local(tensor).detach()
     return whole(tensor)
@@ -64,9 +63,9 @@ def _put(listeners: Listeners) -> None:
     else:  # then at least where Python asks for it
         for name in NUMBERS:
             listeners.listen(f"{DTENSOR}.{name}", "values", _number)
-    as_whole.put(listeners, shown.passing_on)
-    mixing.put(listeners)
-    shown.put(listeners)
+    new_tensors.put(listeners, tensor_views.passing_on)
+    mixed_compute.put(listeners)
+    tensor_views.put(listeners)
     listeners.listen(f"{DTENSOR}.__str__", "values", lambda _: _text)
     listeners.listen(f"{DTENSOR}.__format__", "values", lambda _: _formatted)
     listeners.listen(f"{DTENSOR}._repr_pretty_", "values", lambda _: _shown)

@@ -4,17 +4,15 @@ While a cell runs, each of the models has an attribute that `nn.Module.__call__`
 its methods and its hooks are the user's own. Only calls from outside are cut: what a model calls inside of itself has
 a part of the batch already, and its own methods run as they stand.
 
-What a call was given and what it returned, as tensors and the form around them: to be cut, and put together again.
+What a call was given and what it returned is taken apart into tensors and the form around them (`Structure`), to be cut
+and put together again. Looked into are tuples, lists, dicts, named tuples, dataclasses and what torch's pytree knows.
 
-Looked into are tuples, lists, dicts, named tuples, dataclasses and what torch's pytree knows.
-
-Whether a module gives for the parts of a batch what it gives for the whole: looked at once for each kind of call.
-
-Cutting along the first dimension is right for most models, and silently wrong for some: where the batch is the second
-dimension, where samples see each other, where what is returned is one number for all of them. So before a module is
-called in parts for the first time, light copies of it compute the whole batch and the parts (in eval mode, so without
-dropout and batch statistics; without gradients; of the module nothing changes), and the results are compared. A module
-that does not pass is called with whole batches, which is always right.
+Whether a module gives for the parts of a batch what it gives for the whole is looked at once for each kind of call
+(`CutPlan`). Cutting along the first dimension is right for most models, and silently wrong for some: where the batch is
+the second dimension, where samples see each other, where what is returned is one number for all of them. So before a
+module is called in parts for the first time, light copies of it compute the whole batch and the parts (in eval mode, so
+without dropout and batch statistics; without gradients; of the module nothing changes), and the results are compared. A
+module that does not pass is called with whole batches, which is always right.
 """
 
 from __future__ import annotations

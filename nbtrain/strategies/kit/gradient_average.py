@@ -6,9 +6,7 @@ step, two forwards, own methods and gradient penalties are right without anybody
 Each bucket carries one flag per parameter that says whether a rank used it: what nobody used keeps the
 gradient it had (None, mostly), exactly as in one process, and needs no collective of its own.
 
-What strategies have in common that keep the whole model on every rank and average its gradients.
-
-A component that is whole on every rank, its gradients averaged: what ddp and its kin set up.
+`Averaged` and `Replicated` are components that are whole on every rank: what ddp and its kin set up.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """An optimizer's state, dealt out: that of a parameter is on the rank that steps it, its owner, and nowhere else.
 
 The others have stand-ins for its tensors, which show their shape over one number; step counts they keep themselves.
-While a cell runs, who touches one of them between two steps has it whole (`brought`). What a cell takes out of the
+While a cell runs, who touches one of them between two steps has it whole (owned_reads.py). What a cell takes out of the
 state, or puts into it, is seen before the next step: all ranks do the same, so each can tell by itself.
 What an owner's optimizer has made they are told after the first step with a gradient, and whenever it may be other than
 it was: for torch's own optimizers that can be known on every rank alike, of others the owners say so after each step.
 
-A rank steps its share: during a step an optimizer's groups hold the rank's own parameters, outside of it all.
-
-So the user's own optimizer does the work, whatever class it is of; schedulers, clipping, closures and what is hooked to
-its step find the groups that they know.
+A rank steps its share: during a step an optimizer's groups hold the rank's own parameters, outside of it all. So the
+user's own optimizer does the work, whatever class it is of; schedulers, clipping, closures and what is hooked to its
+step find the groups that they know.
 """
 
 from __future__ import annotations

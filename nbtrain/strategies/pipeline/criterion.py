@@ -4,10 +4,9 @@ backwards of the micro-batches take turns (1F1B), so that a stage keeps the acti
 The gradients are there before `loss.backward()` is called: they are put aside until then, and count what the loss does.
 What else is done with the output has it computed as it is otherwise.
 
-What each micro-batch counts in a criterion's mean over the batch.
-
-Most of torch's criteria count samples. Those of classes leave out what `ignore_index` names, and weigh by class, so
-that micro-batches of one size count differently. Of a user's own nobody knows: it is compared with the whole batch's.
+What each micro-batch counts in a criterion's mean over the batch: most of torch's criteria count samples. Those of
+classes leave out what `ignore_index` names, and weigh by class, so that micro-batches of one size count differently. Of
+a user's own nobody knows: it is compared with the whole batch's.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
-from nbtrain.strategies.kit import estimate_kit as estimating
+from nbtrain.strategies.kit import estimate_kit
 from nbtrain.strategies.kit.estimate_kit import largest, moments, output, ring, step_bytes
 from nbtrain.strategies.pipeline.cut import cut
 
@@ -59,7 +59,7 @@ class StageBytes:
 def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of Pipeline."""
     if world.ranks == 1:
-        return estimating.estimate(profile, world)
+        return estimate_kit.estimate(profile, world)
     held = [weight for weight in profile.weights if _owned(profile, weight)]
     shared = [weight for weight in profile.weights if not _owned(profile, weight)]
     found = [

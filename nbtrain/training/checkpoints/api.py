@@ -1,7 +1,4 @@
-"""`save` and `load` wherever they are called: in a cell on a rank, or in the notebook as in any program.
-
-`resumable`: a loop that goes on where it was when the checkpoint was made.
-"""
+"""`save`, `load` and `resumable`, called in a cell on a rank, or in the notebook as in any program."""
 
 from __future__ import annotations
 

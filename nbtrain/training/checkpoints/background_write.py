@@ -22,10 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import NbtrainError
-from nbtrain.training.checkpoints import folder
-from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints import ownership as owning
-from nbtrain.training.checkpoints import sharded_format as sharded
+from nbtrain.training.checkpoints import folder, full_format, ownership, sharded_format
 from nbtrain.training.checkpoints.rank_parts import Described, RankPart
 from nbtrain.training.ranks.disk_full import room_told
 
@@ -50,7 +47,7 @@ class Job:
     described: Mapping[str, Described]
     said: Mapping[str, Any]
     """for the marker"""
-    laid: full.FileLayout | None = None
+    laid: full_format.FileLayout | None = None
     """None: sharded"""
     peers: Mapping[int, int | None] = field(default_factory=dict)
     """rank → process, where it is one of this machine's"""
@@ -128,16 +125,16 @@ def _write(job: Job) -> None:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
         with room_told(str(job.place)):
             if job.laid is None:
-                results = sharded.write(job.made, job.rank, job.parts, job.described)
+                results = sharded_format.write(job.made, job.rank, job.parts, job.described)
             else:
                 results = []
-                full.write(job.made, job.parts, job.laid, job.rank == 0)
+                full_format.write(job.made, job.parts, job.laid, job.rank == 0)
         if job.rank:
             _note(job.made, f"written-{job.rank}", results)
             return
         every = [results, *(_wait_for(job, rank) for rank in sorted(job.peers))]
         if job.laid is None:
-            sharded.conclude(job.made, every, job.described)
+            sharded_format.conclude(job.made, every, job.described)
         for rank in job.peers:
             _path(job.made, f"written-{rank}").unlink()
             _path(job.made, f"owed-{rank}").unlink()
@@ -149,7 +146,7 @@ def _write(job: Job) -> None:
         give_up(job.made, job.rank, error)
         raise
     if job.keep is not None:
-        folder.prune(job.place.parent, job.keep, lambda said: owning.same(job.said["trains"], said))
+        folder.prune(job.place.parent, job.keep, lambda said: ownership.same(job.said["trains"], said))
 
 
 def owe(made: Path, ranks: Iterable[int]) -> None:

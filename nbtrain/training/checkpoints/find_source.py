@@ -1,7 +1,7 @@
 """What a path is: one of our checkpoints, sharded or full, a folder of them, a safetensors file, or what DeepSpeed,
 torch or Lightning have written.
 
-A checkpoint opened by all ranks together: read by each of them, or by one for all where it is held in memory.
+All ranks open it together (`together`): each reads it, or one for all where it is held in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.training.checkpoints import folder
-from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints import other_formats as foreign
-from nbtrain.training.checkpoints import sharded_format as sharded
+from nbtrain.training.checkpoints import folder, full_format, other_formats, sharded_format
 from nbtrain.training.checkpoints.rank_parts import Described
 from nbtrain.training.ranks import collectives
 
@@ -53,15 +50,20 @@ def packed(about: Mapping[str, Any]) -> torch.Tensor:
 
 def find(path: Path) -> tuple[Path, str]:
     """What `load(path)` means, and a sentence where that needs saying. Raises if there is nothing."""
-    if folder.marker(path) is not None or path.is_file() or foreign.is_deepspeed(path) or foreign.is_torchs(path):
+    if (
+        folder.marker(path) is not None
+        or path.is_file()
+        or other_formats.is_deepspeed(path)
+        or other_formats.is_torchs(path)
+    ):
         return path, ""
     if made := folder.inside(path):
         newest, said = made[-1]
         return newest, f"{path}: the newest whole checkpoint in there is {newest.name} (step {said.get('step', '?')})"
     if (aside := folder.put_aside(path)) is not None:
         return aside, f"{path} was about to be replaced when its process ended: the one from before is loaded"
-    if path.is_dir() and len(list(path.glob(f"*{full.SUFFIX}"))) == 1:
-        return next(path.glob(f"*{full.SUFFIX}")), ""
+    if path.is_dir() and len(list(path.glob(f"*{full_format.SUFFIX}"))) == 1:
+        return next(path.glob(f"*{full_format.SUFFIX}")), ""
     if not path.exists():
         raise UsageError(f"there is no checkpoint {path}")
     raise UsageError(
@@ -80,11 +82,11 @@ def open_source(path: Path) -> CheckpointSource:
         return _full(path) if said.get("kind") == "full" else _sharded(path)
     if path.is_file():
         return _lightning(path) if path.suffix == ".ckpt" else _file(path)
-    return _torchs(path) if foreign.is_torchs(path) else _deepspeed(path)
+    return _torchs(path) if other_formats.is_torchs(path) else _deepspeed(path)
 
 
 def _sharded(path: Path) -> CheckpointSource:
-    reader = sharded.ShardedReader(path)
+    reader = sharded_format.ShardedReader(path)
     about = _about(reader.read(ABOUT))
     described = _described(about)
     return CheckpointSource(
@@ -93,33 +95,33 @@ def _sharded(path: Path) -> CheckpointSource:
 
 
 def _full(path: Path) -> CheckpointSource:
-    training = full.FullReader(path / full.TRAINING)
+    training = full_format.FullReader(path / full_format.TRAINING)
     about = _about(training.read(ABOUT))
     tree = about["tree"]
-    files = full.file_names(tree["modules"])
-    where: dict[str, tuple[full.FullReader, str]] = {key: (training, key) for key in training.held}
+    files = full_format.file_names(tree["modules"])
+    where: dict[str, tuple[full_format.FullReader, str]] = {key: (training, key) for key in training.held}
     for name, module in tree["modules"].items():
-        reader = full.FullReader(path / files[name])
+        reader = full_format.FullReader(path / files[name])
         for inside, key in module["tensors"].items():
             where[key] = (reader, inside)
     return CheckpointSource(path, tree, _described(about), lambda key: where[key][0].read(where[key][1]), about)
 
 
 def _file(path: Path) -> CheckpointSource:
-    if path.suffix != full.SUFFIX:
+    if path.suffix != full_format.SUFFIX:
         raise UsageError(
             f"{path} is no checkpoint of nbtrain's: load() takes folders, .safetensors files and .ckpt files of "
             "Lightning's. Of what torch.save has written: model.load_state_dict(torch.load(path))"
         )
     try:
-        reader = full.FullReader(path)
+        reader = full_format.FullReader(path)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return CheckpointSource(path, _weights_only(reader.held), reader.described(), reader.read)
 
 
 def _lightning(path: Path) -> CheckpointSource:
-    held = foreign.lightnings(path)
+    held = other_formats.lightnings(path)
     if held is None:
         raise UsageError(
             f"{path} was not written by Lightning's Trainer. Of what torch.save has written: "
@@ -130,7 +132,7 @@ def _lightning(path: Path) -> CheckpointSource:
 
 
 def _torchs(path: Path) -> CheckpointSource:
-    models, described, read = foreign.torchs(path)
+    models, described, read = other_formats.torchs(path)
     modules = {name if len(models) > 1 else "": {"tensors": tensors, "extra": {}} for name, tensors in models.items()}
     return CheckpointSource(
         path, {"modules": modules, "optimizers": {}, "schedulers": {}}, described, read, elsewhere=True
@@ -139,7 +141,7 @@ def _torchs(path: Path) -> CheckpointSource:
 
 def _deepspeed(path: Path) -> CheckpointSource:
     """Put together when it is asked for: one rank is enough for that."""
-    held = foreign.weights(path)
+    held = other_formats.weights(path)
     described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
     return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), costly=True)
 
@@ -190,7 +192,7 @@ def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
     if sentence:
         say(sentence)
     opened: list[CheckpointSource] = []
-    alone = several and folder.marker(where) is None and foreign.is_deepspeed(where)
+    alone = several and folder.marker(where) is None and other_formats.is_deepspeed(where)
     agree(lambda: opened.append(open_source(where)) if lead or not alone else None)
     if alone:
         outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.shield import shielded
-from nbtrain.training.checkpoints import find_source as opening
-from nbtrain.training.checkpoints import folder
-from nbtrain.training.checkpoints import uninterrupted as unbroken
+from nbtrain.training.checkpoints import find_source, folder, uninterrupted
 from nbtrain.training.checkpoints.content import CheckpointObjects
 from nbtrain.training.checkpoints.rollback import Before
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
@@ -110,8 +108,8 @@ class _Bringing(Checkpoints):
     """The notebook's own, with nothing but what the objects hold."""
 
     def bring(self, path: Path, chosen: CheckpointObjects) -> None:
-        source = opening.together(path, self.say)
-        unbroken.together(lambda: self.restore(source, chosen, asked=False))
+        source = find_source.together(path, self.say)
+        uninterrupted.together(lambda: self.restore(source, chosen, asked=False))
 
 
 def put(checkpoints: Checkpoints, directory: str, wish: int) -> None:

@@ -26,10 +26,8 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.checkpoints import find_source, folder
+from nbtrain.training.checkpoints import find_source, folder, ownership, uninterrupted
 from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints import ownership as owning
-from nbtrain.training.checkpoints import uninterrupted as unbroken
 from nbtrain.training.checkpoints.background_write import Job, Writing, give_up, owe
 from nbtrain.training.checkpoints.compare import Match, compare
 from nbtrain.training.checkpoints.content import CheckpointObjects, Content, ParameterNames
@@ -39,8 +37,7 @@ from nbtrain.training.checkpoints.restore import Restoring, make_state, same_sta
 from nbtrain.training.checkpoints.schedule import Interval, SaveSchedule, place_of
 from nbtrain.training.data.loop_position import Positions
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.ranks import collectives
-from nbtrain.training.ranks import saved_random_states as streams
+from nbtrain.training.ranks import collectives, saved_random_states
 from nbtrain.training.ranks.default_generators import restore
 from nbtrain.training.ranks.random_state import Randomness
 from nbtrain.training.setup.components import Workshop
@@ -209,7 +206,7 @@ class Checkpoints:
             )
         agree(self.finish)
         source = find_source.together(place_of(path), self.say)
-        unbroken.together(lambda: self._load(source, chosen, bool(objects)))
+        uninterrupted.together(lambda: self._load(source, chosen, bool(objects)))
 
     def save_aside(self, place: Path) -> None:
         """At the end of a step, for the notebook; what becomes of it is not the cell's concern."""
@@ -239,7 +236,7 @@ class Checkpoints:
                     give_up(made, self.rank, error)
                 raise
 
-        unbroken.together(make)
+        uninterrupted.together(make)
 
     def _job(
         self,
@@ -269,7 +266,10 @@ class Checkpoints:
             "step": number,
             "loops": self.positions.state(in_a_step),
             "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
-            "random": {"one": streams.of_one_process(self.randomness), "ranks": [one["random"] for one in told]},
+            "random": {
+                "one": saved_random_states.of_one_process(self.randomness),
+                "ranks": [one["random"] for one in told],
+            },
         }
         packed = find_source.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         length = int(collectives.gather(packed.numel())[0]) if full_format and self._several else packed.numel()
@@ -293,7 +293,7 @@ class Checkpoints:
                 "strategy": None if self.strategy is None else type(self.strategy).__name__,
                 "ranks": self.world_size,
                 "holds": [name for _, table in chosen.kinds() for name in table],
-                "trains": owning.trained(content, described),
+                "trains": ownership.trained(content, described),
             },
             laid=full.layout(content.tree, described) if full_format else None,
             peers={
@@ -319,7 +319,7 @@ class Checkpoints:
                     content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
                 except UsageError:  # a lazy layer has no shape yet; the first save looks again
                     return
-                owning.check(to, owning.trained(content, Holdings.of(content.tensors, pieces).described()))
+                ownership.check(to, ownership.trained(content, Holdings.of(content.tensors, pieces).described()))
 
             agree(check)
 
@@ -341,7 +341,7 @@ class Checkpoints:
             holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
-            told["random"] = streams.of_rank(self.randomness) if self.randomness is not None else None
+            told["random"] = saved_random_states.of_rank(self.randomness) if self.randomness is not None else None
             mine |= {"content": content, "holdings": holdings}
             if self.rank == 0:
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ class Checkpoints:
                 if place.exists() and folder.marker(place) is None and (place.is_file() or any(place.iterdir())):
                     raise UsageError(f"{place} is there already, and is no whole checkpoint: it is not overwritten")
                 if at_an_interval:
-                    owning.check(place.parent, owning.trained(content, holdings.described()))
+                    ownership.check(place.parent, ownership.trained(content, holdings.described()))
                 made = mine["made"] = folder.beside(place)
                 made.mkdir()
                 owe(made, range(1, self.world_size))
@@ -386,7 +386,7 @@ class Checkpoints:
         with self._outside():
             agree(lambda: found.append(compare(source, chosen, names, asked)))
             match = found[0]
-            unbroken.changing(lambda: self._restore(source, chosen, names, match))
+            uninterrupted.changing(lambda: self._restore(source, chosen, names, match))
         return match
 
     def _restore(
@@ -423,7 +423,7 @@ class Checkpoints:
         if self.randomness is None:
             restore(random["one"])
         else:
-            streams.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
+            saved_random_states.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
         if self.scaling is not None and about.get("scale") is not None:
             self.scaling.scale, self.scaling.good = about["scale"]
         self.positions.go_on(about["loops"])

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
-from nbtrain.training.data import loop_code as loops
+from nbtrain.training.data import loop_code
 from nbtrain.training.data.gather_in_order import Orders
 from nbtrain.training.loop.steps import Steps
 
@@ -63,10 +63,10 @@ class Evaluations:
     def opens(self, loader: DataLoader[Any]) -> bool:
         """Whether the loop that begins sees all batches."""
         if not self.several:
-            self.evaluating = not torch.is_grad_enabled() or loops.evaluates(loops.places(), self.models())
+            self.evaluating = not torch.is_grad_enabled() or loop_code.evaluates(loop_code.places(), self.models())
             return False
-        around = loops.places()
-        self.evaluating = not torch.is_grad_enabled() or loops.evaluates(around, self.models())
+        around = loop_code.places()
+        self.evaluating = not torch.is_grad_enabled() or loop_code.evaluates(around, self.models())
         whole = self.evaluating and not self.share and not self._together(around, loader)
         self.seen.setdefault(loader, set()).add(whole)
         if not whole:
@@ -78,8 +78,8 @@ class Evaluations:
         """Whether `len(loader)` is that of all batches."""
         if not self.several or self.share:
             return False
-        around = loops.places()
-        whole = loops.length_of_evaluation(around, loader, self.models())
+        around = loop_code.places()
+        whole = loop_code.length_of_evaluation(around, loader, self.models())
         seen = self.seen.get(loader)
         if whole is None:
             whole = seen == {True} if seen is not None else not torch.is_grad_enabled()
@@ -163,14 +163,14 @@ class Evaluations:
             )
         return found
 
-    def _together(self, around: list[loops.UserFrame], loader: DataLoader[Any]) -> bool:
+    def _together(self, around: list[loop_code.UserFrame], loader: DataLoader[Any]) -> bool:
         """Whether the code brings the ranks' counts together by itself. Looked up once for each place in a cell."""
         key = id(loader), *((id(here.scope), here.line) for here in around)
         if key not in self.known:
-            self.known[key] = loops.brought_together(around)
+            self.known[key] = loop_code.brought_together(around)
         return self.known[key]
 
-    def _divides(self, around: list[loops.UserFrame], loader: DataLoader[Any]) -> None:
+    def _divides(self, around: list[loop_code.UserFrame], loader: DataLoader[Any]) -> None:
         """A loop that sees a share of the batches begins: whether it divides by the number of all samples."""
         key = "divides", *((id(here.scope), here.line) for here in around)
         if key in self.known or self._together(around, loader):
@@ -180,7 +180,7 @@ class Evaluations:
             samples = len(loader.dataset)  # type: ignore[arg-type]
         except TypeError:
             return
-        if samples > 1 and (found := loops.divided_by(around, samples)) is not None:
+        if samples > 1 and (found := loop_code.divided_by(around, samples)) is not None:
             self.divided[found] = None
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
 from nbtrain.intercept import Listeners
-from nbtrain.training.data import split_datasets as datasets
+from nbtrain.training.data import split_datasets
 from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import Positions
@@ -144,7 +144,7 @@ class Loaders:
             self.known[loader] = None
             if self.data is not None:
                 try:
-                    self.data = zlib.crc32(b"%d" % datasets.number(loader.dataset), self.data)
+                    self.data = zlib.crc32(b"%d" % split_datasets.number(loader.dataset), self.data)
                 except Exception:  # what the data set holds is of a class of its own; a hint breaks no cell
                     self.data = None
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
 from nbtrain.training.data.batch_dealing import Deal, dealt_out
-from nbtrain.training.ranks import default_generators as streams
+from nbtrain.training.ranks import default_generators
 from nbtrain.training.ranks.random_state import Randomness
 from nbtrain.training.ranks.saved_random_states import of_rank, put_back
 
@@ -206,7 +206,7 @@ class Positions:
 
     def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:
         one = self.randomness
-        held = streams.capture() if one is None or one.alone or one.is_together else dict(one.shared_states)
+        held = default_generators.capture() if one is None or one.alone or one.is_together else dict(one.shared_states)
         held.pop("cuda", None)
         # Workers that live on keep the seed that their loader drew when it was first iterated.
         seeded = iterators.running(loader) is None
@@ -214,7 +214,7 @@ class Positions:
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
         one = self.randomness
-        before = of_rank(one) if one is not None else {"streams": streams.capture()}
+        before = of_rank(one) if one is not None else {"streams": default_generators.capture()}
         self._skip = place["seen"]
         try:
             if place["seen"] is not None:
@@ -222,7 +222,7 @@ class Positions:
                 for generator, state in zip(_generators(loader), place["generators"], strict=False):
                     generator.set_state(state)
                 if one is None or one.alone or one.is_together:
-                    streams.restore(place["streams"])
+                    default_generators.restore(place["streams"])
                 else:
                     one.shared_states = dict(place["streams"])
             iterator = make(loader)
@@ -239,7 +239,7 @@ class Positions:
                 made.seen, made.begun = 0, None  # workers that live on begin the next epoch with it, too
             self._made.clear()
             if one is None:
-                streams.restore(before["streams"])
+                default_generators.restore(before["streams"])
             else:
                 put_back(one, before)
 
@@ -296,7 +296,7 @@ class Skipped:
 
 
 def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:
-    streams.restore(place["streams"])
+    default_generators.restore(place["streams"])
     for generator, state in zip(_generators(loader), place["generators"], strict=False):
         generator.set_state(state)
     if place["seeded"]:

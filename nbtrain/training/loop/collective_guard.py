@@ -1,4 +1,4 @@
-"""Nobody waits for ranks that will not come.
+"""Raises when ranks enter different collectives, or some enter none, instead of hanging.
 
 A collective needs every rank, and all of them in the same order. A rank that leaves a loop early, passes over a batch
 or calls `reduce` below `if rank == 0` breaks that: its peers would wait for ever, or take sums of what does not belong
@@ -8,7 +8,7 @@ the others have entered in the same place (`shared_board.py`): some microseconds
 Watched are collectives of the default group, and of the groups into which a strategy divides all ranks, where each rank
 meets its own when the others meet theirs. On a GPU a rank is stopped before it enters one, not while it waits.
 
-While a cell runs on some ranks only, nothing may wait for the others: they will never come.
+While a cell runs on some ranks only, a collective of all of them is refused: the others will never come.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ backward of the cell stands for as many. So evaluations are not counted, and seq
 first ones were. Counting changes no number that is computed; it makes these two steps slower. It is left out where it
 would disturb: with compiled code, inside of somebody else's mode, under a strategy that computes in threads.
 
-How many operations a second a card can do at most, by its name: dense, sums in 32 bits, as its maker writes.
-
+What a card can do at most is known by its name: dense operations a second, sums in 32 bits, as its maker writes.
 Sources: NVIDIA's data sheets of V100, T4, A100, A10, L4, L40S, H100, H200 and B200 (where those count sparse matrices,
 half of it), and the white papers on the GA102 and Ada architectures for GeForce RTX 30 and 40, whose tensor cores are
 half as fast with sums in 32 bits. A card that is not here, or a part of one (MIG), has none that is known.

@@ -1,10 +1,9 @@
 """What a cell may say to the other ranks: `reduce`, `gather`, `barrier`.
 
-`reduce` and `gather` where several ranks see the same batches: one of them speaks for all.
-
-Otherwise `reduce(correct, "sum") / len(dataset)` would count each sample as often as it is seen. A mean is over all
-shares of the batches, whatever their ranks are; `min` and `max` are over all ranks. Where ranks that see the same have
-something else to say, as of files that a loop has dealt out by rank, that is not silent: it is a warning.
+Where several ranks see the same batches, one of them speaks for all (`Speakers`). Otherwise `reduce(correct, "sum") /
+len(dataset)` would count each sample as often as it is seen. A mean is over all shares of the batches, whatever their
+ranks are; `min` and `max` are over all ranks. Where ranks that see the same have something else to say, as of files
+that a loop has dealt out by rank, that is not silent: it is a warning.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
 anything with "cuda"           on a rank without a GPU: says what to write
+update_bn(loader, model)       running statistics are counted over the batches of all ranks
 
-`update_bn`: running statistics that are counted anew, over a whole loader, without a backward.
-
-Each rank has seen its share of the batches; the mean over the ranks is what one process counts. It is found by what the
+Of `update_bn` each rank has seen its share; the mean over the ranks is what one process counts. It is found by what the
 function does, which a program may also have written itself: `reset_running_stats` and a loader to its end, without
 gradients.
 """

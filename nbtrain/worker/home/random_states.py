@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import nbtrain.training.ranks.default_generators as streams
+import nbtrain.training.ranks.default_generators as default_generators
 from nbtrain.training.ranks.default_generators import States
 
 
 def capture() -> States:
     """Where this process's streams stand."""
-    return _wrapped(streams.capture())
+    return _wrapped(default_generators.capture())
 
 
 def restore(states: States) -> None:
     """Let this process's streams stand there."""
-    streams.restore(_unwrapped(states))
+    default_generators.restore(_unwrapped(states))
 
 
 def adopt(randomness: Any, states: States) -> None:

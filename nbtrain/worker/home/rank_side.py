@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nbtrain.exchange import module_baseline as baseline
+from nbtrain.exchange import module_baseline
 from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
 from nbtrain.exchange.kinds import dispatch, numeric
 from nbtrain.exchange.kinds.module_state import MODULE
@@ -183,7 +183,7 @@ class Twins:
         deleted = tuple(name for name in before if name not in now)
         names = list(names)
         held = {name: before[name] for name in names if name in before}
-        modules, self.unsendable = baseline.look(self.table, now)
+        modules, self.unsendable = module_baseline.look(self.table, now)
         self._homeward = Homeward(self.table, now, names, bound, deleted, keep, limit, held, modules)
         self._holds = {}
         return self._homeward
@@ -214,7 +214,7 @@ class Twins:
         self.packer.close()
         for name in [name for name in self.namespace if not private(name)]:
             del self.namespace[name]
-        baseline.restore()
+        module_baseline.restore()
         kept = spared(self.table, spare)
         known = set(known)
         held = [node for node in self.table.nodes.values() if node.key in known]

@@ -9,7 +9,7 @@ import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from nbtrain.training.checkpoints import uninterrupted as unbroken
+from nbtrain.training.checkpoints import uninterrupted
 from nbtrain.training.loop.shared_board import RAISED, Board
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")
@@ -64,7 +64,7 @@ def held_off(frame: FrameType | None) -> bool:
     something that all ranks do, or none."""
     moving = _moving()
     while frame is not None:
-        if _moves(frame.f_code, moving) or frame.f_code is unbroken.together.__code__:
+        if _moves(frame.f_code, moving) or frame.f_code is uninterrupted.together.__code__:
             return True
         frame = frame.f_back
     return False
@@ -81,7 +81,7 @@ def cut_a_step_short(trace: TracebackType | None) -> bool:
 
 
 def _moves(code: CodeType, moving: frozenset[str]) -> bool:
-    return code.co_filename in moving or code is unbroken.changing.__code__
+    return code.co_filename in moving or code is uninterrupted.changing.__code__
 
 
 def _moving() -> frozenset[str]:

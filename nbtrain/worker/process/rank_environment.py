@@ -1,8 +1,7 @@
-"""Threads, variables and a device: what makes a process a rank.
+"""What a rank's process runs in: its threads, variables and device; and the kernel's directory, path, environment and
+settings of torch.
 
-The kernel's directory, path, environment and settings of torch, on a rank.
-
-They are the notebook's: what a cell changed of them on a rank is put back before the next cell.
+The latter are the notebook's: what a cell changed of them on a rank is put back before the next cell.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from nbtrain.compat import python
 from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import RankInfo
 from nbtrain.worker.modules.local_modules import Modules
-from nbtrain.worker.process import library_settings as settings
+from nbtrain.worker.process import library_settings
 
 
 def surround(info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str) -> dict[str, str]:
@@ -144,7 +143,7 @@ class Taken:
         self._failed: dict[str, Exception] = {}
         """those of which it has been said"""
         self._loaded: frozenset[str] = frozenset()
-        settings.be_born()
+        library_settings.be_born()
 
     def take(self, new: KernelEnvironment) -> list[str]:
         """Before a cell; what could not be done, in sentences."""
@@ -159,8 +158,8 @@ class Taken:
         if self._flags is not None:
             _set_torch(self._flags)
         failed = self._unpack(new.settings or {})
-        failed |= settings.put(self._settings)
-        self._loaded = settings.LIBRARIES & sys.modules.keys()
+        failed |= library_settings.put(self._settings)
+        self._loaded = library_settings.LIBRARIES & sys.modules.keys()
         _look_again()
         stale = self._shell.packages.look(self._modules.as_read)
         return [
@@ -171,10 +170,12 @@ class Taken:
 
     def settle(self) -> list[str]:
         """Once what the cell reads is here: that may have loaded a library."""
-        late = settings.LIBRARIES - self._loaded
+        late = library_settings.LIBRARIES - self._loaded
         if not late & sys.modules.keys():
             return []
-        return self._unsaid(settings.put({name: value for name, value in self._settings.items() if name in late}))
+        return self._unsaid(
+            library_settings.put({name: value for name, value in self._settings.items() if name in late})
+        )
 
     def _unpack(self, new: Mapping[str, bytes]) -> dict[str, Exception]:
         failed = {}
