@@ -313,7 +313,7 @@ class Runtime:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
         return self._agreement.take(self.workshop.prepared, self.steps.total, self.randomness)
 
-    def option_advice(self) -> dict[str, str]:
+    def advice(self) -> dict[str, str]:
         """What is said once in a notebook, by name: of the cell that has just ended."""
         found = {}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
