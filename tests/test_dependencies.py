@@ -203,4 +203,8 @@ def _import(name: str) -> None:
     else:
         from nbtrain.strategies.horovod.session import HorovodSession
 
-        HorovodSession(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1)).start()
+        session = HorovodSession(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1))
+        try:
+            session.start()
+        finally:
+            session.stop()  # as its rank does before the next cell

@@ -71,10 +71,10 @@ class HorovodSession:
 
     def stop(self) -> None:
         """Whoever waits for something of Horovod's, here or on another rank, gets an error now. Not collective."""
+        if not self.up:  # perhaps it cannot be imported here
+            return
         import horovod.torch as hvd
 
-        if not self.up:
-            return
         self.up = False
         self._listeners.close()
         self._ending = threading.Thread(target=hvd.shutdown, name="horovod-shutdown", daemon=True)
