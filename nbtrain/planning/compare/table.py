@@ -160,8 +160,9 @@ def _marked(name: str, best: bool) -> str:
 
 def _name(row: Data) -> str:
     """`ddp` for `ddp · batch 64`."""
-    name, _, last = row["name"].rpartition(" · ")
-    return name if name and row["size"] is not None and last.split(" ")[-1] == str(row["size"]) else row["name"]
+    whole: str = row["name"]
+    name, _, last = whole.rpartition(" · ")
+    return name if name and row["size"] is not None and last.split(" ")[-1] == str(row["size"]) else whole
 
 
 def _sized(comparison: Data, size: Any) -> str:
@@ -199,7 +200,7 @@ def _outcome_of(row: Data) -> str:
     """The outcome of one row. A row that is done may say which size was too large."""
     if row["state"] == "running" and row["why"]:
         return f"● {row['why']}"
-    said = {"done": row["why"], "failed": _why(row)}
+    said: dict[str, str] = {"done": row["why"], "failed": _why(row)}
     return said.get(row["state"], STATES[row["state"]])
 
 

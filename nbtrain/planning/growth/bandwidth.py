@@ -24,7 +24,7 @@ def read(text: str) -> float:
     if unit is None:
         prefix, unit = "g", "B"
     base = 1024 if binary else 1000
-    value = float(number) * base ** POWERS[(prefix or "").lower()]
+    value: float = float(number) * base ** POWERS[(prefix or "").lower()]
     if unit == "b" or unit.lower().startswith("bit"):
         value /= 8
     if not 0 < value < math.inf:

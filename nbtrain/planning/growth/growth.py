@@ -135,7 +135,7 @@ class Growth:
     def expected(self, point: Point) -> float:
         """Seconds of a step under the conditions of a measurement."""
         factors = (self.compute, 1 / self.bandwidth, self.latency)
-        return sum(map(mul, factors, _columns(point, self.points[0])))
+        return float(sum(map(mul, factors, _columns(point, self.points[0]))))
 
     def predict(self, ranks: int, nodes: int = 1, bandwidth: float = math.inf, overlap: float = 0.0) -> Prediction:
         """A step on so many ranks. `bandwidth`: bytes per second between nodes, each way; infinite: not stated.

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.owned_tensors import ANSWERED, name_of, stand_in
+from nbtrain.strategies.kit.gradient_stand_in import StandIn
+from nbtrain.strategies.kit.owned_tensors import stand_in
 
 OF = "nbtrain_owned"
 """The attribute that says who has it; while a cell runs."""
@@ -38,13 +39,11 @@ class Shared:
         """id → (tensor, this): those that stay whole until the next step"""
 
 
-class FetchedTensor(torch.Tensor):
+class FetchedTensor(StandIn):
+    """What reads it or writes to it has the whole, on every rank."""
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = name_of(func), kwargs or {}
-        if name in ANSWERED:
-            with tensors.as_plain_tensors():
-                return func(*args, **kwargs)
+    def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in SAME_OBJECT and type(args[0]) is cls:
             with tensors.as_plain_tensors():
                 if func(*args, **kwargs) is args[0]:
