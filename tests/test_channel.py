@@ -448,6 +448,15 @@ def test_a_rank_that_dies_in_the_middle_of_a_frame_is_heard_until_there(
     channel.send(big(), [0])  # its death is told by others; nobody waits for it here
 
 
+def test_a_rank_that_spoke_and_died_is_known_to_have_ended(channel: Channel, directory: str) -> None:
+    """What asks before a cell whether all are there asks once; its last words must not hide that it is gone."""
+    with linked(channel, directory) as link:
+        link.send(state("idle"))
+        link.close()
+        assert channel.receive(0) == [state("idle")]
+        assert channel.ended == {0}
+
+
 def test_bytes_come_one_by_one_too() -> None:
     frames, sealer = Frames(SECRET, UP), Sealer(SECRET, UP)
     things = [state("starting"), "x", state("ready")]

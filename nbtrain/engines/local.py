@@ -34,8 +34,8 @@ GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
 ANSWER = 0.02
 """Seconds in which a running process has written where it is."""
-NEWS = 1.0
-"""Seconds in which the death of a process whose connection has ended is reported."""
+NEWS = 5.0
+"""Seconds in which the death of a process whose connection has ended is reported; the nursery may be importing."""
 LOOK_UP = 0.1
 """Seconds between looks at processes that nobody reports on."""
 _generations = 0

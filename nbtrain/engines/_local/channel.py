@@ -79,9 +79,12 @@ class Channel:
                     self._write(rank, data)
 
     def receive(self, seconds: float) -> list[Event]:
-        """Every event there is; waits for the first one, or for a watched descriptor."""
+        """What ranks said; waits for the first event, or for a watched descriptor. Without `seconds` all that there is:
+        that a connection has ended is read only after the last words on it, which nobody may have listened to."""
         if not self._heard:
-            self._read(seconds)
+            spoke = self._read(seconds)
+            while spoke and not seconds:
+                spoke = self._read(0)
         events, self._heard = self._heard, []
         return events
 
@@ -108,7 +111,9 @@ class Channel:
             except OSError:  # it is gone, which its death will tell
                 return
 
-    def _read(self, seconds: float) -> None:
+    def _read(self, seconds: float) -> bool:
+        """Whether a rank spoke."""
+        spoke = False
         ready = self._selector.select(seconds)
         with shielded():
             for key, _ in ready:
@@ -117,7 +122,9 @@ class Channel:
                 elif key.fileobj in self._strangers:
                     self._meet(key.fileobj)
                 elif key.fileobj in self._peers:
+                    spoke = True
                     self._hear(key.fileobj)
+        return spoke
 
     def _accept(self) -> None:
         try:
