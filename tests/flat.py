@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.kit.allreduce import Wire
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Wire
 
 
 class Stretch(Piece):

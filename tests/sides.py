@@ -10,7 +10,7 @@ from typing import Any
 
 from nbtrain.exchange.graph.residence import Table, Walk
 from nbtrain.session.sync.notebook_side import Outgoing, Traffic
-from nbtrain.worker.home.homecoming import KERNEL, Home
+from nbtrain.worker.home.pack_changes import KERNEL, Home
 from nbtrain.worker.home.rank_side import Twins
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.shield import Presses
+from nbtrain.defer_interrupts import Presses
 from nbtrain.training.checkpoints.live_weights import Wishes
 from nbtrain.training.loop.shared_board import ASIDE, OPEN, STEPS, OwnedBoard
 from tests.kernels import Kernel

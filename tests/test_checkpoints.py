@@ -38,7 +38,7 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api, background_write, folder, ownership
 from nbtrain.training.checkpoints.rank_parts import Described, owners
-from nbtrain.training.ranks import default_generators
+from nbtrain.training.random_states import default_generators
 from nbtrain.training.runtime import Runtime
 from tests.flat import FlatPieces
 from tests.kernels import Kernel

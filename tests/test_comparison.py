@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nbtrain.humanize import size
 from nbtrain.planning.compare.comparison import STATES, Comparison, MeasuredWay
-from nbtrain.planning.compare.table import html
+from nbtrain.planning.compare.comparison_table import html
 from nbtrain.svg import ticks
-from nbtrain.words import size
 from tests.lab import Notebook, Server
 
 MB = 10**6
@@ -216,7 +216,7 @@ def test_axes_have_round_numbers(low: float, times: float) -> None:
 
 CROWD = """import sys
 from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
-from nbtrain.planning.compare.table import html
+from nbtrain.planning.compare.comparison_table import html
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]

@@ -17,7 +17,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.training.data.batch_dealing import move, samples_in
-from nbtrain.training.ranks.default_generators import capture
+from nbtrain.training.random_states.default_generators import capture
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks
 

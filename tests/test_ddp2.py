@@ -17,7 +17,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.ddp2 import DDP2, InNode
-from nbtrain.strategies.kit import batch_cut
+from nbtrain.strategies.kit import split_batch
 from tests.ranks import run_on_ranks
 
 X = torch.randn(14, 6, generator=torch.Generator().manual_seed(0))
@@ -179,7 +179,7 @@ def _is_gone(rank: int) -> tuple[bool, bool]:
     del component.modules["gone"], gone
     gc.collect()
     assert hold_again() is prepared
-    known = number in batch_cut._roads or any(key[0] == number for key in prepared.calls.plans)
+    known = number in split_batch._roads or any(key[0] == number for key in prepared.calls.plans)
     cut = "Gathered" in str(kept(X)[0].grad_fn)
     prepared.leave()
     assert "_call_impl" not in vars(kept)

@@ -12,10 +12,10 @@ from torch import nn
 
 from nbtrain import registry
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.estimates import Estimate, Moment, Profile, Unit, Weight, World
-from nbtrain.strategies.kit.estimate_kit import in_buckets, trainable
+from nbtrain.strategies.kit.allreduce import Wire
 from nbtrain.strategies.kit.gradient_average import GradSync
-from nbtrain.strategies.kit.gradient_wire import Wire
+from nbtrain.strategies.kit.profile_arithmetic import in_buckets, trainable
+from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
 from nbtrain.strategies.sharded import Fair, _owners, divisible
 from nbtrain.strategies.zero1 import Shares, _parcels, dealt_out
 from tests.ranks import run_on_ranks

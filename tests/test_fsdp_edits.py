@@ -19,7 +19,7 @@ from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.kit.row_shards import whole
 from nbtrain.strategies.single import Single
-from nbtrain.training.ranks.default_generators import capture
+from nbtrain.training.random_states.default_generators import capture
 from nbtrain.training.runtime import Runtime
 from tests.ranks import run_on_ranks
 from tests.test_fsdp import Stage

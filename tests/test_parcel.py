@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nbtrain.exchange import parcel as parcels
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Cargo
 from nbtrain.exchange.parcel import LARGE, SPARE, Opener, Packer
 from nbtrain.exchange.segment import STAGE, Map, Segment, untouched
 from tests.sides import Sides

@@ -17,7 +17,7 @@ from nbtrain.magics.extension import state_here
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Chosen
 from nbtrain.magics.picker import options_form
-from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.picker_state import Choice
 from nbtrain.magics.picker.training_loop import loop, resized
 from nbtrain.magics.picker.wishes import Wish, ranks_of
 from nbtrain.magics.state import MagicsState

@@ -21,13 +21,13 @@ from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import Ground
 from nbtrain.planning.plan.device_room import Room
 from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.plan.rows import make
+from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.profile import profile
 from nbtrain.planning.profile.recompute import recomputed, repeated
 from nbtrain.specs import PoolSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.estimates import Estimate, Moment, Profile, Unit, Weight, World
+from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
 from tests.planned import PLANNED
 from tests.shells import Notebook, notebook
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nbtrain.events import Finished
-from nbtrain.session.report.rank_differences import compared
+from nbtrain.session.report.same_work_report import compared
 from nbtrain.training.data import split_datasets
-from nbtrain.training.data.same_work import SameWork
+from nbtrain.training.gradients.same_work import SameWork
 from nbtrain.training.gradients.summed_losses import Summed
 from tests.kernels import Kernel
 from tests.notebook import Notebook

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import Table
 from nbtrain.worker.home.rank_differences import number as numbered
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.events import Finished
-from nbtrain.session.report.rank_differences import compared
+from nbtrain.session.report.same_work_report import compared
 from nbtrain.training.gradients.summed_losses import Summed
 from tests.kernels import Kernel
 from tests.notebook import Notebook

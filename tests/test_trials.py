@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nbtrain.specs import Trial
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.trial_steps import Regrouped, Trying
+from nbtrain.training.measure.trial_steps import Regrouped, Trying
 from tests.kernels import Kernel, Result
 from tests.notebook import Notebook
 

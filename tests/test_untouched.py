@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.patience import Patience
+from nbtrain.awake_time import Patience
 from tests.kernels import Kernel
 from tests.notebook import LOOP, TRAIN, Notebook
 

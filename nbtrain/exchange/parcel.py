@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Cargo
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.records import dump, load
 from nbtrain.exchange.segment import Map, Segment

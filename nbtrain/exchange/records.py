@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle as cp
 
 from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Cargo
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 
 

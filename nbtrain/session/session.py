@@ -27,8 +27,8 @@ from nbtrain.session.sync.patched_packages import Patched
 from nbtrain.session.sync.stale_modules import Aging
 from nbtrain.session.trials.attempt import RunWay, Tries
 from nbtrain.session.trials.auto_strategy import advise
-from nbtrain.session.trials.compare import Comparing, Question, Told
-from nbtrain.session.trials.verify import Verifying
+from nbtrain.session.trials.compare_trials import Comparing, Question, Told
+from nbtrain.session.trials.verify_cell import Verifying
 from nbtrain.specs import PoolSpec, RunSpec
 
 

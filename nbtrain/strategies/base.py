@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbtrain.specs import RankInfo
-    from nbtrain.strategies.estimates import Estimate, Profile, World
+    from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -15,19 +15,19 @@ from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed
-from nbtrain.training.data.same_work import SameWork
 from nbtrain.training.gradients.by_autograd_grad import OwnGradients
+from nbtrain.training.gradients.same_work import SameWork
 from nbtrain.training.gradients.summed_losses import Summed
-from nbtrain.training.loop import phases
 from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.learning_rate import ScaledRate
-from nbtrain.training.loop.phases import PhaseTimer
 from nbtrain.training.loop.shared_board import BACKWARD, STEP
-from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
+from nbtrain.training.measure import phases
+from nbtrain.training.measure.phases import PhaseTimer
+from nbtrain.training.measure.step_record import StepRecord
 from nbtrain.training.precision.loss_scaling import Scaling
+from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives
-from nbtrain.training.ranks.random_state import Randomness
 from nbtrain.training.setup.components import Workshop
 
 

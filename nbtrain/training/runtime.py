@@ -30,29 +30,29 @@ from nbtrain.training.checkpoints.api import resumable
 from nbtrain.training.checkpoints.live_weights import put
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import SaveSchedule
+from nbtrain.training.checkpoints.torch_save import Saving
 from nbtrain.training.data.batch_dealing import Deal
 from nbtrain.training.data.loaders import Loaders
-from nbtrain.training.gradients.hooks import GradientHooks
+from nbtrain.training.gradients.local_gradient_hooks import GradientHooks
 from nbtrain.training.loop import learning_rate
 from nbtrain.training.loop.accumulation import Accumulation
-from nbtrain.training.loop.collective_guard import Meeting
-from nbtrain.training.loop.flop_count import Operations
-from nbtrain.training.loop.phases import PhaseTimer, card_of
 from nbtrain.training.loop.shared_board import Board
-from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Stopping
-from nbtrain.training.loop.trial_steps import Trying
+from nbtrain.training.measure.flop_count import Operations
+from nbtrain.training.measure.phases import PhaseTimer, card_of
+from nbtrain.training.measure.step_record import StepRecord
+from nbtrain.training.measure.trial_steps import Trying
 from nbtrain.training.precision.activation_checkpointing import Recompute
 from nbtrain.training.precision.autocast import Forwards, chosen
 from nbtrain.training.precision.loss_scaling import Scaling
 from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
+from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives, loop_fixes
 from nbtrain.training.ranks.agreement import Agreement
+from nbtrain.training.ranks.collective_guard import Meeting
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import Recounted
-from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.ranks.torch_save import Saving
 from nbtrain.training.setup import option_advice
 from nbtrain.training.setup.components import Replaced, Workshop
 from nbtrain.training.setup.in_cell_models import InCellModels
@@ -330,7 +330,7 @@ class Runtime:
 
     def compared(self) -> dict[str, int]:
         """Of the cell that has just ended, by name: the notebook says something where ranks have the same number, or
-        another one (session/report/rank_differences.py)."""
+        another one (session/report/same_work_report.py)."""
         work, data = self.wrapped.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
         return found | self.wrapped.summed.divisors() | self.wrapped.own.number()

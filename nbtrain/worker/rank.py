@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.intercept as intercept
 import nbtrain.registry as registry
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.residence import Table
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
-from nbtrain.worker.home.homecoming import KERNEL, LIMIT, Home, Homeward
+from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, Home, Homeward
 from nbtrain.worker.home.random_states import adopt as adopt_streams
 from nbtrain.worker.home.random_states import collect as collect_streams
 from nbtrain.worker.home.rank_side import Twins
 from nbtrain.worker.home.trial_baseline import trying
-from nbtrain.worker.process.channel import Link
 from nbtrain.worker.process.failure_report import Failing, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.malloc_trim import give_back
 from nbtrain.worker.process.other_trainers import Libraries
 from nbtrain.worker.process.process_group import RankGroup
+from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
 from nbtrain.worker.process.stack_dump import answer_in
 from nbtrain.worker.process.start import RankConfig
@@ -39,7 +39,7 @@ from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
-    from nbtrain.training.loop.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import Trying
 
 
 class Rank:
@@ -309,7 +309,7 @@ class Rank:
 
     def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
-        from nbtrain.training.loop.collective_guard import only
+        from nbtrain.training.ranks.collective_guard import only
 
         me = os.getpid()
         own = PythonsOwn()
@@ -442,7 +442,7 @@ class Rank:
         if self._trying is not None and self._trying.well(error):
             return False
         explain(error)
-        fit.explain(error)
+        strategy_packages.explain(error)
         return not self._is_interruption(error)
 
     def _is_over(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import Table
 from nbtrain.exchange.kinds import dispatch, module_state
 from nbtrain.exchange.kinds.base import Kind, Node
 from nbtrain.exchange.kinds.module_state import MISSING, Place

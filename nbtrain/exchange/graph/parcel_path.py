@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Cargo
 from nbtrain.exchange.graph.object_path import step
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import Table
 from nbtrain.exchange.kinds.base import Make, Node, Packed, Ref
 
 Step = tuple[int, str]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Union
 
+from nbtrain.exchange.graph.held_objects import Members
 from nbtrain.exchange.graph.object_path import step
-from nbtrain.exchange.graph.table import Table
-from nbtrain.exchange.graph.visit import Members
+from nbtrain.exchange.graph.object_table import Table
 from nbtrain.exchange.kinds import long_constants, module_state
 from nbtrain.exchange.kinds.base import ATOMS, Node
 

@@ -12,21 +12,21 @@ The walk is the same in both directions: going out it finds what the notebook ch
 coming home it finds what the cell changed. What it sends is edited *into* the receiver's objects, so
 identity, aliases and cycles hold on both sides.
 
-    table.py     the nodes of one side
-    visit.py     asks kinds what objects hold
-    walk.py      what changed, and what cannot travel
-    cargo.py     what it found
-    arrival.py   a parcel opened and put in place
-    rank_paths.py      which of its own objects another rank has under a key
+    object_table.py  the nodes of one side
+    held_objects.py  asks kinds what objects hold
+    find_changes.py  what changed, and what cannot travel
+    changes.py       what it found
+    open_parcel.py   a parcel opened and put in place
+    rank_paths.py    which of its own objects another rank has under a key
 """
 
 from __future__ import annotations
 
-from nbtrain.exchange.graph.arrival import Arrival
-from nbtrain.exchange.graph.cargo import Cargo, Culprit
+from nbtrain.exchange.graph.changes import Cargo, Culprit
+from nbtrain.exchange.graph.find_changes import Walk, remember
+from nbtrain.exchange.graph.object_table import Table
+from nbtrain.exchange.graph.open_parcel import Arrival
 from nbtrain.exchange.graph.rank_paths import Way, Ways, find_all
-from nbtrain.exchange.graph.table import Table
-from nbtrain.exchange.graph.walk import Walk, remember
 from nbtrain.exchange.kinds.base import Handle, Node, Stay
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds import hooks
+from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import Kind, Later, Node, Nodes, Receiver, Sender
 from nbtrain.exchange.kinds.tensors import STORAGE, decoded_hooks, shown
 
@@ -83,7 +83,7 @@ class ApartKind(Kind):
 
         apart = walk.table.apart[id(node.obj)]
         ref = walk.encode(apart.place)
-        hung = hooks.encoded(node.obj, walk)
+        hung = gradient_hooks.encoded(node.obj, walk)
         if walk.quiet:
             return None
         node.seen = _state(node, apart, hung)
@@ -93,7 +93,7 @@ class ApartKind(Kind):
 
     def look(self, node: Node, walk: Sender) -> Any:
         apart = walk.table.apart[id(node.obj)]
-        hung = hooks.encoded(node.obj, walk)
+        hung = gradient_hooks.encoded(node.obj, walk)
         state = _state(node, apart, hung)
         known = node.seen
         same = known is not None and (known[:3], known[4]) == (state[:3], state[4])
@@ -121,15 +121,15 @@ class ApartKind(Kind):
             node.fixed = [arrival.node(memory[0].key)]
         if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
             node.obj.requires_grad_(seen[2])
-        if seen[4] != hooks.NONE or hooks.hooked(node.obj):
-            hooks.hang(node.obj, decoded_hooks(hung, arrival))
+        if seen[4] != gradient_hooks.NONE or gradient_hooks.hooked(node.obj):
+            gradient_hooks.hang(node.obj, decoded_hooks(hung, arrival))
         node.seen = seen
 
 
-def _state(node: Node, apart: Apart, hung: hooks.Hooks | None) -> tuple[Any, ...]:
+def _state(node: Node, apart: Apart, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
     """As `tensors` has it; who receives it finds the checksum."""
     grown = node.obj.requires_grad and node.obj.is_leaf
-    return apart.shape, apart.dtype, grown, None, hooks.keys_of(hung)
+    return apart.shape, apart.dtype, grown, None, gradient_hooks.keys_of(hung)
 
 
 PLACE: Kind = PlaceKind()

@@ -20,9 +20,9 @@ from typing import Any
 
 from nbtrain.compat import namespaces, python
 from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.names.flow import UNSEEN, NameFlow
 from nbtrain.exchange.names.name_order import Places
 from nbtrain.exchange.names.object_globals import ObjectSearch
+from nbtrain.exchange.names.read_before_bound import UNSEEN, NameFlow
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")

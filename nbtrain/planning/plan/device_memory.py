@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import nbtrain.machine.probes as probes
 from nbtrain.planning.plan.device_room import Room, in_memory, room
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec
-from nbtrain.strategies.estimates import World
+from nbtrain.strategies.memory_estimate import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.devices as devices
 import nbtrain.machine.probes as probes
-import nbtrain.words as words
 from nbtrain.machine.probes import Gpu
 
 INTERPRETER = 120 * 10**6
@@ -50,9 +50,9 @@ def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free
     each = max(0, free // ranks - INTERPRETER)
-    limit = words.size(memory.limit)
+    limit = humanize.size(memory.limit)
     of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
-    why = f"{words.size(others)} of {of} are held by others, the notebook among them"
+    why = f"{humanize.size(others)} of {of} are held by others, the notebook among them"
     return Room(device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
 
 
@@ -65,16 +65,16 @@ def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) 
     others = max(0, card.used - ours)
     free = card.total - others
     each = max(0, free // ranks - CONTEXT)
-    why = f"{words.size(others)} of the {words.size(card.total)} of {name} are held by others"
+    why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are held by others"
     if mine := sum(user.memory or 0 for user in card.users if user.pid == os.getpid()):
-        why += f", {words.size(mine)} of it by the notebook itself"
+        why += f", {humanize.size(mine)} of it by the notebook itself"
     return Room(device=name, total=card.total, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
 
 
 def _left(free: int, each: int, ranks: int) -> str:
     if ranks == 1:
-        return f"a rank may come to have {words.size(each)}"
-    return f"{words.size(free)} among {ranks} ranks are {words.size(each)} for each"
+        return f"a rank may come to have {humanize.size(each)}"
+    return f"{humanize.size(free)} among {ranks} ranks are {humanize.size(each)} for each"
 
 
 def _card(name: str, cards: Sequence[Gpu]) -> Gpu | None:

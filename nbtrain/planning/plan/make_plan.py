@@ -8,11 +8,11 @@ from typing import Any
 
 from nbtrain.planning.plan.device_memory import Ground
 from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.plan.rows import make
+from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.profile import profile
 from nbtrain.planning.profile.recompute import recomputed, repeated
 from nbtrain.planning.profile.subject import Subject
-from nbtrain.strategies.estimates import Profile
+from nbtrain.strategies.memory_estimate import Profile
 
 
 def plan(

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import Ground
 from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.plan.rows import candidates, planned
+from nbtrain.planning.plan.plan_rows import candidates, planned
 from nbtrain.planning.profile.optimizer_state import step
-from nbtrain.planning.profile.units import places_of
+from nbtrain.planning.profile.unit_memory import places_of
 from nbtrain.strategies.base import is_lazy
-from nbtrain.strategies.estimates import Profile, Unit, Weight
-from nbtrain.strategies.kit.units import find_units
+from nbtrain.strategies.kit.sharding_units import find_units
+from nbtrain.strategies.memory_estimate import Profile, Unit, Weight
 
 
 def weighed(

@@ -1,4 +1,4 @@
-"""Runs one forward and backward while `nbtrain.planning.profile.trace` counts memory and operations."""
+"""Runs one forward and backward while `nbtrain.planning.profile.memory_trace` counts memory and operations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline
 from nbtrain.planning.profile.model_call import ModelCall, find_loss
-from nbtrain.planning.profile.trace import LiveBytes, Timeline
-from nbtrain.planning.profile.units import Units
-from nbtrain.strategies.estimates import Moment, Unit
+from nbtrain.planning.profile.unit_memory import Units
+from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import Recompute
 from nbtrain.training.precision.autocast import HALVES, Format, changed
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.compat import modules
-from nbtrain.planning.profile.trace import LiveBytes, size, tensors
+from nbtrain.planning.profile.memory_trace import LiveBytes, size, tensors
 from nbtrain.training.precision.autocast import changed
 
 

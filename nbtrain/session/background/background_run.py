@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from nbtrain.compat import kernel
+from nbtrain.defer_interrupts import presses
 from nbtrain.errors import UsageError
 from nbtrain.session.background.name_conflicts import Conflicts
 from nbtrain.session.background.weight_reads import WeightReads
 from nbtrain.session.report.report import listed
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.shield import presses
-from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.pack_changes import Home
 
 PAUSE = 0.05
 

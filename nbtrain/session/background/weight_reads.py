@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.registry as registry
+from nbtrain.defer_interrupts import shielded
 from nbtrain.exchange.graph.residence import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.session.report.report import listed
-from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
     from nbtrain.session.run.cell_run import CellRun

@@ -9,15 +9,16 @@ from typing import Any
 
 import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
+from nbtrain.awake_time import Patience
 from nbtrain.compat import kernel
+from nbtrain.defer_interrupts import shielded
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
-from nbtrain.exchange.graph.arrival import Unmakeable
+from nbtrain.exchange.graph.open_parcel import Unmakeable
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
-from nbtrain.patience import Patience
 from nbtrain.session.pool.idle_release import MINUTES, Idle
-from nbtrain.session.report import failure
+from nbtrain.session.report import exception_message
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.session.report.report import drop_ahead, mourn, mourn_some
 from nbtrain.session.report.stacks import where
@@ -25,9 +26,8 @@ from nbtrain.session.sync.handles import SLOW, Fetch
 from nbtrain.session.sync.kept_handles import handles, kept
 from nbtrain.session.sync.kernel_environment import Mirror
 from nbtrain.session.sync.notebook_side import Traffic
-from nbtrain.shield import shielded
 from nbtrain.specs import PoolSpec, difference
-from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.pack_changes import Home
 
 BEAT = 0.05
 """Seconds between two looks at the clock while nothing happens."""
@@ -235,7 +235,7 @@ class Ranks:
     ) -> Exception:
         """What to raise for them. `less`: says what needs less memory."""
         killed = self.out_of_memory_kills
-        return failure.died(deaths, tails or {}, self.numbers(), killed, held, less)
+        return exception_message.died(deaths, tails or {}, self.numbers(), killed, held, less)
 
     def _new_traffic(self, spared: bool = False) -> None:
         """`spared`: the ranks still have what the notebook has handles for."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
 from nbtrain.events import GROUP, Finished
 from nbtrain.session.cell import Cell
 from nbtrain.session.report.loop_variables import loop_variables
-from nbtrain.session.report.rank_differences import compared
+from nbtrain.session.report.same_work_report import compared
 from nbtrain.session.sync.kept_handles import kept
 from nbtrain.session.sync.notebook_side import Traffic
 
@@ -79,7 +79,9 @@ def mourn_some(traffic: Traffic, namespace: Mapping[str, Any], ranks: Iterable[i
     """So do these, and the others live on."""
     if held := kept(traffic.table, namespace):
         first = next(iter(held))
-        said = f"{words.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
+        said = (
+            f"{humanize.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
+        )
         print(f"{listed(held)}: {said}")
 
 
@@ -95,7 +97,7 @@ def check_ahead(traffic: Traffic, parted_as: tuple[Any, ...]) -> None:
     """Nobody's work goes because of an option."""
     if traffic.ahead:
         strategy, options, precision = parted_as
-        given = f" {words.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
+        given = f" {humanize.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
         names = listed(sorted(traffic.ahead))
         raise UsageError(
             f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "

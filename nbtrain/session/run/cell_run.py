@@ -1,4 +1,4 @@
-"""One run of one cell: sent, watched until all ranks have ended, and then brought home (homecoming.py)."""
+"""One run of one cell: sent, watched until all ranks have ended, and then brought home (bring_home.py)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
+from nbtrain.awake_time import Standing
+from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
-from nbtrain.patience import Standing
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.blocked_kernel import BlockedKernel
 from nbtrain.session.output.relay import Relay
 from nbtrain.session.output.screens import CellScreen, NullScreen, OriginCellScreen
 from nbtrain.session.pool.pool_manager import BEAT, Ranks, starting
 from nbtrain.session.report.report import check_ahead, slow
+from nbtrain.session.run.bring_home import Homecoming
 from nbtrain.session.run.controls import Controls
 from nbtrain.session.run.discard_trial import Unkept
-from nbtrain.session.run.ending import Ending
-from nbtrain.session.run.homecoming import Homecoming
 from nbtrain.session.run.observers import Audience
-from nbtrain.session.run.outcome import Outcome
+from nbtrain.session.run.run_outcome import Outcome
 from nbtrain.session.run.run_state import RunState
+from nbtrain.session.run.stop_ranks import Ending
 from nbtrain.session.sync.handles import SLOW
 from nbtrain.session.sync.notebook_side import Outgoing, Traffic
-from nbtrain.shield import presses
 from nbtrain.specs import PRECISIONS, RunSpec
 
 STIR = 30.0
@@ -242,7 +242,7 @@ class CellRun(RunState):
         ranks = self.outcome.ranks
         only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
         precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
-        strategy = f"{self.spec.strategy} {words.flags(self.spec.options)}".rstrip()
+        strategy = f"{self.spec.strategy} {humanize.flags(self.spec.options)}".rstrip()
         summary = " · ".join(part for part in (strategy, count, pool.where, precision, only, *notes) if part)
         self.audience.opened(summary)
         if self.spec.monitor != "off":

@@ -10,7 +10,7 @@ from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, Tried
 from nbtrain.session.report.oom_report import ran_out
-from nbtrain.session.run.homecoming import Homecoming
+from nbtrain.session.run.bring_home import Homecoming
 
 if TYPE_CHECKING:
     from nbtrain.session.run.run_state import RunState

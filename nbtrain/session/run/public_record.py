@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.probes as probes
 from nbtrain.beacon import Beacon
+from nbtrain.runs.run_folder import notebook
 from nbtrain.session.run.controls import Answer, Controls
-from nbtrain.watch.shelf import notebook
 
 if TYPE_CHECKING:
     from nbtrain.session.pool.pool_manager import Ranks

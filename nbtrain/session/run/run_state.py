@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbtrain.defer_interrupts import Presses
 from nbtrain.events import Memory
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.relay import Relay
 from nbtrain.session.pool.pool_manager import Ranks
-from nbtrain.session.run.ending import Ending
-from nbtrain.session.run.outcome import Outcome
-from nbtrain.shield import Presses
+from nbtrain.session.run.run_outcome import Outcome
+from nbtrain.session.run.stop_ranks import Ending
 from nbtrain.specs import RunSpec
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
 from nbtrain.exchange.graph.residence import Cargo, Culprit, Node, Table, Walk
 from nbtrain.exchange.kinds import numeric
@@ -61,10 +61,10 @@ class Report:
             largest = sorted(self.sizes, key=lambda name: -self.sizes[name])
             total = sum(self.sizes.values())
             worth = [name for name in largest[:SHOWN] if self.sizes[name] >= total / 100] or largest[:1]
-            listed = [f"{name} {words.size(self.sizes[name])}" for name in worth]
+            listed = [f"{name} {humanize.size(self.sizes[name])}" for name in worth]
             if more := largest[len(worth) :]:
-                listed.append(f"{len(more)} more {words.size(sum(self.sizes[name] for name in more))}")
-            parts.append(f"{words.size(total)} would be sent: {', '.join(listed)}")
+                listed.append(f"{len(more)} more {humanize.size(sum(self.sizes[name] for name in more))}")
+            parts.append(f"{humanize.size(total)} would be sent: {', '.join(listed)}")
         if self.resident:
             parts.append(f"on the ranks already: {_some(self.resident)}")
         if self.by_name:
@@ -180,7 +180,7 @@ def _views(walk: Walk) -> Iterable[str]:
         path = path_of(Culprit(views[0].obj, "", [*trail, views[0].obj]))
         copy = "clone()" if views[0].kind.name == "tensor" else "copy()"
         yield (
-            f"{path} shows {words.size(used)} of {words.size(whole)} of memory, and all of it travels: "
+            f"{path} shows {humanize.size(used)} of {humanize.size(whole)} of memory, and all of it travels: "
             f"{path} = {path}.{copy} sends what is shown"
         )
 
@@ -192,5 +192,5 @@ def _dragged(report: Report, asked: list[str], namespace: dict[str, Any]) -> Ite
             continue
         for one in asked:
             if name in reach(CellNames(reads=frozenset({one})), namespace).hard:
-                yield f"{one} reads {name}, so {words.size(size)} come along: give it what it needs as an argument"
+                yield f"{one} reads {name}, so {humanize.size(size)} come along: give it what it needs as an argument"
                 break

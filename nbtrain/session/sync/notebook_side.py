@@ -24,7 +24,7 @@ from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync import kept_handles
-from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.pack_changes import Home
 from nbtrain.worker.home.random_states import States, capture, restore
 from nbtrain.worker.home.rank_side import OPTION
 

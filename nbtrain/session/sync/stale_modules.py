@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from nbtrain.compat import kernel
+from nbtrain.local_files import Stamp, local_modules, stamp
 from nbtrain.worker.modules.installed_packages import Change, Packages
-from nbtrain.worker.modules.local_files import Stamp, local_modules, stamp
 
 
 class Aging:

@@ -15,11 +15,11 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from nbtrain.awake_time import Patience
 from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.records import dump, load
-from nbtrain.patience import Patience
 
 PATIENCE = 20.0
 """Seconds that the copy has: a `__setstate__` may wait for a thread that exists in the kernel only."""

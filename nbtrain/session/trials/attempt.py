@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
-import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import Places
@@ -144,7 +144,7 @@ def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
     seconds = max(one.seconds for one in found)
     steps = min(one.steps for one in found)
     if 0 < asked < max(memory):
-        why = f"out of memory: it took {words.size(max(memory))}"
+        why = f"out of memory: it took {humanize.size(max(memory))}"
         return {"state": "failed", "ranks": ranks, "memory": memory, "why": why, "no_memory": True}
     if not steps:
         why = "the loop has taken no optimizer step, so there is nothing to measure"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.estimate_kit import by_wire, replicated
+from nbtrain.strategies.kit.allreduce import Sending, Wire
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Sending, Wire
+from nbtrain.strategies.kit.profile_arithmetic import by_wire, replicated
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class DDP(Strategy):

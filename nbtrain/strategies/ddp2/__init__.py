@@ -23,13 +23,13 @@ from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import CutCall, CutCalls, cut, flatten
-from nbtrain.strategies.kit.collective_errors import MESH
-from nbtrain.strategies.kit.estimate_kit import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.allreduce import Sending, Wire
+from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Sending, Wire
 from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.profile_arithmetic import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class _GatheredParts(torch.autograd.Function):

@@ -21,7 +21,7 @@ from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed.estimate import estimate
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 

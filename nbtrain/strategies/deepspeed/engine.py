@@ -20,15 +20,15 @@ import torch.distributed as dist
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
-from nbtrain.strategies.deepspeed import config, messages
+from nbtrain.strategies.deepspeed import config, error_texts
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
 from nbtrain.strategies.deepspeed.calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
+from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.gradients import Gradients
 from nbtrain.strategies.deepspeed.inner_optimizer import Inner, check
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.messages import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.release_modules import let_go
@@ -157,9 +157,9 @@ class Engined(Prepared):
         if not parts.entered:
             return
         if self.calls.busy:
-            raise NotSupported(messages.MIDST)
+            raise NotSupported(error_texts.MIDST)
         if parts.has_another_layer():
-            raise NotSupported(messages.ANOTHER_LAYER)
+            raise NotSupported(error_texts.ANOTHER_LAYER)
         parts.entered = False
         self.surroundings.close()
         self.calls.pause()
@@ -248,7 +248,7 @@ class Engined(Prepared):
     def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
         parts = self.parts
         if not self.knows(optimizer) and (optimizer is parts.user or not held_by(optimizer).isdisjoint(parts.held)):
-            sentence = messages.OTHER_GROUPS if optimizer is parts.user else messages.ANOTHER_OPTIMIZER
+            sentence = error_texts.OTHER_GROUPS if optimizer is parts.user else error_texts.ANOTHER_OPTIMIZER
             raise NotSupported(sentence.format(name=type(optimizer).__name__))
 
     def grow(self, component: Component) -> bool:
@@ -279,7 +279,7 @@ class Engined(Prepared):
     def close(self) -> None:
         """One tensor at a time: what is gathered becomes the parameter's own."""
         if self.gradients.held:
-            raise NotSupported(messages.HELD)
+            raise NotSupported(error_texts.HELD)
         for tensor, piece in [*self.pieces()]:
             flat = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=tensor.device)
             for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat.brought import DEEPSPEED
+from nbtrain.compat.training_libraries import DEEPSPEED
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import original
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.deepspeed import compile_ops, config, messages
+from nbtrain.strategies.deepspeed import compile_ops, config, error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_kind, unhooked
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
@@ -75,7 +75,7 @@ class EngineParts:
     def tell_of_layers(self, error: Exception) -> None:
         """DeepSpeed has not found what it hangs on parameters."""
         if isinstance(error, AttributeError) and self.has_another_layer():
-            raise NotSupported(messages.ANOTHER_LAYER) from error
+            raise NotSupported(error_texts.ANOTHER_LAYER) from error
 
 
 def build(

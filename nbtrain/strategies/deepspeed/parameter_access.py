@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat import tensors
-from nbtrain.compat.engine import in_backward
+from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, READ

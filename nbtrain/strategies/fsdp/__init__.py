@@ -42,13 +42,12 @@ from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.fsdp import estimate, functional_call, whole_values
+from nbtrain.strategies.fsdp import estimate, full_values, functional_call
 from nbtrain.strategies.fsdp.fully_shard import Tree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
 from nbtrain.strategies.fsdp.refusals import Refusals, refuse_hooks
-from nbtrain.strategies.fsdp.undivided import check, kept_whole
+from nbtrain.strategies.fsdp.unshardable import check, kept_whole
 from nbtrain.strategies.kit.gradient_average import GradSync, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     Rows,
@@ -60,7 +59,8 @@ from nbtrain.strategies.kit.row_shards import (
     refuse_odd_state,
     whole,
 )
-from nbtrain.strategies.kit.units import check_rule, find_roots, find_units
+from nbtrain.strategies.kit.sharding_units import check_rule, find_roots, find_units
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
@@ -217,7 +217,7 @@ class ShardedComponent(Prepared):
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.refusals.on()
         functional_call.on(self)
-        whole_values.on(self.mesh)
+        full_values.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -242,7 +242,7 @@ class ShardedComponent(Prepared):
 
     def _stop(self) -> None:
         if self.handles:
-            whole_values.off(self.mesh)
+            full_values.off(self.mesh)
         for handle in self.handles:
             handle.remove()
         self.handles = []

@@ -34,15 +34,15 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.fsdp.mixed_compute import OTHER
+from nbtrain.strategies.fsdp.mixed_operands import OTHER
 from nbtrain.strategies.fsdp.rnn_weights import FlatWeights
 from nbtrain.strategies.fsdp.used_parameters import Usage
 from nbtrain.strategies.kit import tensor_views
-from nbtrain.strategies.kit.collective_errors import together
+from nbtrain.strategies.kit.collective_calls import together
 from nbtrain.strategies.kit.library_attachments import Dress
 from nbtrain.strategies.kit.row_shards import cut, rows
+from nbtrain.strategies.kit.sharding_units import callable_by_itself
 from nbtrain.strategies.kit.shared_random import one_stream
-from nbtrain.strategies.kit.units import callable_by_itself
 
 NOT_THROUGH = frozenset({"forward", "extra_repr"})
 """methods that need nothing gathered: torch does it for the first, and the second says shapes"""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_errors import together
+from nbtrain.strategies.kit.collective_calls import together
 from nbtrain.strategies.kit.tensor_views import counts
 
 WORDS = 2**24

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.horovod.allreduce import HorovodWire
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.horovod.wire import HorovodWire
-from nbtrain.strategies.kit.estimate_kit import replicated
+from nbtrain.strategies.kit.allreduce import InBuckets
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import InBuckets
+from nbtrain.strategies.kit.profile_arithmetic import replicated
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class ByHorovod(Replicated):

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbtrain.compat import engine, tensors
+from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared, is_lazy
-from nbtrain.strategies.kit.gradient_wire import Dtype, Wire
+from nbtrain.strategies.kit.allreduce import Dtype, Wire
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
@@ -130,7 +130,7 @@ class GradSync:
                 self.pending.add(key)
                 return
             self.armed = True
-            engine.after_backward(self.finish)
+            autograd_engine.after_backward(self.finish)
         got = self.got
         index = self.where.get(key)
         if index is None or key in got:

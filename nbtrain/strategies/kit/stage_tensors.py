@@ -24,7 +24,7 @@ from torch import nn
 
 from nbtrain.compat import dtensor, pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_errors import ODD
+from nbtrain.strategies.kit.collective_calls import ODD
 from nbtrain.strategies.kit.owned_tensors import stand_in
 
 ALONE = (

@@ -21,21 +21,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.kit.sharding_units import outermost
 from nbtrain.strategies.kit.stage_tensors import Placing
-from nbtrain.strategies.kit.units import outermost
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
 from nbtrain.strategies.pipeline.by_parts import OneByOne
 from nbtrain.strategies.pipeline.calls import StageCalls
 from nbtrain.strategies.pipeline.criterion import Loss
-from nbtrain.strategies.pipeline.cut import Line, cut, describe, find_owners, make_lines, size
+from nbtrain.strategies.pipeline.cut_stages import Line, cut, describe, find_owners, make_lines, size
 from nbtrain.strategies.pipeline.estimate import estimate
 from nbtrain.strategies.pipeline.functional_call import Functional
 from nbtrain.strategies.pipeline.gradient_norm import clip_norm
-from nbtrain.strategies.pipeline.holding import Holding
-from nbtrain.strategies.pipeline.hooks import Hooks
+from nbtrain.strategies.pipeline.part_hooks import Hooks
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_errors import is_everywhere
+from nbtrain.strategies.pipeline.stage_parameters import Holding
 from nbtrain.strategies.pipeline.state_dicts import Dicts
 from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
 

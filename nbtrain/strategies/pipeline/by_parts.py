@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
+from nbtrain.compat import autograd_engine, compiler, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.own_random import OwnStream
 from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
-from nbtrain.strategies.pipeline.channel import pickled
-from nbtrain.strategies.pipeline.hooks import has_users_hook
+from nbtrain.strategies.pipeline.part_hooks import has_users_hook
 from nbtrain.strategies.pipeline.stage_errors import Failures, StageFailure
+from nbtrain.strategies.pipeline.stage_messages import pickled
 
 ALONE = (
     "Under pipeline a model is spread over all ranks, so that calling it, or a part of it, needs every rank: evaluate "
@@ -356,7 +356,7 @@ class PartCall:
         assert self.kept is not None
         starts, outputs = self.kept
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        units, again = self.units, engine.keeps_graph()
+        units, again = self.units, autograd_engine.keeps_graph()
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:

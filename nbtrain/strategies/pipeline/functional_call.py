@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from nbtrain.compat import engine, pytree
+from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.kit.call_arguments import called_with
@@ -70,4 +70,4 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_lost(tensor: Any) -> bool:
     """A transform holds it, and looks at the numbers that this rank has."""
-    return not is_placed(tensor) and is_placed(engine.unwrapped(tensor, mapped=True))
+    return not is_placed(tensor) and is_placed(autograd_engine.unwrapped(tensor, mapped=True))

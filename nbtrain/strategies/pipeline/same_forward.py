@@ -1,4 +1,4 @@
-"""What has to be equal for a model's forward to do the same: then what was written down of it (record.py) holds.
+"""What has to be equal for a model's forward to do the same: then its record (record_forward.py) holds.
 
 That is what it is given, and what its code reads besides: attributes of the modules whose forward is written down,
 globals and values of closures. Numbers of tensors are no part of it. Parts run as they are: what they read is not
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from nbtrain.compat import modules
-from nbtrain.installed import is_installed
+from nbtrain.installed_files import is_installed
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.pipeline.cut import Line
+from nbtrain.strategies.pipeline.cut_stages import Line
 
 PLAIN = frozenset({
     int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...),

@@ -18,9 +18,9 @@ from nbtrain import intercept
 from nbtrain.compat import pytree
 from nbtrain.strategies.kit.own_random import OwnStream
 from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
-from nbtrain.strategies.pipeline.channel import StageChannel, Wires, packed
-from nbtrain.strategies.pipeline.program import Program, Step
+from nbtrain.strategies.pipeline.forward_program import Program, Step
 from nbtrain.strategies.pipeline.stage_errors import Failures
+from nbtrain.strategies.pipeline.stage_messages import StageChannel, Wires, packed
 
 
 class StagePlace:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.pipeline.holding import Holding
+from nbtrain.strategies.pipeline.stage_parameters import Holding
 
 
 class Dicts:

@@ -21,13 +21,13 @@ from torch.optim import LBFGS, Optimizer
 from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
+from nbtrain.strategies.kit.allreduce import Wire
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.estimate_kit import estimate, largest_share, ring, step_bytes, trainable
 from nbtrain.strategies.kit.gradient_average import GradSync, Replicated, norms_of, replicas_of
-from nbtrain.strategies.kit.gradient_wire import Wire
 from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import Owned
+from nbtrain.strategies.kit.profile_arithmetic import estimate, largest_share, ring, step_bytes, trainable
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import Reducing

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat import engine, fairscale, tensors
+from nbtrain.compat import autograd_engine, fairscale, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradSync
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
@@ -117,7 +117,7 @@ class Reducing:
         if not self.armed:
             self.armed = True
             fairscale.begin(self.parallel)
-            engine.after_backward(self._finish)
+            autograd_engine.after_backward(self._finish)
         self.got.add(id(p))
         while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:
             self._send()

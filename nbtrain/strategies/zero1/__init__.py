@@ -20,8 +20,11 @@ from torch.optim import LBFGS, Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
-from nbtrain.strategies.kit.estimate_kit import (
+from nbtrain.strategies.kit.allreduce import Sending, Wire
+from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.owned_tensors import Owned, dealt_out
+from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
     by_wire,
     estimate,
@@ -31,10 +34,7 @@ from nbtrain.strategies.kit.estimate_kit import (
     trainable,
     width,
 )
-from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Sending, Wire
-from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
-from nbtrain.strategies.kit.owned_tensors import Owned, dealt_out
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 
 AHEAD = 3
 """so many buckets of parameters are under way"""

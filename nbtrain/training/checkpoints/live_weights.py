@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nbtrain.shield import shielded
+from nbtrain.defer_interrupts import shielded
 from nbtrain.training.checkpoints import find_source, folder, uninterrupted
 from nbtrain.training.checkpoints.content import CheckpointObjects
 from nbtrain.training.checkpoints.rollback import Before

@@ -5,7 +5,7 @@ Ranks have streams of their own once they are apart, so that dropout differs. A 
 one on each rank. Such a draw is made from where one process would stand. It needs every rank.
 
 What is drawn for anything else is not touched. Weights in pieces have draws of their own
-(`strategies/kit/new_tensors.py`).
+(`strategies/kit/draws_in_pieces.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from nbtrain.intercept import Listeners
-from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.setup.components import Workshop
 
 IN_PLACE = tuple(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import Table
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum

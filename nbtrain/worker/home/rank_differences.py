@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import Table
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.kinds.checksum import array_checksum, checksum
 from nbtrain.exchange.segment import untouched

@@ -14,7 +14,7 @@ from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.training.setup.replace_references import become
-from nbtrain.worker.home.homecoming import KERNEL, MISSING, Home, Homeward, New, pull, spared
+from nbtrain.worker.home.pack_changes import KERNEL, MISSING, Home, Homeward, New, pull, spared
 
 OPTION = "--"
 """No name of Python's begins so: under such names the strategy's options travel."""

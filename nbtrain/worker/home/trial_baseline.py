@@ -11,13 +11,13 @@ import nbtrain.registry as registry
 from nbtrain.specs import RunSpec
 
 if TYPE_CHECKING:
-    from nbtrain.training.loop.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import Trying
 
 
 def trying(spec: RunSpec, device: str) -> Trying:
     import torch
 
-    from nbtrain.training.loop.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import Trying
 
     entry = registry.find_strategy(spec.strategy)
     for name in entry.needs.packages if entry is not None else ():

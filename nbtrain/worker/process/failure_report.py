@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import FunctionType, TracebackType
 from typing import Any
 
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
@@ -34,7 +34,7 @@ class Failing:
         )  # fmt: skip
 
     def lines_of(self, error: BaseException) -> list[str]:
-        fit.explain(error)
+        strategy_packages.explain(error)
         if isinstance(error, NbtrainError):
             return [f"{type(error).__name__}: {error}"]
         made = self._shell.InteractiveTB.structured_traceback(type(error), error, _in_cells(error.__traceback__))
