@@ -633,7 +633,7 @@ def test_who_left_the_cell_without_a_word_is_not_waited_for(tmp_path: Path, monk
     made = folder.beside(tmp_path / "a")
     made.mkdir()
     background_write.owe(made, [1])
-    one = background_write.Writing()
+    one = background_write.BackgroundWrite()
     one.start(background_write.Job(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
     one.leave_behind()
     assert "rank 1 ended before it had written" in str(one.finish())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from nbtrain.session.pool.idle_release import Idle
+from nbtrain.session.pool.idle_release import IdleRelease
 from tests.kernels import Kernel
 
 RANKS = """
 from nbtrain.magics.extension import _LOADED
-from nbtrain.session.pool.idle_release import Idle
+from nbtrain.session.pool.idle_release import IdleRelease
 (extension,) = _LOADED.values(); ranks = extension.state.session.ranks
 """
 """Those of the notebook: on a CPU they have no clock, and are given one by hand, set to a moment."""
@@ -23,7 +23,7 @@ def test_the_clock_runs_between_cells_only() -> None:
         over.set()
         return True
 
-    clock = Idle(release, seconds=0.2)
+    clock = IdleRelease(release, seconds=0.2)
     clock.start()
     clock.stop()
     assert not over.wait(0.4), "a cell had begun"
@@ -41,7 +41,7 @@ def test_what_comes_after_has_no_part_in_the_decision() -> None:
         telling.set()
         told.wait(30)
 
-    clock = Idle(lambda: True, seconds=0, after=tell)
+    clock = IdleRelease(lambda: True, seconds=0, after=tell)
     clock.start()
     assert telling.wait(30)
     clock.stop()
@@ -53,7 +53,7 @@ def test_ranks_given_back_are_known_to_be_gone_before_the_news_of_it(kernel: Ker
     assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
     assert kernel.run("%%distributed --devices 2\nx.append(rank)").error is None
     seen = kernel.run(
-        RANKS + "clock = ranks._idle = Idle(ranks._give_back, 0); ranks.rest(); clock._timer.join(10)\n"
+        RANKS + "clock = ranks._idle = IdleRelease(ranks._give_back, 0); ranks.rest(); clock._timer.join(10)\n"
         "heard, ranks.listen = ranks.listen, lambda seconds: None\n"
         "print(ranks.have(ranks.pool.spec)); ranks.listen = heard"
     )
@@ -66,7 +66,7 @@ def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
     assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
     assert kernel.run("%%distributed --devices 2\nx.append(rank + world_size)").error is None
     seen = kernel.run(
-        RANKS + "ranks._idle = Idle(ranks._give_back, 0.1); ranks.rest()\n"
+        RANKS + "ranks._idle = IdleRelease(ranks._give_back, 0.1); ranks.rest()\n"
         "import time; pids = ranks.pool.pids().values(); print(len(pids))"
     )
     assert seen.stdout == "2\n", seen.error
@@ -86,7 +86,7 @@ def test_idle_ranks_that_hold_a_failed_cells_steps_live_on(kernel: Kernel) -> No
     step = "m(torch.ones(1, 1)).sum().backward()"
     assert kernel.run(f"%%distributed --devices 2\n{step}; o.step(); o.zero_grad(); {step}; raise ValueError").error
     seen = kernel.run(
-        RANKS + "clock = ranks._idle = Idle(ranks._give_back, 0.01); ranks.rest(); clock._timer.join(10)\n"
+        RANKS + "clock = ranks._idle = IdleRelease(ranks._give_back, 0.01); ranks.rest(); clock._timer.join(10)\n"
         "print(clock.released)"
     )
     assert seen.stdout == "False\n", seen.error

@@ -13,7 +13,7 @@ from nbtrain.events import Failed
 from nbtrain.session.report import error_hints
 from nbtrain.session.report.loop_variables import loop_variables
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.training.setup import option_advice
 from tests.kernels import Kernel
 from tests.notebook import Notebook
@@ -205,7 +205,7 @@ class Model(nn.Module):
 
 
 def test_checkpointing_the_whole_model_is_told(notebook: Notebook) -> None:
-    recompute, model = Recompute(), Model()
+    recompute, model = ActivationCheckpointing(), Model()
     for names, modules, told in (
         (("Model",), [model], True), (("Linear",), [model], False), (("Sequential",), [model, model.layers], False),
         ((), [model], False),

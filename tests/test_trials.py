@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nbtrain.specs import Trial
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.measure.trial_steps import Regrouped, Trying
+from nbtrain.training.measure.trial_steps import Regrouped, TrialSteps
 from tests.kernels import Kernel, Result
 from tests.notebook import Notebook
 
@@ -248,10 +248,10 @@ def test_a_trial_is_no_default_and_needs_all_ranks(nb: Notebook) -> None:
 # What a rank does
 
 
-def trying(**what: int) -> tuple[Trying, Steps]:
+def trying(**what: int) -> tuple[TrialSteps, Steps]:
     seconds = iter(range(100))
     steps = Steps(0)
-    found = Trying(Trial(**what), torch.device("cpu"), clock=lambda: float(next(seconds)))
+    found = TrialSteps(Trial(**what), torch.device("cpu"), clock=lambda: float(next(seconds)))
     found.begin(steps)
     return found, steps
 
@@ -286,7 +286,7 @@ def test_memory_is_what_came_besides() -> None:
 
 
 def test_what_a_trial_may_not_have_raises_and_is_there_afterwards() -> None:
-    found = Trying(Trial(steps=1, memory=50_000_000), torch.device("cpu"))
+    found = TrialSteps(Trial(steps=1, memory=50_000_000), torch.device("cpu"))
     with found.limited(), pytest.raises(RuntimeError, match="can't allocate memory"):
         torch.ones(50_000_000)
     assert torch.ones(50_000_000).numel() == 50_000_000

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle as cp
 
 from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.graph.changes import Cargo
+from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 
 
@@ -27,7 +27,7 @@ class _Quick(pickle.Pickler):
 
 
 @calm()
-def dump(cargo: Cargo) -> bytes:
+def dump(cargo: Changes) -> bytes:
     records: list[tuple[Any, ...]] = []
     for record in cargo.records:
         if type(record) is Make:
@@ -45,6 +45,6 @@ def dump(cargo: Cargo) -> bytes:
 
 
 @calm()
-def load(stream: bytes) -> Cargo:
+def load(stream: bytes) -> Changes:
     records, names = pickle.loads(stream)
-    return Cargo([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)
+    return Changes([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)

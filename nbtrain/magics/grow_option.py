@@ -66,14 +66,14 @@ def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, t
 def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
     """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
     cell, or cannot be looked at."""
-    from nbtrain.exchange.names.name_order import Places
+    from nbtrain.exchange.names.name_order import NameOrder
     from nbtrain.magics.plan_verb import subject_of
     from nbtrain.planning.growth.growth import ring
     from nbtrain.planning.profile.profile import profile
     from nbtrain.session.sync.captured_names import captured
     from nbtrain.strategies.memory_estimate import World
 
-    read = captured(cell.code, state.notebook, (), cell, Places(state.notebook))
+    read = captured(cell.code, state.notebook, (), cell, NameOrder(state.notebook))
     try:
         found = subject_of({name: state.notebook[name] for name in (*read.hard, *read.soft)}, "", "")
         told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)

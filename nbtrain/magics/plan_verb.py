@@ -14,7 +14,7 @@ from nbtrain.magics.line.resolve import Chosen, Resolver
 from nbtrain.magics.line.values import Namespace
 from nbtrain.magics.own_strategies import of_notebook
 from nbtrain.magics.state import MagicsState
-from nbtrain.planning.plan.device_memory import Ground, ground
+from nbtrain.planning.plan.device_memory import DeviceMemory, ground
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PoolSpec
 
@@ -73,7 +73,7 @@ def plan_of(
     )
 
 
-def ground_of(wanted: Request, ranks: Iterable[int] = ()) -> Ground:
+def ground_of(wanted: Request, ranks: Iterable[int] = ()) -> DeviceMemory:
     """Of the devices that a cell with these options would have."""
     at = ground(pool(wanted), wanted.value("precision"), wanted.value("accumulate"), tuple(ranks))
     limit = wanted.value("memory")

@@ -24,13 +24,13 @@ from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.shared_random import draw_from
-from nbtrain.training.backward_and_step import Wrapped
+from nbtrain.training.backward_and_step import BackwardAndStep
 from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
 from nbtrain.training.checkpoints.live_weights import put
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import SaveSchedule
-from nbtrain.training.checkpoints.torch_save import Saving
+from nbtrain.training.checkpoints.torch_save import TorchSave
 from nbtrain.training.data.batch_dealing import Deal
 from nbtrain.training.data.loaders import Loaders
 from nbtrain.training.gradients.local_gradient_hooks import GradientHooks
@@ -39,26 +39,26 @@ from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.shared_board import Board
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Stopping
-from nbtrain.training.measure.flop_count import Operations
+from nbtrain.training.measure.flop_count import FlopCount
 from nbtrain.training.measure.phases import PhaseTimer, card_of
 from nbtrain.training.measure.step_record import StepRecord
-from nbtrain.training.measure.trial_steps import Trying
-from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.measure.trial_steps import TrialSteps
+from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.training.precision.autocast import Forwards, chosen
-from nbtrain.training.precision.loss_scaling import Scaling
-from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
+from nbtrain.training.precision.loss_scaling import LossScaling
+from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
 from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives, loop_fixes
 from nbtrain.training.ranks.agreement import Agreement
-from nbtrain.training.ranks.collective_guard import Meeting
+from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import Recounted
 from nbtrain.training.setup import option_advice
-from nbtrain.training.setup.components import Replaced, Workshop
+from nbtrain.training.setup.components import Components, Replaced
 from nbtrain.training.setup.in_cell_models import InCellModels
 from nbtrain.training.setup.replace_references import become
 from nbtrain.training.setup.validate_strategy import share_of
-from nbtrain.training.setup.weight_draws import Drawn
+from nbtrain.training.setup.weight_draws import WeightDraws
 
 _installed: Runtime | None = None
 
@@ -85,21 +85,21 @@ class Runtime:
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.phases = PhaseTimer(card_of(self.device))
-        self.operations = Operations(self.phases, self.device, not strategy.threads)
+        self.operations = FlopCount(self.phases, self.device, not strategy.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         share = share_of(strategy, info.rank, info.world_size)
         self.randomness.index = info.rank if strategy.hands_off else share[0]
         self.randomness.alike = share[1] == 1 and not strategy.hands_off
         self.format = chosen(precision, strategy, self.device)
-        self.lowered: Lowered | None = None
+        self.lowered: LowPrecisionWeights | None = None
         if self.format is not None and self.format.weights:
-            self.lowered = Lowered(self.format.dtype, info.rank)
-        sets_up = strategy if self.lowered is None else LoweredStrategy(strategy, self.lowered)
-        self.workshop = Workshop(sets_up, self.device, info.world_size, replaced, precision)
+            self.lowered = LowPrecisionWeights(self.format.dtype, info.rank)
+        sets_up = strategy if self.lowered is None else LowPrecisionStrategy(strategy, self.lowered)
+        self.workshop = Components(sets_up, self.device, info.world_size, replaced, precision)
         self.forwards = Forwards(self.format, self.device) if self.format else None
-        self.scaling: Scaling | None = None
+        self.scaling: LossScaling | None = None
         if self.forwards is not None and self.forwards.form.scaled:
-            self.scaling = Scaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
+            self.scaling = LossScaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
             self.forwards.before, self.forwards.after = self.scaling.called, self.scaling.passed
         self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.workshop.models)
         self.accumulation: Accumulation | None = None
@@ -108,11 +108,13 @@ class Runtime:
         self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
-        self.wrapped = Wrapped(info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling)
+        self.wrapped = BackwardAndStep(
+            info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling
+        )
         self.gradient_hooks = GradientHooks(self.workshop, info.rank == 0)
-        self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
-        self.saving = Saving(self.meeting, info.world_size > 1)
-        self.recompute = Recompute()
+        self.meeting = CollectiveGuard(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
+        self.saving = TorchSave(self.meeting, info.world_size > 1)
+        self.recompute = ActivationCheckpointing()
         self.made = InCellModels(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
@@ -126,8 +128,8 @@ class Runtime:
         self._logged_apart = ""
         """the first name of which each rank has logged its own number"""
         self._reduce: Callable[..., Any] = collectives.reduce
-        self.drawn = Drawn(self.randomness, self.workshop, lambda: self._looks_after)
-        self.trying: Trying | None = None
+        self.drawn = WeightDraws(self.randomness, self.workshop, lambda: self._looks_after)
+        self.trying: TrialSteps | None = None
         """the cell is only tried"""
         self._agreement = Agreement(strategy.hands_off)
         self._listeners = Listeners()
@@ -298,7 +300,7 @@ class Runtime:
         """What writes down the steps of a cell that is tried."""
         return StepRecord(record, self.info.rank, self.checkpoints.in_use)
 
-    def _begin_trying(self, trying: Trying, count: int) -> None:
+    def _begin_trying(self, trying: TrialSteps, count: int) -> None:
         trying.share = count / self.info.world_size
         self.stopping.enough = trying.ended
         self.checkpoints.off = self.saving.off = True

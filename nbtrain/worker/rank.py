@@ -16,19 +16,19 @@ import nbtrain.registry as registry
 from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
-from nbtrain.exchange.graph.residence import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
-from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, Home, Homeward
+from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, Home, PackChanges
 from nbtrain.worker.home.random_states import adopt as adopt_streams
 from nbtrain.worker.home.random_states import collect as collect_streams
-from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.home.trial_baseline import trying
-from nbtrain.worker.process.failure_report import Failing, where_it_stood
+from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.malloc_trim import give_back
-from nbtrain.worker.process.other_trainers import Libraries
+from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
@@ -39,13 +39,13 @@ from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
-    from nbtrain.training.measure.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import TrialSteps
 
 
 class Rank:
     """One rank's process, once its shell exists."""
 
-    def __init__(self, config: RankConfig, shell: RankShell, table: Table | None = None) -> None:
+    def __init__(self, config: RankConfig, shell: RankShell, table: ObjectTable | None = None) -> None:
         self.config = config
         self.info = config.info
         self.link = Link(config.directory, config.info.rank, config.secret)
@@ -56,12 +56,12 @@ class Rank:
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
         self.group = RankGroup(self.info, config.backend, self.board)
-        self.libraries = Libraries(self.info)
+        self.libraries = OtherTrainers(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
-        self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
+        self.twins = RankSide(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
             self.twins.inherit(table)
-        self.failing = Failing(self.info.rank, shell, self.twins)
+        self.failing = FailureReport(self.info.rank, shell, self.twins)
         self.runtime: Any = None
         self._randomness: Any = None
         """every runtime's, one after another"""
@@ -77,7 +77,7 @@ class Rank:
         """what it had replaced of Python's own names"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
-        self._trying: Trying | None = None
+        self._trying: TrialSteps | None = None
         """the cell that runs is only tried"""
         self._broken = False
         """the end of the last cell has failed"""
@@ -281,7 +281,7 @@ class Rank:
             if finished.steps and self.twins.pieces:
                 give_back()
 
-    def _home(self, homeward: Homeward, run: RunCell, lead: bool) -> Home | None:
+    def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> Home | None:
         together = self._shares_pieces(run)
         if lead:
             return homeward.pack(self.twins.packer, self.twins.pieces if together else None)

@@ -21,7 +21,7 @@ class Culprit:
 
 
 @dataclass(slots=True)
-class Cargo:
+class Changes:
     """What a walk found, ready to be packed."""
 
     records: list[Make | Put] = field(default_factory=list)

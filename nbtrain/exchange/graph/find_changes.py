@@ -9,9 +9,9 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.graph.changes import Cargo, Culprit
+from nbtrain.exchange.graph.changes import Changes, Culprit
 from nbtrain.exchange.graph.held_objects import Visit
-from nbtrain.exchange.graph.object_table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, long_constants, module_state
 from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Later, Make, Node, Packed, Put, Ref
 
@@ -23,10 +23,10 @@ class Walk(Visit):
     """Adds new objects to the table, and remembers what it saw; `undo` takes both back."""
 
     def __init__(
-        self, table: Table, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
+        self, table: ObjectTable, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
     ) -> None:
         super().__init__(table, namespace, quiet=quiet, keep_home=keep_home)
-        self.cargo = Cargo()
+        self.cargo = Changes()
         self.new_bytes = 0
         """in the buffers of new objects"""
         self.culprits: list[Culprit] = []
@@ -128,7 +128,7 @@ class Walk(Visit):
             raise
 
     @calm()
-    def finish(self) -> Cargo:
+    def finish(self) -> Changes:
         """Holders of objects that had to be made anew are sent too, since they hold another object now."""
         while self._late:
             late, self._late = self._late, []
@@ -310,7 +310,7 @@ class Walk(Visit):
 
 
 @calm()
-def remember(table: Table, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
+def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
     """Take how these nodes are now as what both sides have; says whether one of them holds another no longer."""
     walk = Walk(table, namespace, quiet=True)
     loosened = False

@@ -6,7 +6,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from nbtrain.exchange.graph.object_table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import ATOMS, Kind, Later, Node, Sender
 
@@ -14,10 +14,10 @@ from nbtrain.exchange.kinds.base import ATOMS, Kind, Later, Node, Sender
 class Visit(Sender):
     """A look at one side's objects, of all kinds."""
 
-    table: Table
+    table: ObjectTable
     kind_of = staticmethod(dispatch.kind_of)
 
-    def __init__(self, table: Table, namespace: dict[str, Any], *, quiet: bool, keep_home: bool = False) -> None:
+    def __init__(self, table: ObjectTable, namespace: dict[str, Any], *, quiet: bool, keep_home: bool = False) -> None:
         self.table = table
         self.namespace = namespace
         self.quiet = quiet
@@ -39,7 +39,7 @@ class Visit(Sender):
 class Members(Visit):
     """Lists what an object holds, in the order in which a walk meets it."""
 
-    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+    def __init__(self, table: ObjectTable, namespace: dict[str, Any]) -> None:
         super().__init__(table, namespace, quiet=True)
         self.found: list[Any] = []
 

@@ -9,7 +9,7 @@ from nbtrain.exchange.kinds.base import Kind, Node
 from nbtrain.exchange.kinds.bulk_compare import Bulk
 
 
-class Table:
+class ObjectTable:
     """Holds its objects: `unreachable` says what no name leads to any more, `drop` lets go of it."""
 
     def __init__(self, first_key: int, step: int = 1) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import calm
 from nbtrain.exchange.graph import edit_in_place
-from nbtrain.exchange.graph.changes import Cargo
-from nbtrain.exchange.graph.object_table import Table
+from nbtrain.exchange.graph.changes import Changes
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.parcel_path import path_to
 from nbtrain.exchange.kinds import dispatch, module_state
 from nbtrain.exchange.kinds.base import Make, Node, Packed, Put, Receiver, Ref
@@ -35,17 +35,17 @@ class _NotYet(LookupError):
     """Nothing is known under a key so far."""
 
 
-class Arrival(Receiver):
+class OpenedParcel(Receiver):
     """Raises `CannotTravel`, naming the object, when one that could be packed cannot be made here."""
 
-    table: Table
+    table: ObjectTable
 
     @calm()
     def __init__(
         self,
-        table: Table,
+        table: ObjectTable,
         namespace: dict[str, Any],
-        cargo: Cargo,
+        cargo: Changes,
         buffers: Buffers,
         device: Callable[[str], str] = str,
         renew: Callable[[int, int], bool] = lambda where, address: False,

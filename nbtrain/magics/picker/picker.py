@@ -13,7 +13,7 @@ from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import UsageError
 from nbtrain.magics import cells, plan_verb
 from nbtrain.magics.line.parse import Request
-from nbtrain.magics.picker.picker_state import Choice
+from nbtrain.magics.picker.picker_state import PickerState
 from nbtrain.magics.picker.wishes import Wish
 from nbtrain.magics.state import MagicsState
 from nbtrain.planning.plan.plan import Plan
@@ -64,7 +64,9 @@ class Picker:
         if getattr(state.shell, "kernel", None) is None:
             raise UsageError("pick needs a notebook, and this is a terminal; %distributed plan says the same as text")
         self._shell = state.shell
-        self._choice = Choice(state, Notebook(state, model, request), request, _magic(state.shell), run_folder.kernel())
+        self._choice = PickerState(
+            state, Notebook(state, model, request), request, _magic(state.shell), run_folder.kernel()
+        )
         self._view, self._bundle, self._metadata = _shown(
             self._choice, _in_main_thread(state.shell, self._choice), plain
         )
@@ -147,7 +149,7 @@ class Notebook:
         return cells.locate(self._state.shell, "distributed", "", self._loop, None)
 
 
-def _shown(choice: Choice, do: Do, plain: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _shown(choice: PickerState, do: Do, plain: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The view, and the bundle and metadata that show it."""
     if not plain and not no_widget():
         from nbtrain.views.picker import Picker as Widget
@@ -162,7 +164,7 @@ def _shown(choice: Choice, do: Do, plain: bool) -> tuple[Any, dict[str, Any], di
     return form, *form.bundle
 
 
-def _in_main_thread(shell: Any, choice: Choice) -> Do:
+def _in_main_thread(shell: Any, choice: PickerState) -> Do:
     """A newer kernel hears the page in threads of its own. What is asked for starts ranks and changes defaults, so it
     waits for the cell that runs."""
 
@@ -175,7 +177,7 @@ def _in_main_thread(shell: Any, choice: Choice) -> Do:
     return do
 
 
-def _interruptible(choice: Choice, message: Mapping[str, Any]) -> None:
+def _interruptible(choice: PickerState, message: Mapping[str, Any]) -> None:
     """■ reaches what the kernel itself has not begun, too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -33,7 +33,7 @@ WORTH = 3
 """so many are measured unless the user says otherwise"""
 
 
-class Choice:
+class PickerState:
     """One picker's. All calls come from the kernel's main thread."""
 
     def __init__(

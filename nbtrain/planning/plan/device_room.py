@@ -18,7 +18,7 @@ CONTEXT = 600 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class DeviceRoom:
     """Memory that one rank may use, and why."""
 
     device: str
@@ -35,7 +35,7 @@ class Room:
     """False: the size of the device is not known, and `bytes` means nothing"""
 
 
-def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ()) -> tuple[Room, ...]:
+def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ()) -> tuple[DeviceRoom, ...]:
     """Memory for each rank, or for each device of a single rank. `names`: the devices, as torch calls them. `own`: pids
     of the current ranks, whose memory counts as free."""
     if kind == "cuda":
@@ -45,7 +45,7 @@ def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ())
     return (in_memory(probes.memory(), ranks, held),) * ranks
 
 
-def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
+def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
     """Memory per rank on the CPU. `own`: bytes that the current ranks hold."""
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free
@@ -53,14 +53,16 @@ def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
     limit = humanize.size(memory.limit)
     of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
     why = f"{humanize.size(others)} of {of} are held by others, the notebook among them"
-    return Room(device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
+    return DeviceRoom(
+        device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
+    )
 
 
-def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> Room:
+def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> DeviceRoom:
     """Memory per rank on one GPU, which so many `ranks` share."""
     if card is None or not card.total:
         why = f"the driver does not say how much {name} has"
-        return Room(device=name, total=0, others=0, bytes=0, why=why, known=False)
+        return DeviceRoom(device=name, total=0, others=0, bytes=0, why=why, known=False)
     ours = sum(user.memory or 0 for user in card.users if user.pid in own)
     others = max(0, card.used - ours)
     free = card.total - others
@@ -68,7 +70,9 @@ def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) 
     why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are held by others"
     if mine := sum(user.memory or 0 for user in card.users if user.pid == os.getpid()):
         why += f", {humanize.size(mine)} of it by the notebook itself"
-    return Room(device=name, total=card.total, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
+    return DeviceRoom(
+        device=name, total=card.total, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
+    )
 
 
 def _left(free: int, each: int, ranks: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import nbtrain.humanize as humanize
 from nbtrain import registry
 from nbtrain.planning.plan import guide, plan_table
-from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -93,7 +93,7 @@ class Plan:
     """All rows for one model on these devices."""
 
     profile: Profile
-    ground: Ground
+    ground: DeviceMemory
     rows: tuple[Planned, ...]
     bandwidth: float | None = None
     """bytes per second between ranks, if the user said so"""

@@ -9,7 +9,7 @@ from typing import Any
 from nbtrain import humanize, registry
 from nbtrain.errors import UsageError
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.plan import Plan, Planned
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
@@ -48,7 +48,7 @@ class Candidate:
 
 def make(
     profile: Profile,
-    ground: Ground,
+    ground: DeviceMemory,
     *,
     recomputed: Profile | None = None,
     own: Mapping[str, Any] | None = None,
@@ -109,7 +109,7 @@ def _preset(name: str, preset: presets.Preset, entry: registry.Entry, nodes: int
     )
 
 
-def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
+def planned(candidate: Candidate, profile: Profile, ground: DeviceMemory) -> Planned:
     """The row of a candidate. Errors of the strategy become part of the row."""
     world = ground.world(candidate.needs)
     recompute = profile.recomputed
@@ -140,7 +140,7 @@ def planned(candidate: Candidate, profile: Profile, ground: Ground) -> Planned:
     return replace(row, estimate=estimate, note=" ".join(estimate.notes))
 
 
-def lacking(candidate: Candidate, ground: Ground) -> str:
+def lacking(candidate: Candidate, ground: DeviceMemory) -> str:
     """Why the candidate cannot be used here; empty: it can."""
     needs, kind = candidate.needs, ground.pool.kind
     if reason := registry.lacking(needs):

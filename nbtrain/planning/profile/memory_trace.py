@@ -46,7 +46,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, one.name, None))
 
 
-class Peak(NamedTuple):
+class TracePeak(NamedTuple):
     """The most bytes that were alive, and when."""
 
     bytes: int
@@ -64,7 +64,7 @@ class LiveBytes(fake_tensors.DispatchMode):
         """`numbers`: reading a number from a tensor without content gives 1."""
         super().__init__()
         self.live = 0
-        self._top = Peak(0, 0)
+        self._top = TracePeak(0, 0)
         self.operations = 0.0
         self.counted = True
         """False: an operation was run whose cost is not known"""
@@ -81,19 +81,19 @@ class LiveBytes(fake_tensors.DispatchMode):
             if not (tensor.is_meta or tensor.is_sparse or isinstance(tensor, fake_tensors.FakeTensor)):
                 self._unsaved[_address(tensor)] = tensor
 
-    def peak(self) -> Peak:
+    def peak(self) -> TracePeak:
         """The peak since the last call."""
-        top, self._top = self._top, Peak(self.live, self._ticks)
+        top, self._top = self._top, TracePeak(self.live, self._ticks)
         return top
 
-    def count_for_good(self, tensor: torch.Tensor) -> Peak:
+    def count_for_good(self, tensor: torch.Tensor) -> TracePeak:
         """Count this tensor as alive for good. Returns its bytes, and when it was made."""
         try:
             address = _address(tensor)
         except NotImplementedError:  # a sparse one, whose parts are still counted
-            return Peak(size(tensor), self._ticks)
+            return TracePeak(size(tensor), self._ticks)
         self._watched.pop(address, None)
-        return Peak(self._sizes.pop(address, 0) or size(tensor), self._made_at.pop(address, self._ticks))
+        return TracePeak(self._sizes.pop(address, 0) or size(tensor), self._made_at.pop(address, self._ticks))
 
     def watched(self) -> list[Any]:
         """Weak references to all storages that are alive, also to those that existed before."""
@@ -145,7 +145,7 @@ class LiveBytes(fake_tensors.DispatchMode):
         self._made_at[address] = self._ticks
         self.live += self._sizes[address]
         if self.live > self._top.bytes:
-            self._top = Peak(self.live, self._ticks)
+            self._top = TracePeak(self.live, self._ticks)
 
     def _gone(self, address: int, _: Any) -> None:
         self.live -= self._sizes.pop(address, 0)
@@ -183,8 +183,8 @@ class Timeline:
         """`keeps`: gradients stay. Otherwise they are counted and freed at once."""
         self._memory = memory
         self._keeps = keeps
-        self._peaks: list[Peak] = []
-        self._gradients: list[Peak] = []
+        self._peaks: list[TracePeak] = []
+        self._gradients: list[TracePeak] = []
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._complete) for weight in weights if weight.requires_grad
         ]

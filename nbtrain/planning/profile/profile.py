@@ -21,7 +21,7 @@ from nbtrain.planning.profile.left_in_caches import FakeTensorCleanup
 from nbtrain.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
 from nbtrain.planning.profile.memory_trace import CannotProfile, size
 from nbtrain.planning.profile.model_call import ModelCall, find_call
-from nbtrain.planning.profile.optimizer_state import Stepped, step
+from nbtrain.planning.profile.optimizer_state import OptimizerStep, step
 from nbtrain.planning.profile.real_run import run_for_real
 from nbtrain.planning.profile.unit_memory import places_of
 from nbtrain.specs import PRECISIONS
@@ -115,7 +115,7 @@ class _Measured:
     """What the forward, backward and step gave, with the size of each weight."""
 
     traced: Traced
-    stepped: Stepped
+    stepped: OptimizerStep
     sizes: dict[int, int]
     """bytes by the weight's id"""
 

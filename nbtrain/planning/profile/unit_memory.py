@@ -11,7 +11,7 @@ from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Unit
 
 
-class Units:
+class UnitMemory:
     """The units of one model. What an inner unit keeps does not count for the outer one."""
 
     def __init__(self, model: nn.Module, memory: LiveBytes) -> None:

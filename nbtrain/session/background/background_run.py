@@ -12,7 +12,7 @@ from typing import Any
 from nbtrain.compat import kernel
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import UsageError
-from nbtrain.session.background.name_conflicts import Conflicts
+from nbtrain.session.background.name_conflicts import NameConflicts
 from nbtrain.session.background.weight_reads import WeightReads
 from nbtrain.session.report.report import listed
 from nbtrain.session.run.cell_run import CellRun
@@ -152,7 +152,7 @@ class Going:
         self._failure: BaseException | None = None
         """while it was watched"""
         self._whole = ExitStack()
-        self._conflicts = Conflicts(run)
+        self._conflicts = NameConflicts(run)
 
     def start(self, watch: Callable[[], None]) -> None:
         run = self.run

@@ -9,10 +9,10 @@ from typing import Any
 import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
 from nbtrain.engines.base import Pool
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 
-def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()) -> str:
+def report(pool: Pool | None, traffic: NotebookSide | None, dead: Container[int] = ()) -> str:
     """`dead`: who is to be replaced."""
     if pool is None:
         return "no ranks are running; the next distributed cell starts them"
@@ -49,7 +49,7 @@ def _kernel_holds() -> list[str]:
     ]
 
 
-def _resident(traffic: Traffic) -> str:
+def _resident(traffic: NotebookSide) -> str:
     names = traffic.names()
     if not names:
         return "  nothing of the notebook's is resident"

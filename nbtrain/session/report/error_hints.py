@@ -10,7 +10,7 @@ import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
 from nbtrain.events import Failed
 from nbtrain.exchange.names.cell_names import private
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 _MISSING = (
     re.compile(r"name '(\w+)' is not defined"),
@@ -31,7 +31,7 @@ DEVICES = (
 )
 
 
-def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
+def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: NotebookSide) -> str:
     """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
     if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
         return room

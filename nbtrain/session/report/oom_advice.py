@@ -10,7 +10,7 @@ import nbtrain.humanize as humanize
 import nbtrain.registry as registry
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import Ground, ground
+from nbtrain.planning.plan.device_memory import DeviceMemory, ground
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.specs import Needs, RunSpec
@@ -52,7 +52,7 @@ def instead(
     return " ".join(filter(None, [first, better, f"{batch}.", LESS]))
 
 
-def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Ground) -> str:
+def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: DeviceMemory) -> str:
     """With figures."""
     from nbtrain.planning.plan import make_plan
     from nbtrain.planning.plan.plan_rows import Candidate, make, planned
@@ -88,7 +88,7 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Gro
     return f"{said}: %%distributed {line}."
 
 
-def _guided(run: RunSpec, at: Ground) -> str:
+def _guided(run: RunSpec, at: DeviceMemory) -> str:
     """What the guide names next, of what can be used here."""
     from nbtrain.planning.plan.plan_rows import candidates, lacking
 
@@ -100,7 +100,7 @@ def _guided(run: RunSpec, at: Ground) -> str:
     return ""
 
 
-def _saves(way: TrainingWay, at: Ground) -> bool:
+def _saves(way: TrainingWay, at: DeviceMemory) -> bool:
     """On these devices."""
     if way.recompute:  # of which classes, nobody has looked
         return False
@@ -109,7 +109,7 @@ def _saves(way: TrainingWay, at: Ground) -> bool:
     return at.count > 1
 
 
-def _typed(run: RunSpec, at: Ground) -> str:
+def _typed(run: RunSpec, at: DeviceMemory) -> str:
     """The line as it was, for trying it."""
     entry = registry.find_strategy(run.strategy)
     again = f"{guide.RECOMPUTE} {','.join(run.checkpoint_activations)}" if run.checkpoint_activations else ""

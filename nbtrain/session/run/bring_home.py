@@ -11,8 +11,7 @@ from nbtrain.awake_time import Stopwatch
 from nbtrain.defer_interrupts import presses, shielded
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed
-from nbtrain.exchange.graph.residence import Handle
-from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.messages import Conclude
 from nbtrain.session.output.relay import figures_can_be_shown
 from nbtrain.session.report import exception_message
@@ -20,7 +19,7 @@ from nbtrain.session.report.error_hints import hint
 from nbtrain.session.report.oom_report import ran_out, readings
 from nbtrain.session.report.report import Said, drop_ahead, report
 from nbtrain.session.run.stop_ranks import SAID
-from nbtrain.session.sync.notebook_side import MISSING, Traffic
+from nbtrain.session.sync.notebook_side import MISSING, NotebookSide
 from nbtrain.worker.home.pack_changes import Home
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Homecoming:
         """the notebook has what the cell did"""
 
     @property
-    def _traffic(self) -> Traffic:
+    def _traffic(self) -> NotebookSide:
         assert self.held.traffic is not None
         return self.held.traffic
 

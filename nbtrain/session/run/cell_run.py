@@ -19,17 +19,17 @@ from nbtrain.session.cell import Cell
 from nbtrain.session.output.blocked_kernel import BlockedKernel
 from nbtrain.session.output.relay import Relay
 from nbtrain.session.output.screens import CellScreen, NullScreen, OriginCellScreen
-from nbtrain.session.pool.pool_manager import BEAT, Ranks, starting
+from nbtrain.session.pool.pool_manager import BEAT, PoolManager, starting
 from nbtrain.session.report.report import check_ahead, slow
 from nbtrain.session.run.bring_home import Homecoming
 from nbtrain.session.run.controls import Controls
-from nbtrain.session.run.discard_trial import Unkept
-from nbtrain.session.run.observers import Audience
+from nbtrain.session.run.discard_trial import DiscardTrial
+from nbtrain.session.run.observers import Observers
 from nbtrain.session.run.run_outcome import Outcome
 from nbtrain.session.run.run_state import RunState
-from nbtrain.session.run.stop_ranks import Ending
+from nbtrain.session.run.stop_ranks import StopRanks
 from nbtrain.session.sync.handles import SLOW
-from nbtrain.session.sync.notebook_side import Outgoing, Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.specs import PRECISIONS, RunSpec
 
 STIR = 30.0
@@ -39,7 +39,9 @@ STIR = 30.0
 class CellRun(RunState):
     """One run."""
 
-    def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, names: Captured, kernel: str = "") -> None:
+    def __init__(
+        self, shell: Any, ranks: PoolManager, run: RunSpec, cell: Cell, names: Captured, kernel: str = ""
+    ) -> None:
         """`kernel`: its id, as a server knows it."""
         count = run.pool.world_size
         outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
@@ -49,7 +51,7 @@ class CellRun(RunState):
         relay = Relay(screen, run.output, outcome.lead, outcome.ranks)
         super().__init__(shell, ranks, run, cell, names, outcome, relay)
         self.controls = Controls(self)
-        self.audience = Audience(shell, run, cell, self.controls, kernel, relay.say, screen)
+        self.audience = Observers(shell, run, cell, self.controls, kernel, relay.say, screen)
         self._asked = None if run.background else BlockedKernel(shell, self.audience.shows_through)
         self._running = False
         """the lead has begun"""
@@ -63,7 +65,7 @@ class CellRun(RunState):
         """what it raised"""
         self._ok = False
         """every rank has come to the end of the cell"""
-        self.home = (Homecoming if run.trial is None else Unkept)(self, self.take)
+        self.home = (Homecoming if run.trial is None else DiscardTrial)(self, self.take)
 
     def run(self) -> None:
         """All of it; raises what the cell raised."""
@@ -145,14 +147,14 @@ class CellRun(RunState):
             held.lose() if forks or isinstance(error, PoolError) else held.forget()
             raise
 
-    def _post(self, out: Outgoing, sources: list[CellSource], fork_with: Traffic | None) -> None:
+    def _post(self, out: Outgoing, sources: list[CellSource], fork_with: NotebookSide | None) -> None:
         held, spec = self.held, self.spec
         if fork_with is not None:
             held.fork(spec.pool, fork_with)
         self._sent = time.monotonic()
         assert held.pool is not None
         number = self.number = held.next_run()
-        self.ending = Ending(held.pool, number, self._say_where)
+        self.ending = StopRanks(held.pool, number, self._say_where)
         self.aside = held.pool.directory if spec.background else ""
         run = RunCell(
             number=number,

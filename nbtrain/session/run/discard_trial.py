@@ -21,7 +21,7 @@ LINE = 200
 """characters of an error's text in a table"""
 
 
-class Unkept(Homecoming):
+class DiscardTrial(Homecoming):
     """One trial's."""
 
     def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:

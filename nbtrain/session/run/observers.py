@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nbtrain.specs import RunSpec
 
 
-class Audience:
+class Observers:
     """One run's. All calls come from the one thread that watches the run."""
 
     def __init__(

@@ -34,7 +34,7 @@ SLOW = 2.0
 """Seconds after Stop from which the user is told what it waits for."""
 
 
-class Ending:
+class StopRanks:
     """One run's."""
 
     def __init__(self, pool: Pool, number: int, tell: Callable[[set[int]], None]) -> None:

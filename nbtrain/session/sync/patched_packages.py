@@ -25,7 +25,7 @@ _FOLLOWS = frozenset((
 SHOWN = 4
 
 
-class Patched:
+class PatchedPackages:
     """One notebook's. The texts of its cells are read, once each."""
 
     def __init__(self, shell: Any) -> None:

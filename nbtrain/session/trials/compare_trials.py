@@ -11,7 +11,7 @@ from typing import Any
 
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.search import largest
-from nbtrain.session.trials.attempt import RunWay, Tries
+from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0
@@ -43,7 +43,7 @@ class Question:
 class Comparing:
     """One comparison."""
 
-    def __init__(self, tries: Tries, question: Question, ways: Sequence[RunWay], told: Told) -> None:
+    def __init__(self, tries: Attempt, question: Question, ways: Sequence[RunWay], told: Told) -> None:
         """`told`: is called with what is known so far, whenever that is more."""
         self._tries = tries
         self._asked = question

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, FAILED, UNKNOWN, Number, Receipt, WeightDifference
-from nbtrain.session.trials.attempt import RunWay, Tries
+from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Record, RunSpec, Trial
 
 CLOSE = 1e-4
@@ -62,7 +62,7 @@ class TrialFailed(Exception):
 class Verifying:
     """One receipt."""
 
-    def __init__(self, tries: Tries, way: RunWay, steps: int, told: Callable[[Receipt], None]) -> None:
+    def __init__(self, tries: Attempt, way: RunWay, steps: int, told: Callable[[Receipt], None]) -> None:
         self._tries = tries
         self._way = way
         self._steps = steps

@@ -26,14 +26,14 @@ from nbtrain.strategies.deepspeed import error_texts, gradient_buffers
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
-from nbtrain.strategies.deepspeed.inner_optimizer import Inner
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
 from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 
 TRAINABLE = attrgetter("requires_grad")
 
 
-class Gradients:
+class EngineGradients:
     """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -230,7 +230,7 @@ class Gradients:
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
         self.weights.follow_edits(self.trained)
-        if isinstance(parts.inner, Inner):
+        if isinstance(parts.inner, InnerOptimizer):
             parts.state.follow()
             parts.inner.take_options()
         zero.clip_grad = self.max_norm or self.clipping
@@ -252,7 +252,7 @@ class Gradients:
         if engine.lr_scheduler is not None:
             self._show_rates()
         self._done()
-        if isinstance(parts.inner, Inner):
+        if isinstance(parts.inner, InnerOptimizer):
             parts.state.begin()
         self.stepped = True
         self._stand_in()

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.fsdp.fully_shard import Tree
+from nbtrain.strategies.fsdp.fully_shard import ShardedTree
 from nbtrain.strategies.fsdp.mixed_operands import whole_of
 from nbtrain.strategies.kit.call_arguments import called_with, with_weights
 
 
 class HasTrees(Protocol):
-    trees: list[Tree]
+    trees: list[ShardedTree]
 
 
 def on(owner: HasTrees) -> None:

@@ -26,7 +26,7 @@ WORDS = 2**24
 """so many numbers a float32 holds exactly"""
 
 
-class Usage:
+class UsedParameters:
     """Of one tree."""
 
     def __init__(self, states: list[Any], device: str) -> None:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.kit.allreduce import HALVES, Wire, share
+from nbtrain.strategies.kit.allreduce import HALVES, AllReduce, share
 
 
-class HorovodWire(Wire):
+class HorovodAllReduce(AllReduce):
     """Nobody waits in Horovod for a rank that will not come: before the first wait all ranks meet in a reduction of
     torch's, of one number, which is watched over as every other is. Then all have sent what they have to send."""
 

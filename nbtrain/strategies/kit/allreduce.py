@@ -22,7 +22,7 @@ LARGE = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InBuckets:
+class BucketedAllReduce:
     """Flags of a strategy that sends gradients in buckets."""
 
     bucket_mb: float = 25
@@ -34,14 +34,14 @@ class InBuckets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sending(InBuckets):
-    """And of one that sends them by `Wire`."""
+class Sending(BucketedAllReduce):
+    """And of one that sends them by `AllReduce`."""
 
     comm_dtype: Dtype = "none"
     """gradients are reduced in this; weights and gradients stay what they are"""
 
 
-class Wire:
+class AllReduce:
     """torch.distributed's own. Complex tensors travel as they are."""
 
     def __init__(self, comm_dtype: Dtype = "none") -> None:

@@ -102,7 +102,7 @@ def ring(bytes: float, ranks: int) -> float:
 
 
 def in_buckets(weights: Iterable[Weight], capacity: int) -> list[list[Weight]]:
-    """As `GradSync` deals them out, given in the order in which the model has them."""
+    """As `GradientAverage` deals them out, given in the order in which the model has them."""
     groups: list[list[Weight]] = []
     room = 0
     for weight in reversed([one for one in weights if one.trains]):
@@ -146,7 +146,7 @@ class Sent:
 
 
 def by_wire(dtype: str, world: World) -> Width:
-    """As `Wire` has it; gloo adds up halves as float32."""
+    """As `AllReduce` has it; gloo adds up halves as float32."""
     if dtype in DTYPES:
         return lambda _: DTYPES[dtype].itemsize
     return lambda size: max(size, 4) if world.kind == "cpu" else size

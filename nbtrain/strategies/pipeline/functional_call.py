@@ -23,7 +23,7 @@ WRAPPED = (
 )
 
 
-class Functional:
+class FunctionalCall:
     """Of one component, between `on` and `off`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -48,7 +48,7 @@ def _put(listeners: Listeners) -> None:
         listeners.listen(f"torch.{name}.functional_call", "pipeline", _called)
 
 
-_while: While[Functional] = While(_put)
+_while: While[FunctionalCall] = While(_put)
 
 
 def _called(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from nbtrain.strategies.kit.sharding_units import callable_by_itself
 from nbtrain.strategies.pipeline.cut_stages import Line
 
 
-class Hooks:
+class PartHooks:
     """Of the models of a component."""
 
     def __init__(self, lines: Iterable[Line]) -> None:

@@ -56,7 +56,7 @@ def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.T
 
 def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-    writer = Writer(line, is_owned)
+    writer = ForwardRecorder(line, is_owned)
     read = ForwardReads(line)
     before = attributes_of(line.root)
     buffers = [(b, tensors.version(b), b.detach().clone()) for b in line.root.buffers()]
@@ -107,7 +107,7 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
     return program
 
 
-class Writer(TorchFunctionMode):
+class ForwardRecorder(TorchFunctionMode):
     """Writes steps down while a forward runs."""
 
     def __init__(self, line: Line, is_owned: Callable[[torch.Tensor], bool]) -> None:

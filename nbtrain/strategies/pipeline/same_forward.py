@@ -91,7 +91,7 @@ def written(line: Line) -> Iterator[nn.Module]:
                 todo.append(inner)
 
 
-class Same(ref):
+class SameForward(ref):
     """Equal for the same object alone, as long as it lives: the next one may get its id."""
 
     __slots__ = ("number",)
@@ -105,7 +105,7 @@ class Same(ref):
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Same) and self.number == other.number and self() is other() is not None
+            isinstance(other, SameForward) and self.number == other.number and self() is other() is not None
         )
 
 
@@ -125,7 +125,7 @@ class _ForwardLook:
         cls = plain_class(module)
         self.found += (cls, module.training)
         for inner in modules.children(module).values():
-            self.found.append(None if inner is None else Same(inner))
+            self.found.append(None if inner is None else SameForward(inner))
         own = vars(module).get("forward")
         if own is not None and module is not root:
             self.at_function(own)
@@ -188,7 +188,7 @@ class _ForwardLook:
             return kind, value
         if kind is FunctionType or kind is MethodType:
             self.at_function(value)
-            return Same(value) if kind is FunctionType else (Same(value.__func__), id(value.__self__))
+            return SameForward(value) if kind is FunctionType else (SameForward(value.__func__), id(value.__self__))
         if kind in (list, tuple, dict, set) and depth <= DEEPEST:
             if len(value) > LONGEST:
                 return kind, id(value), len(value)
@@ -213,7 +213,7 @@ def _same(value: Any) -> Any:
     if isinstance(value, (int, float, complex, str)):  # of a subclass: enums, numpy's
         return type(value), value
     try:
-        return Same(value)
+        return SameForward(value)
     except TypeError:
         return type(value), id(value)
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
-from nbtrain.strategies.kit.owned_tensors import Owned, stand_in
-from nbtrain.strategies.kit.stage_tensors import Placing, gradient_elsewhere, is_placed
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor, stand_in
+from nbtrain.strategies.kit.stage_tensors import StageTensors, gradient_elsewhere, is_placed
 from nbtrain.strategies.pipeline.cut_stages import Owners
 
 TOGETHER = (
@@ -36,10 +36,10 @@ Layout = list[tuple[Any, Any]] | None
 """of one parameter's state: (key, (shape, dtype, device) or a value that is no tensor); None where there is none"""
 
 
-class Holding:
+class StageParameters:
     """Of one component, on one rank."""
 
-    def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int, placing: Placing) -> None:
+    def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int, placing: StageTensors) -> None:
         self.owners, self.rank, self.placing = owners, rank, placing
         self.strides: dict[int, Any] = {}
         """id → strides on its rank, of those that are not contiguous there"""
@@ -233,7 +233,7 @@ class Holding:
 
     def _piece(self, tensor: torch.Tensor, of: torch.Tensor) -> Piece:
         mine = not self.foreign(of)
-        return Owned(partial(_itself, tensor), mine, mine)
+        return OwnedTensor(partial(_itself, tensor), mine, mine)
 
     @torch.no_grad()
     def gather(self, only: list[torch.Tensor] | None = None) -> None:

@@ -61,7 +61,7 @@ class Job:
         return sum(part.data.nbytes for part in self.parts)
 
 
-class Writing:
+class BackgroundWrite:
     """One at a time: `start`, then `finish` before the next and at the end."""
 
     def __init__(self) -> None:

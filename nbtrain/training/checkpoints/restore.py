@@ -62,7 +62,7 @@ def same_state(
     return True
 
 
-class Restoring:
+class Restore:
     """One load."""
 
     def __init__(

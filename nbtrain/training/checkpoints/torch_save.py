@@ -28,7 +28,7 @@ from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import ODD
 from nbtrain.strategies.kit.stage_tensors import gathered as placed
 from nbtrain.training.checkpoints.disk_full import room_told
-from nbtrain.training.ranks.collective_guard import Meeting
+from nbtrain.training.ranks.collective_guard import CollectiveGuard
 
 PIECES = (
     "torch.save of a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
@@ -38,10 +38,10 @@ PATIENCE = 10.0
 """Seconds after which a rank writes by itself: two files at a time do no harm, they are moved into place whole."""
 
 
-class Saving:
+class TorchSave:
     """One rank's calls of `torch.save` in a cell."""
 
-    def __init__(self, meeting: Meeting, several: bool) -> None:
+    def __init__(self, meeting: CollectiveGuard, several: bool) -> None:
         """`several`: there are other ranks."""
         self.meeting = meeting
         self._several = several

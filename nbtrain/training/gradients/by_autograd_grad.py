@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.compat import autograd_engine, tensors
 from nbtrain.strategies.kit.call_arguments import by_name, called_with
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.components import Components
 
 LOOKS, CALLS, NODES = 4, 64, 64
 """gradients of a cell that are looked at, calls of `functional_call`, and nodes of a graph"""
@@ -46,10 +46,10 @@ LINEAR = (
 )
 
 
-class OwnGradients:
+class AutogradGradients:
     """Of one rank. `begin` before each cell."""
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, workshop: Components) -> None:
         self.workshop = workshop
         self.begin(False)
 

@@ -20,7 +20,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.components import Components
 
 OWN_SHARE = (
     "a hook on a parameter's gradient (register_hook) sees each rank's own gradient, before it is averaged: that is "
@@ -32,7 +32,7 @@ OWN_SHARE = (
 class GradientHooks:
     """Of one rank. `listen` once; `begin` and `end` around a cell."""
 
-    def __init__(self, workshop: Workshop, speaks: bool) -> None:
+    def __init__(self, workshop: Components, speaks: bool) -> None:
         """`speaks`: it is this rank that says it."""
         self.workshop, self.speaks = workshop, speaks
         self.running = self.said = False

@@ -29,7 +29,7 @@ NOTE = (
 )
 
 
-class Summed:
+class SummedLosses:
     """Of one rank. `begin` before each cell."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class Mode(fake_tensors.DispatchMode):
         return out
 
 
-class Operations:
+class FlopCount:
     """One rank's. `begin` and `end` around a cell."""
 
     def __init__(self, phases: PhaseTimer, device: torch.device, allowed: bool) -> None:

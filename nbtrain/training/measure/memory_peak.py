@@ -21,7 +21,7 @@ QUICK = 1 << 25
 """What the C library comes to by itself where large blocks come and go; it cannot be told to find that out again."""
 
 
-class Peak:
+class MemoryPeak:
     """From now on."""
 
     def __init__(self, device: torch.device) -> None:

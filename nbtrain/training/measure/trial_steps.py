@@ -20,7 +20,7 @@ from nbtrain.events import Tried
 from nbtrain.specs import Trial
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Enough
-from nbtrain.training.measure.memory_peak import Peak
+from nbtrain.training.measure.memory_peak import MemoryPeak
 from nbtrain.training.measure.step_record import StepRecord
 
 ENDLESS = 10**9
@@ -36,7 +36,7 @@ class StepMark(NamedTuple):
     batches: int
 
 
-class Trying:
+class TrialSteps:
     """One trial, on one rank."""
 
     def __init__(self, trial: Trial, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -51,7 +51,7 @@ class Trying:
         """what the steps saw and made is written down"""
         self._device = device
         self._clock = clock
-        self._peak = Peak(device)
+        self._peak = MemoryPeak(device)
         self._marks: list[StepMark] = []
         self._steps: Steps | None = None
 

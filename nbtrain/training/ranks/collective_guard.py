@@ -55,7 +55,7 @@ SLICE = datetime.timedelta(seconds=0.2)
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 
-class Meeting:
+class CollectiveGuard:
     """The rank's part in it. `begin` and `end` around a cell."""
 
     def __init__(self, rank: int, world_size: int, steps: Steps, phases: PhaseTimer, within: Callable[[], int]) -> None:

@@ -24,7 +24,7 @@ from nbtrain.errors import NotPrepared
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.ranks.collectives import equalise
-from nbtrain.training.setup.meta_init import Blanks, is_blank
+from nbtrain.training.setup.meta_init import MetaInit, is_blank
 from nbtrain.training.setup.replace_references import become
 from nbtrain.training.setup.validate_strategy import set_up
 
@@ -49,7 +49,7 @@ class SetUpComponent:
         return {id(p) for p in self.parameters}
 
 
-class Workshop:
+class Components:
     """What is prepared on a rank."""
 
     def __init__(
@@ -226,7 +226,7 @@ class Workshop:
         with self.outside():
             for kept in old:
                 self.close(kept)
-            blanks = Blanks.of(component)
+            blanks = MetaInit.of(component)
             wanted = self.strategy.wants_blanks()
             if blanks is not None and wanted == "filled":
                 self._tell(blanks.fill(self.device))

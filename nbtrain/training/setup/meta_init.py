@@ -90,7 +90,7 @@ class _Step:
     name: str
 
 
-class Blanks:
+class MetaInit:
     """What a component has no content of. Found before a strategy sets it up, filled in before (`fill`) by strategies
     that keep whole models, after it (`deal_out`) by those that keep pieces: of what is as it was, or `hollow`."""
 
@@ -98,7 +98,7 @@ class Blanks:
         self._parts = parts
 
     @classmethod
-    def of(cls, component: Component) -> Blanks | None:
+    def of(cls, component: Component) -> MetaInit | None:
         """None where nothing is missing, as nearly always. Else collective: all ranks take rank 0's seeds."""
         tensors = [*component.parameters(), *component.buffers()]
         if not any(map(is_blank, tensors)):

@@ -18,7 +18,7 @@ import torch
 
 from nbtrain.intercept import Listeners
 from nbtrain.training.random_states.rank_draws import Randomness
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.components import Components
 
 IN_PLACE = tuple(
     f"torch.Tensor.{name}_"
@@ -30,10 +30,10 @@ LIKE = tuple(f"torch.{name}_like" for name in ("rand", "randn", "randint"))
 DEVICES = ("cpu", "cuda")
 
 
-class Drawn:
+class WeightDraws:
     """Of one rank. `listen` once; `begin` before each cell."""
 
-    def __init__(self, randomness: Randomness, workshop: Workshop, active: Callable[[], bool]) -> None:
+    def __init__(self, randomness: Randomness, workshop: Components, active: Callable[[], bool]) -> None:
         """`active`: a cell runs on all ranks, and its models are looked after."""
         self.randomness, self.workshop, self.active = randomness, workshop, active
         self.drawing = False

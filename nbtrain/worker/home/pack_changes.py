@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.humanize as humanize
-from nbtrain.exchange.graph.changes import Cargo
-from nbtrain.exchange.graph.rank_paths import by_value
-from nbtrain.exchange.graph.residence import Stay, Table, Walk, Way, Ways
+from nbtrain.exchange.graph.changes import Changes
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.rank_paths import Way, Ways, by_value
 from nbtrain.exchange.kinds import dispatch, numeric
-from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS, Stay
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import Packer, Parcel, fetched
 from nbtrain.exchange.travel_check import path_of
@@ -44,10 +45,10 @@ class Home:
 
 
 @dataclass(slots=True)
-class Homeward:
+class PackChanges:
     """One cell's way home. It can be packed again, with less, until the next cell comes."""
 
-    table: Table
+    table: ObjectTable
     namespace: dict[str, Any]
     known: list[str]
     """names that the notebook sent for this cell"""
@@ -78,7 +79,7 @@ class Homeward:
         with _writing(packer, pieces) as write:
             return self._pack(write)
 
-    def _pack(self, write: Callable[[Cargo], Parcel]) -> Home:
+    def _pack(self, write: Callable[[Changes], Parcel]) -> Home:
         numeric.learn_atoms()
         bound = self.bound
         walk, weights = self._look()
@@ -129,11 +130,11 @@ class Homeward:
 
 
 @contextmanager
-def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[Cargo], Parcel]]:
+def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[Changes], Parcel]]:
     """How what a walk found becomes a parcel. The others, who serve `pieces`, are told what is wanted of them, also if
     it does not come to that."""
 
-    def write(cargo: Cargo) -> Parcel:
+    def write(cargo: Changes) -> Parcel:
         if pieces is not None:
             pieces.announce(fetched(cargo))
         return packer.pack(cargo, (KERNEL,))
@@ -143,7 +144,7 @@ def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[Cargo]
 
 
 def pull(
-    table: Table, namespace: dict[str, Any], key: int, packer: Packer, pieces: Pieces | None
+    table: ObjectTable, namespace: dict[str, Any], key: int, packer: Packer, pieces: Pieces | None
 ) -> tuple[Parcel | None, str]:
     """A copy of what lives under a handle's key; or why there can be none."""
     with _writing(packer, pieces) as write:
@@ -151,7 +152,7 @@ def pull(
 
 
 def _pull(
-    table: Table, namespace: dict[str, Any], key: int, write: Callable[[Cargo], Parcel]
+    table: ObjectTable, namespace: dict[str, Any], key: int, write: Callable[[Changes], Parcel]
 ) -> tuple[Parcel | None, str]:
     node = table.nodes.get(key)
     if node is None:
@@ -171,7 +172,7 @@ def _pull(
         table.by_id[identity] = node
 
 
-def spared(table: Table, keys: Iterable[int]) -> list[tuple[int, Any]]:
+def spared(table: ObjectTable, keys: Iterable[int]) -> list[tuple[int, Any]]:
     """What the notebook has handles for."""
     handle = dispatch.kind_named("handle")
     return [(key, table.nodes[key].obj) for key in keys if key in table.nodes and table.nodes[key].kind is handle]

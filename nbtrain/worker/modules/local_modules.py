@@ -33,7 +33,7 @@ def at_birth() -> dict[str, str]:
     return dict(local_modules())
 
 
-class Modules:
+class LocalModules:
     """A rank's. From its making on it hears of every local file that is imported."""
 
     def __init__(self) -> None:

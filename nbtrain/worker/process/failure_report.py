@@ -12,15 +12,15 @@ from nbtrain.compat import strategy_packages
 from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
-from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process.interrupts import cut_a_step_short
 from nbtrain.worker.shell.shell import RankShell
 
 
-class Failing:
+class FailureReport:
     """Errors in words, and as what the notebook can raise once more."""
 
-    def __init__(self, rank: int, shell: RankShell, twins: Twins) -> None:
+    def __init__(self, rank: int, shell: RankShell, twins: RankSide) -> None:
         self._rank = rank
         self._shell = shell
         self._twins = twins

@@ -43,7 +43,7 @@ LAUNCHERS = tuple(f"{training_libraries.LAUNCHERS}.{name}" for name in ("noteboo
 SPAWN = "torch.multiprocessing.start_processes"
 
 
-class Libraries:
+class OtherTrainers:
     """Of one rank. `listen` once; `begin` and `end` around the user's code."""
 
     def __init__(self, info: RankInfo) -> None:
