@@ -175,7 +175,7 @@ def _is_gone(rank: int) -> tuple[bool, bool]:
     assert isinstance(prepared, InNode)
     prepared.enter()
     kept(X), gone(X)
-    hold_again = prepared.let_go()
+    hold_again = prepared.release_modules()
     del component.modules["gone"], gone
     gc.collect()
     assert hold_again() is prepared

@@ -88,7 +88,7 @@ def test_a_cell_costs_no_more_looks_after_twenty_thousand_others(before: int, tm
         sides.out([*names.hard, *names.soft])
         exec(code, sides.twins[0].namespace)
         sides.home()
-        sides.traffic.let_go()
+        sides.traffic.release_dropped()
         return here.steps
 
     sides.run("model = [0]; n = 1\ndef step(): model[0] += n")

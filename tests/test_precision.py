@@ -790,7 +790,7 @@ def test_models_that_a_strategy_holds_are_let_go_of(make: Callable[..., Runtime]
             super().__init__(component)
             self.models = list(component.modules.values())
 
-        def let_go(self) -> Callable[[], Prepared]:
+        def release_modules(self) -> Callable[[], Prepared]:
             alive = [ref(model) for model in self.models]
             self.models = []
 

@@ -248,7 +248,7 @@ def test_a_trial_is_no_default_and_needs_all_ranks(nb: Notebook) -> None:
 # What a rank does
 
 
-def trying(**what: int) -> tuple[TrialSteps, Steps]:
+def trial_steps(**what: int) -> tuple[TrialSteps, Steps]:
     seconds = iter(range(100))
     steps = Steps(0)
     found = TrialSteps(Trial(**what), torch.device("cpu"), clock=lambda: float(next(seconds)))
@@ -257,7 +257,7 @@ def trying(**what: int) -> tuple[TrialSteps, Steps]:
 
 
 def test_steps_after_the_first_are_timed() -> None:
-    found, steps = trying(steps=3, warm=2)
+    found, steps = trial_steps(steps=3, warm=2)
     for _ in range(4):
         steps.got(8)
         assert not found.ended()
@@ -269,7 +269,7 @@ def test_steps_after_the_first_are_timed() -> None:
 
 @pytest.mark.parametrize(("ends", "timed"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 2)])
 def test_a_shorter_loop_is_timed_for_what_it_had(ends: int, timed: int) -> None:
-    found, steps = trying(steps=10, warm=2)
+    found, steps = trial_steps(steps=10, warm=2)
     for _ in range(ends):
         steps.got(8)
         found.ended()
@@ -278,7 +278,7 @@ def test_a_shorter_loop_is_timed_for_what_it_had(ends: int, timed: int) -> None:
 
 
 def test_memory_is_what_came_besides() -> None:
-    found, _ = trying(steps=1)
+    found, _ = trial_steps(steps=1)
     held = torch.ones(25_000_000)
     found.ended()
     del held

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state, numeric
@@ -133,7 +133,7 @@ class ModuleObjects:
         return value
 
 
-@calm()
+@gc_paused()
 def take(module: ModuleType, text: Any) -> None:
     """The file has just been executed. Nothing of the user's fails because of us."""
     state = module_state.state_of(module.__name__)

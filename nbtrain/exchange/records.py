@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle as cp
 
-from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 
@@ -26,7 +26,7 @@ class _Quick(pickle.Pickler):
     }
 
 
-@calm()
+@gc_paused()
 def dump(cargo: Changes) -> bytes:
     records: list[tuple[Any, ...]] = []
     for record in cargo.records:
@@ -44,7 +44,7 @@ def dump(cargo: Changes) -> bytes:
     return file.getvalue()
 
 
-@calm()
+@gc_paused()
 def load(stream: bytes) -> Changes:
     records, names = pickle.loads(stream)
     return Changes([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)

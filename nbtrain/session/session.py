@@ -85,16 +85,16 @@ class Session:
 
     def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
         """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
-        with self._trying():
+        with self._trial():
             return Comparing(Attempt(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
 
     def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
         """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
-        with self._trying(way):
+        with self._trial(way):
             return Verifying(Attempt(self.shell, self.ranks, cell, 0), way, steps, told).run()
 
     @contextmanager
-    def _trying(self, way: RunWay | None = None) -> Iterator[None]:
+    def _trial(self, way: RunWay | None = None) -> Iterator[None]:
         """Around a cell that is tried: the ranks have to forget what they hold. Those that the notebook had, or `way`
         asks for, are started again while the outcome is read."""
         self._check_free()
@@ -265,4 +265,4 @@ class Session:
             return
         self.aging.look()
         if self.ranks.traffic is not None and self.ranks.left is None:  # `recover` may need what the user let go of
-            self.ranks.traffic.let_go()
+            self.ranks.traffic.release_dropped()

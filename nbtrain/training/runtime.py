@@ -56,7 +56,7 @@ from nbtrain.training.ranks.loop_fixes import Recounted
 from nbtrain.training.setup import option_advice
 from nbtrain.training.setup.components import Components, Replaced
 from nbtrain.training.setup.in_cell_models import InCellModels
-from nbtrain.training.setup.replace_references import become
+from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.training.setup.validate_strategy import share_of
 from nbtrain.training.setup.weight_draws import WeightDraws
 
@@ -72,7 +72,7 @@ class Runtime:
         strategy: Strategy,
         emit: Callable[[Event], None],
         randomness: Randomness | None = None,
-        replaced: Replaced = become,
+        replaced: Replaced = replace_references,
         precision: str = "32",
     ) -> None:
         """`randomness`: of the runtime before this one. A rank's streams outlive a change of strategy: the notebook
@@ -129,7 +129,7 @@ class Runtime:
         """the first name of which each rank has logged its own number"""
         self._reduce: Callable[..., Any] = collectives.reduce
         self.drawn = WeightDraws(self.randomness, self.workshop, lambda: self._looks_after)
-        self.trying: TrialSteps | None = None
+        self.trial_steps: TrialSteps | None = None
         """the cell is only tried"""
         self._agreement = Agreement(strategy.hands_off)
         self._listeners = Listeners()
@@ -224,8 +224,8 @@ class Runtime:
         self.wrapped.rate.begin(run.scale_lr, self._batches)
         self.wrapped.summed.begin(1 if self.strategy.hands_off or run.ranks is not None else count, run.split_batches)
         self.wrapped.own.begin(self.info.world_size > 1 and run.ranks is None and run.trial is None)
-        if self.trying is not None:
-            self._begin_trying(self.trying, count)
+        if self.trial_steps is not None:
+            self._begin_trial(self.trial_steps, count)
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
             self.recounted.begin()
@@ -258,7 +258,7 @@ class Runtime:
         api.enter(None)
         self.checkpoints.end()
         self.checkpoints.off = self.saving.off = False
-        self.trying = None
+        self.trial_steps = None
         if self.forwards is not None:
             self.forwards.on = False
         notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
@@ -300,16 +300,16 @@ class Runtime:
         """What writes down the steps of a cell that is tried."""
         return StepRecord(record, self.info.rank, self.checkpoints.in_use)
 
-    def _begin_trying(self, trying: TrialSteps, count: int) -> None:
-        trying.share = count / self.info.world_size
-        self.stopping.enough = trying.ended
+    def _begin_trial(self, trial_steps: TrialSteps, count: int) -> None:
+        trial_steps.share = count / self.info.world_size
+        self.stopping.enough = trial_steps.ended
         self.checkpoints.off = self.saving.off = True
-        if trying.trial.batch != 1.0:
-            self.loaders.regroup = trying.regrouped
-        if trying.record is not None:
-            trying.record.share = self.loaders.deal.index
-            self.loaders.record = self.wrapped.record = trying.record
-        trying.begin(self.steps)
+        if trial_steps.trial.batch != 1.0:
+            self.loaders.regroup = trial_steps.regrouped
+        if trial_steps.record is not None:
+            trial_steps.record.share = self.loaders.deal.index
+            self.loaders.record = self.wrapped.record = trial_steps.record
+        trial_steps.begin(self.steps)
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""

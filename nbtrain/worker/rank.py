@@ -24,7 +24,7 @@ from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, Home, PackChanges
 from nbtrain.worker.home.random_states import adopt as adopt_streams
 from nbtrain.worker.home.random_states import collect as collect_streams
 from nbtrain.worker.home.rank_side import RankSide
-from nbtrain.worker.home.trial_baseline import trying
+from nbtrain.worker.home.trial_baseline import trial_steps
 from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.malloc_trim import give_back
@@ -77,7 +77,7 @@ class Rank:
         """what it had replaced of Python's own names"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
-        self._trying: TrialSteps | None = None
+        self._trial_steps: TrialSteps | None = None
         """the cell that runs is only tried"""
         self._broken = False
         """the end of the last cell has failed"""
@@ -170,12 +170,12 @@ class Rank:
             return
         self._last = None  # what it holds would count for what was there before
         self.shell.let_go_of_errors()
-        self._trying = trying(run.spec, self.info.device)
+        self._trial_steps = trial_steps(run.spec, self.info.device)
         try:
-            with self._trying.limited():
+            with self._trial_steps.limited():
                 self._run_cell(run)
         finally:
-            self._trying = None
+            self._trial_steps = None
             self.shell.let_go_of_errors()
 
     def _run_cell(self, run: RunCell) -> None:
@@ -206,16 +206,16 @@ class Rank:
         failure, lines = self._execute(run)
         self.libraries.end()
         self.group.end()
-        if self._trying is not None and self._trying.record is not None and self._trying.well(failure):
+        if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
             try:
-                self._trying.record.write(self.shell.user_ns, self.runtime.randomness.drew())
+                self._trial_steps.record.write(self.shell.user_ns, self.runtime.randomness.drew())
             except Exception as error:
                 failure, lines = error, self.failing.lines_of(error)
         failure, lines = self._end(failure, lines)
         self.meters.end()
-        if self._trying is not None and self._trying.well(failure):
-            told = self._trying.told(self.info.rank)
-            self._trying.let_go()
+        if self._trial_steps is not None and self._trial_steps.well(failure):
+            told = self._trial_steps.told(self.info.rank)
+            self._trial_steps.release_loaders()
             self._finish(
                 Finished(rank=told.rank, time=told.time, steps=steps.count, tried=told, grouped=self.group.intact)
             )
@@ -344,11 +344,11 @@ class Rank:
         self._complain(self.taken.settle())
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
-        if self._trying is not None:
-            runtime.trying = self._trying
-            if (record := self._trying.trial.record) is not None:
-                self._trying.record = runtime.recording(record)
-            self.twins.namespace.update(self._trying.trial.names)
+        if self._trial_steps is not None:
+            runtime.trial_steps = self._trial_steps
+            if (record := self._trial_steps.trial.record) is not None:
+                self._trial_steps.record = runtime.recording(record)
+            self.twins.namespace.update(self._trial_steps.trial.names)
         if run.streams is not None:
             adopt_streams(runtime.randomness, run.streams)
         if touched:
@@ -439,7 +439,7 @@ class Rank:
         from nbtrain.strategies.fsdp.ungathered_call import explain
 
         self._is_over()
-        if self._trying is not None and self._trying.well(error):
+        if self._trial_steps is not None and self._trial_steps.well(error):
             return False
         explain(error)
         strategy_packages.explain(error)

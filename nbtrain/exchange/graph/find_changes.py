@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.changes import Changes, Culprit
 from nbtrain.exchange.graph.held_objects import Visit
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -117,7 +117,7 @@ class Walk(Visit):
 
     # -- what the session calls ----------------------------------------------------------
 
-    @calm()
+    @gc_paused()
     def name(self, name: str, value: Any) -> None:
         self.holder, self.children = name, []
         try:
@@ -127,7 +127,7 @@ class Walk(Visit):
             self.undo()
             raise
 
-    @calm()
+    @gc_paused()
     def finish(self) -> Changes:
         """Holders of objects that had to be made anew are sent too, since they hold another object now."""
         while self._late:
@@ -309,7 +309,7 @@ class Walk(Visit):
         return trail[::-1]
 
 
-@calm()
+@gc_paused()
 def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
     """Take how these nodes are now as what both sides have; says whether one of them holds another no longer."""
     walk = Walk(table, namespace, quiet=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -40,7 +40,7 @@ class OpenedParcel(Receiver):
 
     table: ObjectTable
 
-    @calm()
+    @gc_paused()
     def __init__(
         self,
         table: ObjectTable,
@@ -101,7 +101,7 @@ class OpenedParcel(Receiver):
 
     # -- what the session calls ----------------------------------------------------------
 
-    @calm()
+    @gc_paused()
     def commit(self) -> list[Node]:
         """Edit the receiver's own objects. Returns the nodes that are new or changed."""
         table = self.table

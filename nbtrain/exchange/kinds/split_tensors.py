@@ -1,7 +1,7 @@
 """Tensors whose content this side keeps in pieces, or otherwise than the other side has it.
 
-The other side has an ordinary tensor and never hears of it. Here the tensor only says the shape; `ObjectTable.apart` knows
-whether its content has changed, and how all of it is had.
+The other side has an ordinary tensor and never hears of it. Here the tensor only says the shape; `ObjectTable.apart`
+knows whether its content has changed, and how all of it is had.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nbtrain.compat import namespaces, python
-from nbtrain.exchange.gc_paused import calm
+from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.names.object_globals import ObjectSearch
 from nbtrain.exchange.names.read_before_bound import UNSEEN, NameFlow
@@ -69,7 +69,7 @@ def private(name: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-@calm()
+@gc_paused()
 def analyse(source: str) -> CellNames:
     """`source`: the cell after IPython's transformation, so that magics are calls. SyntaxError as from `compile`."""
     flow = NameFlow()
@@ -84,7 +84,7 @@ def analyse(source: str) -> CellNames:
     )
 
 
-@calm()
+@gc_paused()
 def reach(
     names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = (), places: NameOrder | None = None
 ) -> Captured:

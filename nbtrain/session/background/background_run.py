@@ -187,7 +187,7 @@ class Going:
                 run.finish()
 
     def _compare(self, home: Home) -> None:
-        traffic = self.run.held.traffic
+        traffic = self.run.ranks.traffic
         if traffic is not None:
             self.overwritten = traffic.changed_since(home, {})
 

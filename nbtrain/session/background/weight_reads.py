@@ -34,7 +34,7 @@ class WeightReads:
         self._run = run
         self._said: set[str] = set()
         self._namespace = run.shell.user_ns
-        traffic, pool = run.held.traffic, run.held.pool
+        traffic, pool = run.ranks.traffic, run.ranks.pool
         assert traffic is not None
         assert pool is not None
         names = {name: self._namespace[name] for name in (*run.names.hard, *run.names.soft) if name in self._namespace}

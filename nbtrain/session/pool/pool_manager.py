@@ -285,7 +285,7 @@ class PoolManager:
         """After a failure the ranks' twins are no longer what the notebook has."""
         assert self.pool is not None
         assert self.traffic is not None
-        self.traffic.let_go()
+        self.traffic.release_dropped()
         table = self.traffic.table
         spare = tuple(node.key for node in handles(table, worth=True))
         known = table.nodes.keys() - set(table.unreachable(spare)) - {node.key for node in handles(table)}

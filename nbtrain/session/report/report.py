@@ -65,7 +65,7 @@ def report(traffic: NotebookSide, finished: Mapping[int, Finished], lead: int, s
             say(f"differ between ranks: {listed(names)}; the notebook has rank {lead}'s")
     if disagreements := _disagreements(finished, lead):
         say("\n".join(disagreements))
-        traffic.distrust()
+        traffic.resend()
 
 
 def mourn(traffic: NotebookSide | None, namespace: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ class Homecoming:
         """`take`: what becomes of an event of the ranks."""
         self.run = run
         self._take = take
-        self.held = run.held
+        self.ranks = run.ranks
         self.spec = run.spec
         self.outcome = run.outcome
         self.shell = run.shell
@@ -62,8 +62,8 @@ class Homecoming:
 
     @property
     def _traffic(self) -> NotebookSide:
-        assert self.held.traffic is not None
-        return self.held.traffic
+        assert self.ranks.traffic is not None
+        return self.ranks.traffic
 
     def end(self, ok: bool) -> None:
         lead = self.outcome.lead if ok else self.outcome.best() if self.run.stopped and not self.run.fault else None
@@ -78,7 +78,7 @@ class Homecoming:
         if pieces and (
             regroup or not self.outcome.grouped
         ):  # they come home through a group that works; what trains is bound to the old one
-            self.held.regroup()
+            self.ranks.regroup()
             regroup = alike = False
         if pieces or not ok:
             self._conclude(lead)
@@ -88,18 +88,18 @@ class Homecoming:
             with shielded():
                 self._come_home()
         except BaseException:  # the ranks hold what the notebook could not take
-            if self.held.pool is not None:
-                self.held.forget()
+            if self.ranks.pool is not None:
+                self.ranks.forget()
             raise
         finally:
-            if regroup and self.held.pool is not None:
-                self.held.regroup(stuck)
+            if regroup and self.ranks.pool is not None:
+                self.ranks.regroup(stuck)
         if not alike:  # the others' twins are not what has come home
-            self.held.forget()
+            self.ranks.forget()
         elif pieces:
-            self.held.parted_as = self.run.runs_as
+            self.ranks.parted_as = self.run.runs_as
         figures_can_be_shown()
-        said = Said(self.run.relay.say, self.held.advised, self.run.cell)
+        said = Said(self.run.relay.say, self.ranks.advised, self.run.cell)
         report(self._traffic, self.outcome.finished, self.outcome.lead, said)
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
@@ -116,7 +116,7 @@ class Homecoming:
                 self.run.presses.count = 1  # the next is told of, the one after that raises
                 self._conclude(lead)
         except KeyboardInterrupt:  # what they say yet would be taken for the next cell's
-            self.held.lose()
+            self.ranks.lose()
             raise KeyboardInterrupt("given up; the notebook is as it was before the failed cell") from None
         changed = self._traffic.changed_since(self.outcome.finished[lead].home, self._found)
         news = [name for name in changed if name not in self._told]
@@ -129,32 +129,32 @@ class Homecoming:
             self._traffic.rename(self._told)
             self._come_home()
         lead = self.outcome.lead
-        report(self._traffic, {lead: self.outcome.finished[lead]}, lead, Said(print, self.held.advised))
+        report(self._traffic, {lead: self.outcome.finished[lead]}, lead, Said(print, self.ranks.advised))
         return self.outcome.finished[self.outcome.lead].steps
 
     def _replace_the_dead(self) -> None:
         """Those that died since the cell failed. What the others have can still come home."""
-        held = self.held
-        held.listen(0)
-        if not held.deaths:
+        ranks = self.ranks
+        ranks.listen(0)
+        if not ranks.deaths:
             return
-        self.outcome.without(held.gone)
+        self.outcome.without(ranks.gone)
         if self.outcome.best() is None:
-            deaths = held.deaths
-            held.lose()
-            raise held.died(deaths)
-        self.run.relay.say(f"nbtrain: {held.deaths[0]} since the cell failed; a new one is started")
-        held.regroup(held.gone)
+            deaths = ranks.deaths
+            ranks.lose()
+            raise ranks.died(deaths)
+        self.run.relay.say(f"nbtrain: {ranks.deaths[0]} since the cell failed; a new one is started")
+        ranks.regroup(ranks.gone)
 
     def _conclude(self, lead: int) -> None:
         """What the cell has done so far counts."""
         self._together = self.outcome.in_pieces
         waiting = self.outcome.led_by(lead)
-        self.held.send(Conclude(lead=lead), waiting)
+        self.ranks.send(Conclude(lead=lead), waiting)
         before, said = self.run.presses.count, False
         failed: Stopwatch | None = None
         while waiting:
-            for event in self.held.answers():
+            for event in self.ranks.answers():
                 self._take(event)
             waiting -= set(self.outcome.finished)
             if waiting and not said and self.run.presses.count > before:
@@ -172,8 +172,8 @@ class Homecoming:
 
     def _fail(self) -> NoReturn:
         """The notebook is as it was; what is whole on the ranks is held for `recover`."""
-        held, stuck = self.held, self.run.open
-        dead = held.gone
+        ranks, stuck = self.ranks, self.run.open
+        dead = ranks.gone
         self.outcome.without(dead)
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.run.stopped
@@ -187,46 +187,46 @@ class Homecoming:
         self._keeps = keeps
         error = self._error(stuck, held_back)
         try:
-            if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # new ones would not start
-                held.lose()
+            if self.spec.pool.start == "fork" or any(death.said for death in ranks.deaths):  # new ones would not start
+                ranks.lose()
             elif dead or stuck or not self.run.quiet:
-                held.regroup(dead | stuck)
-            if keeps and held.pool is not None:
-                held.left = self
+                ranks.regroup(dead | stuck)
+            if keeps and ranks.pool is not None:
+                ranks.left = self
                 self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}
-            elif held.pool is not None:
+            elif ranks.pool is not None:
                 drop_ahead(self._traffic)
-                held.forget()
+                ranks.forget()
         except PoolError:  # a rank takes no message; what the cell raised is what has to be told
-            held.lose()
+            ranks.lose()
         self.run.over = True
         raise error
 
-    def _error(self, stuck: set[int], held: str) -> BaseException:
-        deaths = self.held.deaths
+    def _error(self, stuck: set[int], held_back: str) -> BaseException:
+        deaths = self.ranks.deaths
         traffic = self._traffic
         if deaths:
             tails = {death.rank: self.run.relay.tail(death.rank) for death in deaths}
-            return self.held.died(deaths, tails, held, self._less)
+            return self.ranks.died(deaths, tails, held_back, self._less)
         if not self.run.fault:
-            why = f". {held}" if held else ""
+            why = f". {held_back}" if held_back else ""
             return KeyboardInterrupt(f"stopped; the notebook is as it was before this cell{why}")
         return exception_message.exception(
-            self.outcome.failed, stuck, self.spec.pool.world_size, held,
+            self.outcome.failed, stuck, self.spec.pool.world_size, held_back,
             lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
-            self._hint, self.held.numbers(),
+            self._hint, self.ranks.numbers(),
         )  # fmt: skip
 
     def _hint(self, failed: Failed) -> str:
-        if ran_out(failed) and self.held.pool is not None:
-            return readings(self.run.memory, self.held.pool.pids(), self._less())
+        if ran_out(failed) and self.ranks.pool is not None:
+            return readings(self.run.memory, self.ranks.pool.pids(), self._less())
         return hint(failed, self.shell.user_ns, (*self.run.names.hard, *self.run.names.soft), self._traffic)
 
     def _less(self) -> str:
         """What needs less memory."""
         from nbtrain.session.report.oom_advice import instead  # on use, as few cells end like that
 
-        pids = self.held.pool.pids().values() if self.held.pool is not None else ()
+        pids = self.ranks.pool.pids().values() if self.ranks.pool is not None else ()
         return instead(self.run.names, self.shell.user_ns, self.spec, pids, self._keeps)
 
     def _come_home(self) -> None:
@@ -235,13 +235,13 @@ class Homecoming:
             traffic.packer.released(rank, done.released)
         done = finished[lead]
         self.overwrites(done.home)
-        done = finished[lead] = replace(done, home=self.held.home(lead, done.home, done.streams, self._together))
+        done = finished[lead] = replace(done, home=self.ranks.home(lead, done.home, done.streams, self._together))
         traffic.ahead.difference_update(self.run.names.hard, self.run.names.soft)
         for name in self.spec.keep:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
                 traffic.ahead.add(name)
         self.came = True
         if self.outcome.everybody:
-            self.held.adopt(done.home.news, [rank for rank in finished if rank != lead])
+            self.ranks.adopt(done.home.news, [rank for rank in finished if rank != lead])
         else:
             traffic.others_are_behind(done.home)

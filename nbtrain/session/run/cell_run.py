@@ -84,20 +84,20 @@ class CellRun(RunState):
         except BaseException as error:
             self._said = str(error).partition("\n")[0]
             if not self.over:  # a view or the screen failed, or Stop was pressed and pressed
-                self.held.lose()
+                self.ranks.lose()
             raise
         finally:
             self.close()
 
     def begin(self) -> None:
         """Send the cell."""
-        held = self.held
-        self._early = held.settle()
-        if held.deaths:
-            self.relay.say(held.have(self.spec.pool))
+        ranks = self.ranks
+        self._early = ranks.settle()
+        if ranks.deaths:
+            self.relay.say(ranks.have(self.spec.pool))
         self._send()
         self.audience.opened("")
-        held.running = True
+        ranks.running = True
 
     def watch(self) -> None:
         """Until every rank has ended, in whatever thread: nobody else may speak with them meanwhile."""
@@ -106,29 +106,29 @@ class CellRun(RunState):
 
     def finish(self) -> None:
         """Bring home what the cell did; raises what it raised. In the main thread."""
-        self.held.running = False
+        self.ranks.running = False
         self.home.end(self._ok)
 
     def close(self) -> None:
-        held = self.held
-        held.running = False
+        ranks = self.ranks
+        ranks.running = False
         self.controls.close()
         self.audience.closed(self._ok, self._said)
         self.relay.close()
         if self.spec.pool.start == "fork":
-            held.stop()
-        held.rest()
+            ranks.stop()
+        ranks.rest()
 
     def _send(self) -> None:
-        held, spec = self.held, self.spec
+        ranks, spec = self.ranks, self.spec
         forks = spec.pool.start == "fork"
-        traffic = held.fork_traffic(spec.pool) if forks else held.traffic
+        traffic = ranks.fork_traffic(spec.pool) if forks else ranks.traffic
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
-        if held.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
-            check_ahead(traffic, held.parted_as)
-            held.forget()
-            traffic = held.traffic
+        if ranks.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
+            check_ahead(traffic, ranks.parted_as)
+            ranks.forget()
+            traffic = ranks.traffic
             assert traffic is not None
         said = set(traffic.slow)
         try:
@@ -144,18 +144,18 @@ class CellRun(RunState):
         except CannotTravel:
             raise  # the walk has taken back what it had noted
         except BaseException as error:  # what was not sent must not be taken for sent
-            held.lose() if forks or isinstance(error, PoolError) else held.forget()
+            ranks.lose() if forks or isinstance(error, PoolError) else ranks.forget()
             raise
 
     def _post(self, out: Outgoing, sources: list[CellSource], fork_with: NotebookSide | None) -> None:
-        held, spec = self.held, self.spec
+        ranks, spec = self.ranks, self.spec
         if fork_with is not None:
-            held.fork(spec.pool, fork_with)
+            ranks.fork(spec.pool, fork_with)
         self._sent = time.monotonic()
-        assert held.pool is not None
-        number = self.number = held.next_run()
-        self.ending = StopRanks(held.pool, number, self._say_where)
-        self.aside = held.pool.directory if spec.background else ""
+        assert ranks.pool is not None
+        number = self.number = ranks.next_run()
+        self.ending = StopRanks(ranks.pool, number, self._say_where)
+        self.aside = ranks.pool.directory if spec.background else ""
         run = RunCell(
             number=number,
             spec=replace(spec, options={}, aside=self.aside),
@@ -170,12 +170,12 @@ class CellRun(RunState):
             released=out.released,
             streams=out.streams,
             sources=(*sources, *out.sources),
-            surroundings=held.mirror.changes(spec.strategy in ("none", "single")),
+            surroundings=ranks.mirror.changes(spec.strategy in ("none", "single")),
         )
-        for line in held.mirror.notes:
+        for line in ranks.mirror.notes:
             self.relay.say(line)
         self.over = False
-        held.send(run, range(spec.pool.world_size))
+        ranks.send(run, range(spec.pool.world_size))
 
     # -- while it runs -------------------------------------------------------------------
 
@@ -189,14 +189,14 @@ class CellRun(RunState):
         return self.outcome.cut or any(board.waits(rank, number) is not None for rank in self.open)
 
     def _watch(self, events: list[Event]) -> None:
-        held, ending = self.held, self.ending
+        ranks, ending = self.ranks, self.ending
         assert ending is not None
         while True:
             for event in events:
                 self.take(event)
             if self._asked is not None:
                 self._asked.answer()
-            self.audience.dead([death.rank for death in held.deaths])
+            self.audience.dead([death.rank for death in ranks.deaths])
             if not self.open or self.presses.count > 1:  # a second press: no more waiting
                 return
             if self.presses.count and not ending.stopped:
@@ -209,7 +209,7 @@ class CellRun(RunState):
                 self._say_slow()
             if ending.tick(self.open, self.fault or self._left_alone, self.fault):
                 return
-            events = held.listen(BEAT)
+            events = ranks.listen(BEAT)
 
     def take(self, event: Event) -> None:
         if isinstance(event, Output):
@@ -223,7 +223,7 @@ class CellRun(RunState):
                 if event.began is not None:
                     self.take(event.began)
             elif isinstance(event, Failed):
-                if self.held.is_ready(event.rank):  # else it could not start: it is about to end, which says so
+                if self.ranks.is_ready(event.rank):  # else it could not start: it is about to end, which says so
                     self.outcome.failed[event.rank] = event
             elif isinstance(event, Memory):
                 self.memory[event.rank] = event
@@ -252,11 +252,11 @@ class CellRun(RunState):
 
     def _say_slow(self) -> None:
         """What takes so long, once, before the cell has begun."""
-        pool = self.held.pool
+        pool = self.ranks.pool
         if self._said_slow or pool is None or time.monotonic() - self._sent < SLOW:
             return
         self._said_slow = True
-        if not self.held.everybody_ready:
+        if not self.ranks.everybody_ready:
             self.relay.say(starting(self.spec.pool.world_size))
         else:
             self.relay.say("the ranks are putting in place what the cell reads …")
@@ -271,7 +271,7 @@ class CellRun(RunState):
     def _say_where(self, ranks: set[int]) -> None:
         """Stop takes long."""
         self.relay.say(
-            "\n".join(["still running:", *self.held.where(ranks), "Press Stop once more to end these ranks."])
+            "\n".join(["still running:", *self.ranks.where(ranks), "Press Stop once more to end these ranks."])
         )
 
     def _say_hang(self) -> None:
@@ -284,4 +284,4 @@ class CellRun(RunState):
         if longest > self.spec.hang_after:
             self._said_hang = True
             said = f"ranks have waited for each other for {longest:.0f} s (--hang-after {self.spec.hang_after:g}):"
-            self.relay.say("\n".join([said, *self.held.where(), "The cell goes on; Stop ends it."]))
+            self.relay.say("\n".join([said, *self.ranks.where(), "The cell goes on; Stop ends it."]))

@@ -22,7 +22,7 @@ class RunState:
     """What `CellRun` shares with its controls and with what brings its work home."""
 
     shell: Any
-    held: PoolManager
+    ranks: PoolManager
     spec: RunSpec
     cell: Cell
     names: Captured
@@ -51,12 +51,12 @@ class RunState:
     @property
     def open(self) -> set[int]:
         """Who has not ended."""
-        return self.outcome.silent - self.held.gone
+        return self.outcome.silent - self.ranks.gone
 
     @property
     def fault(self) -> bool:
         """Something else than Stop."""
-        return bool(self.held.deaths) or self.outcome.fault
+        return bool(self.ranks.deaths) or self.outcome.fault
 
     @property
     def quiet(self) -> bool:

@@ -106,7 +106,7 @@ class NotebookSide:
         `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
         """
         numeric.learn_atoms()
-        self.let_go()
+        self.release_dropped()
         self._running = running
         wanted = {*hard, *self._travelling(soft)}
         walk = Walk(self.table, self.namespace, keep_home=everything_goes)
@@ -287,7 +287,7 @@ class NotebookSide:
                 node.seen = None
                 todo += node.children
 
-    def distrust(self) -> None:
+    def resend(self) -> None:
         """The ranks disagree: the notebook's tensors and random streams go to all of them before their next use."""
         self._streams = None
         for node in self.table.nodes.values():
@@ -337,7 +337,7 @@ class NotebookSide:
 
     # -- letting go ----------------------------------------------------------------------
 
-    def let_go(self) -> None:
+    def release_dropped(self) -> None:
         """Objects that the notebook dropped or holds no longer under their name must not live on because of us.
 
         Also called between cells; the ranks are told with the next one.

@@ -43,9 +43,9 @@ class Question:
 class Comparing:
     """One comparison."""
 
-    def __init__(self, tries: Attempt, question: Question, ways: Sequence[RunWay], told: Told) -> None:
+    def __init__(self, attempt: Attempt, question: Question, ways: Sequence[RunWay], told: Told) -> None:
         """`told`: is called with what is known so far, whenever that is more."""
-        self._tries = tries
+        self._attempt = attempt
         self._asked = question
         self._ways = ways
         self._tell = told
@@ -54,7 +54,7 @@ class Comparing:
 
     def run(self) -> Comparison:
         """Stop ends it with what was found until then."""
-        self._tries.check(self._asked.parameter)
+        self._attempt.check(self._asked.parameter)
         began = time.monotonic()
         find = {"batch": self._batch, "model": self._model}.get(self._asked.goal, self._speed)
         try:
@@ -85,13 +85,13 @@ class Comparing:
         return Trial(steps=self._asked.steps, warm=warm, threads=self._asked.threads, **what)
 
     def _speed(self, at: int, way: RunWay) -> None:
-        self._note(at, **_row(self._tries.try_out(way, self._trial())))
+        self._note(at, **_row(self._attempt.try_out(way, self._trial())))
 
     def _batch(self, at: int, way: RunWay) -> None:
         attempts = Attempts()
         self._note(at, why="trying the batch as it is")
-        first = attempts.make(0, lambda: self._tries.try_out(way, self._trial()))
-        size = first.get("batch") or self._tries.batch()
+        first = attempts.make(0, lambda: self._attempt.try_out(way, self._trial()))
+        size = first.get("batch") or self._attempt.batch()
         if not size:
             self._note(at, state="failed", why=NO_LOADER)
             return
@@ -106,7 +106,7 @@ class Comparing:
                     return False
                 self._note(at, size=number, why=f"trying a batch of {number:,}")
                 trial = self._trial(batch=number / size)
-                attempts.make(number, lambda: _grown(self._tries.try_out(way, trial), number))
+                attempts.make(number, lambda: _grown(self._attempt.try_out(way, trial), number))
             return attempts.worked(number)
 
         with self._stopped(at, attempts, batches):
@@ -119,7 +119,7 @@ class Comparing:
             for number, value in enumerate(values):
                 self._note(at, why=f"trying {name} = {value!r}")
                 trial = self._trial(names={name: value})
-                attempts.make(number, partial(self._tries.try_out, way, trial))
+                attempts.make(number, partial(self._attempt.try_out, way, trial))
                 if not attempts.worked(number):
                     break
 

@@ -62,8 +62,8 @@ class TrialFailed(Exception):
 class Verifying:
     """One receipt."""
 
-    def __init__(self, tries: Attempt, way: RunWay, steps: int, told: Callable[[Receipt], None]) -> None:
-        self._tries = tries
+    def __init__(self, attempt: Attempt, way: RunWay, steps: int, told: Callable[[Receipt], None]) -> None:
+        self._attempt = attempt
         self._way = way
         self._steps = steps
         self._tell = told
@@ -77,7 +77,7 @@ class Verifying:
         found: dict[str, Any]
         self._folder = Path(tempfile.mkdtemp(prefix="nbtrain-verify-"))
         try:
-            spec = self._tries.spec_of(self._way)
+            spec = self._attempt.spec_of(self._way)
             if spec.strategy == "none":
                 raise UsageError(
                     "--strategy none touches nothing: its code shares out data and gradients by itself, and nothing "
@@ -106,9 +106,9 @@ class Verifying:
         self._plays += 1
         folder = self._folder / str(self._plays)
         folder.mkdir()
-        names = self._tries.reads((), spec.options.values())
+        names = self._attempt.reads((), spec.options.values())
         record = Record(folder=str(folder), numbers=tuple(sorted(names.writes)), **how)
-        home, _ = self._tries.play(spec, Trial(steps=self._steps, warm=0, record=record))
+        home, _ = self._attempt.play(spec, Trial(steps=self._steps, warm=0, record=record))
         found = home.tried
         if not found:
             raise TrialFailed(f"{doing}: {home.why or 'it was cut short'}")

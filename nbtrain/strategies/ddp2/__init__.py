@@ -90,8 +90,8 @@ class InNode(Replicated):
         self.calls.off()
         super().close()
 
-    def let_go(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.let_go()
+    def release_modules(self) -> Callable[[], Prepared]:
+        hold_again = self.calls.release_modules()
 
         def again() -> Prepared:
             hold_again()

@@ -31,7 +31,7 @@ from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
-from nbtrain.strategies.deepspeed.release_modules import let_go
+from nbtrain.strategies.deepspeed.release_modules import release_modules
 from nbtrain.strategies.deepspeed.shares import SharePart
 from nbtrain.strategies.deepspeed.state_dicts import whole_dicts, whole_state
 from nbtrain.strategies.deepspeed.wrapped_module import LOW, outermost
@@ -181,13 +181,13 @@ class EngineComponent(Prepared):
         self.parts.attachments.put_back()
         self.parts.weights.put_back(self.parts.parameters)
 
-    def let_go(self) -> Callable[[], Prepared | None]:
+    def release_modules(self) -> Callable[[], Prepared | None]:
         parts = self.parts
         entered = parts.entered
         if entered:  # between cells nothing of this is on
             self.surroundings.close()
             parts.attachments.take_off()
-        take_back = let_go(self, parts, self.gradients)
+        take_back = release_modules(self, parts, self.gradients)
 
         def hold_again() -> EngineComponent | None:
             owner = take_back()

@@ -26,7 +26,7 @@ Owner = TypeVar("Owner")
 _HELD = "_nbtrain_engined"
 
 
-def let_go(owner: Owner, parts: EngineParts, gradients: EngineGradients) -> Callable[[], Owner | None]:
+def release_modules(owner: Owner, parts: EngineParts, gradients: EngineGradients) -> Callable[[], Owner | None]:
     """Between cells, or with nothing on that is on in one. What is returned takes it back, if it is still there."""
     hooks = [table for p in parts.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
     hung = [dict(table) for table in hooks]

@@ -70,8 +70,8 @@ class Spread(Prepared):
     def close(self) -> None:
         self.leave()
 
-    def let_go(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.let_go()
+    def release_modules(self) -> Callable[[], Prepared]:
+        hold_again = self.calls.release_modules()
 
         def again() -> Prepared:
             hold_again()

@@ -193,7 +193,7 @@ class ShardedComponent(Prepared):
         self.trees = let_copies_go(self.component.modules, self.trees)
         self.ids = {number for tree in self.trees for number in tree.ids}
 
-    def let_go(self) -> Callable[[], Prepared]:
+    def release_modules(self) -> Callable[[], Prepared]:
         # A unit that is dressed holds its tree.
         trees = [(ref(tree), None if tree.dress.worn else tree) for tree in self.trees]
         norms = [ref(norm) for norm in self.sync.norms]
@@ -228,7 +228,7 @@ class ShardedComponent(Prepared):
     def leave(self) -> None:
         self._stop()
         for tree in self.trees:
-            tree.calm()
+            tree.reset()
             tree.undress()
         self.sync.reset()
 
@@ -253,7 +253,7 @@ class ShardedComponent(Prepared):
     def reset(self) -> None:
         for tree in self.trees:
             if tree.dress.worn:
-                tree.calm()
+                tree.reset()
         self.sync.reset()
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:

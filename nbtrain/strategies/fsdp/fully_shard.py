@@ -117,11 +117,11 @@ class ShardedTree:
     def reshard(self) -> None:
         """Let go of what is gathered, where no forward or backward is under way."""
         for state in self.states:
-            fsdp2.let_go(state)
+            fsdp2.reshard(state)
 
-    def calm(self) -> None:
+    def reset(self) -> None:
         """Forget a forward or backward that is not to be ended, with the gradients it had gathered."""
-        fsdp2.calm_tree(self.root, self.states)
+        fsdp2.reset_tree(self.root, self.states)
         self.usage.forget()
 
     def forget(self) -> None:
@@ -177,7 +177,7 @@ def _into_forward(state: Any) -> None:
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
         if written != tensor_views.counts[0]:
-            fsdp2.let_go(state)
+            fsdp2.reshard(state)
         if fsdp2.is_gathered(state):
             fsdp2.show_gathered(state)
 
@@ -195,7 +195,7 @@ def _before(state: Any) -> Callable[..., Any]:
 def _end_forward(state: Any, usage: UsedParameters) -> None:
     usage.unit_ran(state)
     if not torch.is_grad_enabled():  # no backward will do it
-        fsdp2.let_go(state)
+        fsdp2.reshard(state)
     _between_forwards(state)
 
 
@@ -206,7 +206,7 @@ def _after(state: Any, usage: UsedParameters) -> Callable[..., Any]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if _raised(output):
             if fsdp2.in_forward(state):
-                fsdp2.calm(state)
+                fsdp2.reset_unit(state)
             return
         _end_forward(state, usage)
 
@@ -231,7 +231,7 @@ def _door(state: Any, usage: UsedParameters) -> tuple[Callable[..., Any], Callab
             return None
         if _raised(output):
             if fsdp2.in_forward(state):  # not by a checkpoint that has recomputed enough
-                fsdp2.calm(state)
+                fsdp2.reset_unit(state)
             return None
         output = fsdp2.end_forward(state, module, args, output)
         _end_forward(state, usage)
@@ -269,7 +269,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Use
                     for weight in fsdp2.weights(group):
                         _where_gathered(weight)
         except BaseException:
-            fsdp2.calm(state)
+            fsdp2.reset_unit(state)
             raise
         _keep_written(state, stood, writes)
         output = fsdp2.end_forward(state, self, args, output)

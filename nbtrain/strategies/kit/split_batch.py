@@ -100,7 +100,7 @@ class CutCalls:
         self.inner.clear()
         self.said.clear()
 
-    def let_go(self) -> Callable[[], None]:
+    def release_modules(self) -> Callable[[], None]:
         """Hold no module until what is returned is called. Nothing that was known of those that are gone by then is
         taken for another one's, which may lie in the same place."""
         held = [(id(module), ref(module)) for module in self.modules]

@@ -199,7 +199,7 @@ class Staged(Prepared):
                     "how many there are of a batch"
                 )
 
-    def let_go(self) -> Callable[[], Prepared | None]:
+    def release_modules(self) -> Callable[[], Prepared | None]:
         inside = bool(self.handles)
         self._stop()  # what is open to all holds this one
         for line in self.lines:

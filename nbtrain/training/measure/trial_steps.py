@@ -90,7 +90,7 @@ class TrialSteps:
         """The cell has ended by itself, or because it was enough."""
         return failure is None or isinstance(failure, Enough)
 
-    def let_go(self) -> None:
+    def release_loaders(self) -> None:
         """Of loaders that were cut short: their workers end now, and not while somebody waits for it."""
         assert self._steps is not None
         for iterator, _, _ in self._steps.iterators:

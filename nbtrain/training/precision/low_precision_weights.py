@@ -179,8 +179,8 @@ class LowPrecisionPrepared(_Around, Prepared):
         self.replaced += pairs
         return pairs
 
-    def let_go(self) -> Callable[[], Prepared | None] | None:
-        hold_again = self.inner.let_go()
+    def release_modules(self) -> Callable[[], Prepared | None] | None:
+        hold_again = self.inner.release_modules()
         if hold_again is None:
             return None
         self.inner = Prepared(self.component)  # perhaps only the modules hold the other one now

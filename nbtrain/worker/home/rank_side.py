@@ -17,7 +17,7 @@ from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.training.setup.replace_references import become
+from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.worker.home.pack_changes import KERNEL, MISSING, Home, New, PackChanges, pull, spared
 
 OPTION = "--"
@@ -124,7 +124,7 @@ class RankSide:
 
     def replace(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """(old, new) tensors: everybody here who holds an old one holds the new one from now on."""
-        become(pairs, [self.namespace])
+        replace_references(pairs, [self.namespace])
         for old, new in pairs:
             node = self.table.find(old)
             if node is not None:

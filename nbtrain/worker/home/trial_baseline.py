@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nbtrain.training.measure.trial_steps import TrialSteps
 
 
-def trying(spec: RunSpec, device: str) -> TrialSteps:
+def trial_steps(spec: RunSpec, device: str) -> TrialSteps:
     import torch
 
     from nbtrain.training.measure.trial_steps import TrialSteps
