@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
-from nbtrain.session.pool.idle_release import Idle
 from tests.support.kernels import Kernel
 
 RANKS = """
@@ -14,39 +12,6 @@ from nbtrain.session.pool.idle_release import Idle
 (extension,) = _LOADED.values(); ranks = extension.state.session.ranks
 """
 """Those of the notebook: on a CPU they have no clock, and are given one by hand, set to a moment."""
-
-
-def test_the_clock_runs_between_cells_only() -> None:
-    over = threading.Event()
-
-    def release() -> bool:
-        over.set()
-        return True
-
-    clock = Idle(release, seconds=0.2)
-    clock.start()
-    clock.stop()
-    assert not over.wait(0.4), "a cell had begun"
-    clock.start()
-    assert over.wait(5)
-    clock.stop()
-    assert clock.released
-
-
-def test_what_comes_after_has_no_part_in_the_decision() -> None:
-    """A cell that begins while the clock's own thread is still busy with it knows that the ranks are gone."""
-    telling, told = threading.Event(), threading.Event()
-
-    def tell() -> None:
-        telling.set()
-        told.wait(30)
-
-    clock = Idle(lambda: True, seconds=0, after=tell)
-    clock.start()
-    assert telling.wait(30)
-    clock.stop()
-    assert clock.released
-    told.set()
 
 
 def test_ranks_given_back_are_known_to_be_gone_before_the_news_of_it(kernel: Kernel) -> None:

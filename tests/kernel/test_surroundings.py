@@ -8,15 +8,11 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nbtrain.worker.modules.installed_packages import Packages
-from nbtrain.worker.modules.local_modules import Modules
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 from tests.support.story import play
@@ -53,9 +49,6 @@ def files(shared_kernel: Kernel) -> Iterator[Files]:
 @pytest.fixture
 def notebook(shared_kernel: Kernel) -> Notebook:
     return Notebook(shared_kernel, first="")
-
-
-# -- directory, path, environment, settings of torch --------------------------------------------------
 
 
 def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> None:
@@ -98,9 +91,6 @@ def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> N
         --- here
         %distributed stop""",
     )
-
-
-# -- local modules -----------------------------------------------------------------------------------
 
 
 def test_a_rank_that_came_in_place_of_another_has_them_too(notebook: Notebook, tmp_path: Path) -> None:
@@ -254,51 +244,6 @@ def test_what_lives_on_a_rank_becomes_the_new_text(notebook: Notebook, files: Fi
     assert notebook("type(model) is Block, bool((model.weight != before['weight']).all())").value == "(True, True)"
 
 
-def counted(function: Callable[..., Any], counter: Counter[str]) -> Callable[..., Any]:
-    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-        counter[str(path)] += 1
-        return function(path, *args, **kwargs)
-
-    return call
-
-
-def test_looking_asks_once_for_each_file_and_folder_when_nothing_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names = [f"local_module_{index}" for index in range(20)]
-    modules = Modules()
-    packages = Packages()
-    try:
-        for name in names:
-            (tmp_path / f"{name}.py").write_text("x = 1\n")
-            __import__(name)
-
-        def look() -> Any:
-            return modules.refresh({}), packages.look(modules.as_read)
-
-        assert look() == (([], []), [])
-        asked, read = Counter[str](), Counter[str]()
-        with monkeypatch.context() as patched:
-            for name, counter in (("stat", asked), ("scandir", read)):
-                patched.setattr(os, name, counted(getattr(os, name), counter))
-            patched.setattr("builtins.open", counted(open, read))
-            look()
-        assert asked == Counter([*(path for path, _ in modules._files.values()), *sys.path])
-        assert {str(tmp_path / f"{name}.py") for name in names} <= set(asked)
-        assert not read
-        (tmp_path / f"{names[3]}.py").write_text("x = 22\n")
-        assert modules.refresh({}) == ([names[3]], [])
-        assert sys.modules[names[3]].x == 22
-    finally:
-        modules.close()
-        for name in names:
-            sys.modules.pop(name, None)
-
-
-# -- installed packages ------------------------------------------------------------------------------
-
-
 def wheel(where: Path, name: str, version: str) -> Path:
     """A package of one module, which does not know its own version."""
     path = where / f"{name}-{version}-py3-none-any.whl"
@@ -381,9 +326,6 @@ def test_package_loaded_after_it_was_replaced_is_fresh(notebook: Notebook, tmp_p
     finally:
         notebook("import sys; sys.path.pop()")
         notebook("%distributed stop")
-
-
-# -- Python's own names -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["print", "open", "len"])

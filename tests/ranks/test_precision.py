@@ -27,7 +27,6 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.precision.low_precision_weights import Lowered, LoweredPrepared, LoweredStrategy
 from nbtrain.training.runtime import Runtime
-from tests.support.kernels import Kernel
 from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -90,9 +89,6 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, boost: float = 1
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
-
-
-# Autocast
 
 
 def test_bf16_mixed_is_autocast_around_the_forward(make: Callable[..., Runtime]) -> None:
@@ -233,9 +229,6 @@ def test_compiled_models(make: Callable[..., Runtime]) -> None:
         assert torch.equal(compiled(x), expected)
         compiled(x).sum().backward()
     assert torch.equal(compiled(x), theirs(x))
-
-
-# Loss scaling
 
 
 def by_torch(
@@ -525,9 +518,6 @@ def test_two_ranks_are_one_process(make: Callable[..., Runtime], precision: str,
     assert notes == said == [skipped] * (precision == "16-mixed")
 
 
-# Weights in 16 bits
-
-
 def test_true_precision_is_a_model_in_16_bits(make: Callable[..., Runtime]) -> None:
     """Tensors stay the ones they are, what goes in and out is in 32 bits, and afterwards all is as it was."""
     mine, theirs = net(), net().bfloat16()
@@ -685,9 +675,6 @@ def test_two_ranks_in_16_bits() -> None:
     assert second == [0] * 18
 
 
-# A strategy in 16 bits is the strategy: nothing of what it says is lost
-
-
 def loud(base: type, said: list[str]) -> Any:
     """An object of `base` that overrides all that can be."""
 
@@ -811,72 +798,8 @@ def test_models_that_a_strategy_holds_are_let_go_of(make: Callable[..., Runtime]
     assert kept[0].weight.dtype == torch.float32
 
 
-# What cannot be
-
-
 def test_what_cannot_be_says_so(make: Callable[..., Runtime]) -> None:
     with pytest.raises(UsageError, match="under this strategy nothing is touched"):
         make("bf16-mixed", NoStrategy(NoStrategy.Options()))
     with pytest.raises(UsageError, match="there are 32, bf16-mixed, 16-mixed, bf16-true, 16-true"):
         make("8-mixed")
-
-
-# From a cell
-
-SETUP = """
-%load_ext nbtrain
-import torch
-from torch import nn
-import torch.nn.functional as F
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-data = torch.randn(16, 8), torch.randint(4, (16,))
-weight, seen, losses = model[0].weight, set(), []
-"""
-
-LOOP = """
-for _ in range(4):
-    inner = model[0](data[0])
-    seen |= {str(inner.dtype), str(model[0].weight.dtype)}
-    loss = F.cross_entropy(model(data[0]), data[1])
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    losses.append(loss.item())
-"""
-
-
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_from_a_cell(shared_kernel: Kernel, strategy: str, devices: int) -> None:
-    run = shared_kernel.run
-    assert run(SETUP).error is None
-    shown = run(f"%%distributed -s {strategy} -d {devices} --precision bf16 --monitor text\n{LOOP}")
-    assert shown.error is None, shown.text
-    assert f"{strategy} · {devices} rank{'s' * (devices > 1)} · cpu · bf16-mixed" in shown.text
-    assert run("assert seen == {'torch.float32'} and weight is model[0].weight and len(losses) == 4").error is None
-    # Another precision: the ranks' weights in 16 bits, the notebook's not, and what it changes itself arrives.
-    for _ in range(2):
-        assert run("seen.clear()\nwith torch.no_grad(): model[2].bias.fill_(0.5)").error is None
-        shown = run(
-            f"%%distributed -s {strategy} -d {devices} --precision bf16-true\nfirst = model[2].bias.clone()\n{LOOP}"
-        )
-        assert shown.error is None, shown.text
-    shown = run(
-        "assert seen == {'torch.float32', 'torch.bfloat16'} and weight is model[0].weight\n"
-        "state = optimizer.state[weight]\n"
-        "assert weight.dtype == state['exp_avg'].dtype == torch.float32 and state['step'] == 12\n"
-        "assert torch.equal(weight, weight.bfloat16().float()) and first.tolist() == [0.5] * 4\n"
-        "assert losses[-1] < losses[0] and len(losses) == 12\n"
-        "%distributed stop"
-    )
-    assert shown.error is None, shown.text
-
-
-def test_inside_the_kernel(shared_kernel: Kernel) -> None:
-    run = shared_kernel.run
-    run(SETUP)
-    for precision in ("16-mixed", "16-true"):
-        shown = run(f"%%distributed --engine inprocess --precision {precision}\n{LOOP}")
-        assert f"single · in the kernel · cpu · {precision}" in shown.text
-        assert shown.error is None, shown.text
-    assert run("assert seen == {'torch.float32', 'torch.float16'} and weight.dtype == torch.float32").error is None
-    assert run("%distributed stop").error is None

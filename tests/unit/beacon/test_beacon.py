@@ -27,7 +27,6 @@ from nbtrain.beacon.readers import LONGEST, WAITING, of_this_user
 from nbtrain.beacon.record import records
 from nbtrain.events import Metric
 from nbtrain.watch.feed import Feed
-from tests.support.kernels import Kernel
 
 KERNEL = "3f0c1c2e-8a54-4a55-9d5e-0b1d6b1f7a11"
 RUN = {"id": "r1", "cell": 3, "summary": "", "strategy": "ddp", "devices": ["cpu"], "began": 0.0, "kernel": KERNEL}
@@ -480,10 +479,3 @@ def test_a_folder_that_is_not_this_users_is_not_used(tmp_path: Path) -> None:
 def test_a_plain_program_has_no_kernel() -> None:
     assert here() is None
     assert Beacon.start(dict, lambda command: (True, "")) is None
-
-
-@pytest.mark.kernel
-def test_in_a_kernel(kernel: Kernel) -> None:
-    said = kernel.run("from nbtrain.beacon import here\nprint(*here())").stdout.split()
-    connection = Path(kernel.manager.connection_file)
-    assert said == [connection.stem.removeprefix("kernel-"), str(connection.parent)]

@@ -28,7 +28,6 @@ from nbtrain.watch import history, shelf
 from nbtrain.watch.history import Recorder
 from nbtrain.watch.logto import LogTo
 from nbtrain.watch.thinning import Thinner
-from tests.support.kernels import Kernel
 from tests.support.shells import Notebook, notebook
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,9 +72,6 @@ def measured(rank: int, at: float) -> Iterator[Event]:
     yield Memory(rank=rank, time=now, process=int(1e8 * (rank + 1)), limit=2 * 10**9)
     yield Phases(rank=rank, time=now, steps=steps, seconds=(0.1 * at, 0.2 * at, 0.3 * at, 0.1 * at, 0.1 * at, 0.2 * at))
     yield Use(rank=rank, time=now, processor=0.5)
-
-
-# What is kept
 
 
 def test_every_logged_value_comes_back() -> None:
@@ -194,9 +190,6 @@ def test_a_long_cell_is_kept_whatever_it_does(folder: Path) -> None:
     assert [run.ended for run in nbtrain.history()] == ["done"]
 
 
-# How much
-
-
 def test_many_values_take_little_room_and_what_matters_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "METRIC_BYTES", 400_000)
     made, last = recorder(), 100_000
@@ -268,9 +261,6 @@ def test_the_oldest_go_and_never_one_that_is_being_written(monkeypatch: pytest.M
     monkeypatch.setattr(shelf, "TOTAL", 10)
     assert record(metric(1, loss=1.0)).number == 7
     assert [run.number for run in nbtrain.history()] == [7]
-
-
-# Where, and what goes wrong
 
 
 def test_only_the_user_can_read_it(folder: Path) -> None:
@@ -402,9 +392,6 @@ def test_other_files_and_torn_ones_are_passed_over(folder: Path) -> None:
     assert record(metric(1, loss=1.0)).number == 79
 
 
-# Whose
-
-
 def test_the_runs_of_this_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     here = record(metric(1, loss=1.0))
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/ada/one.ipynb")
@@ -424,9 +411,6 @@ def test_where_notebooks_have_no_names_the_kernel_decides() -> None:
     mine = record(metric(1, loss=1.0))
     assert [run.number for run in nbtrain.history()] == [mine.number]
     assert [run.settings["kernel"] for run in nbtrain.history(all=True)] == ["another", shelf.kernel()]
-
-
-# How it is shown
 
 
 @pytest.fixture
@@ -515,9 +499,6 @@ def test_reading_needs_no_torch(runs: History) -> None:
     assert "loss 0.2" in told
 
 
-# The verb
-
-
 @pytest.fixture
 def nb() -> Iterator[Notebook]:
     with notebook() as found:
@@ -534,9 +515,6 @@ def test_the_verb(nb: Notebook, runs: History, capsys: pytest.CaptureFixture[str
     assert "history takes the number of a run, or all: what is 'last'?" in nb.complaint("%distributed history last")
     assert "there is no run 9 here" in nb.complaint("%distributed history 9")
     assert nb.recorders == []  # no session is opened for it
-
-
-# --log-to
 
 
 class Writer:
@@ -580,59 +558,3 @@ def test_a_writer_that_fails_is_said_once() -> None:
     sink.closed(True)
     assert said == ["nbtrain: --log-to gets nothing more of this run: Writer raised RuntimeError: no room"]
     assert writer.calls == [("loss", 1.0, 0)]
-
-
-# In a kernel
-
-SETUP = """%load_ext nbtrain
-import torch, nbtrain
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.tensorboard import SummaryWriter
-torch.manual_seed(0)
-loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=8)
-model = nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), 0.1)
-"""
-LOOP = """
-for x, y in loader:
-    loss = (model(x) - y).square().mean()
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    log(loss=loss)
-"""
-
-
-@pytest.mark.kernel
-def test_in_a_kernel(kernel_factory: Callable[..., Kernel], folder: Path, tmp_path: Path) -> None:
-    kernel = kernel_factory(NBTRAIN_HISTORY=str(folder))
-
-    def run(cell: str) -> Any:
-        result = kernel.run(cell)
-        assert result.error is None, result.text
-        return result
-
-    run(SETUP)
-    run(f"writer = SummaryWriter({str(tmp_path / 'board')!r})")
-    run("%%distributed -d 2 --log-to writer --monitor off" + LOOP)
-    run("%%distributed -d 2 --monitor off\n1 + 1")
-    assert kernel.run("%%distributed -d 2 --monitor off" + LOOP + "if rank == 1: 1 / 0").error is not None
-    run("%%distributed --engine inprocess --monitor off" + LOOP)
-    shown = run("%distributed history").displays[-1]
-    assert "<span>ddp</span>" in shown["text/html"]
-    lines = shown["text/plain"].splitlines()
-    assert [line.split("  ")[0] for line in lines[2:]][:1] == ["1"]
-    assert "failed: ZeroDivisionError" in shown["text/plain"]
-    assert run("len(nbtrain.history())").value == "3"
-    assert run("h = nbtrain.history()[1]; h.ended, h.metrics['rank'].value_counts().to_dict()").value == (
-        "('done', {0: 4, 1: 4})"
-    )
-    assert run("nbtrain.history()[-1].figures['steps']").value == "8"
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(tmp_path / "board"))
-    board.Reload()
-    assert sorted(board.Tags()["scalars"]) == ["loss", "loss/rank1"]
-    assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4]
-    run("writer.close()")
-    values = json.loads(run("import json; print(json.dumps(h.metrics['loss'].tolist()))").stdout)
-    assert [event.value for event in board.Scalars("loss")] == pytest.approx(values[:4])

@@ -15,8 +15,6 @@ import pytest
 from nbtrain.errors import CannotTravel, UsageError
 from nbtrain.session.sync import trial_unpickling
 from nbtrain.session.sync.check_report import Report, check
-from tests.support.kernels import Kernel
-from tests.support.notebook import Notebook
 from tests.support.sides import Sides
 
 CELL = """\
@@ -193,8 +191,6 @@ def test_a_class_that_leaves_out_what_cannot_travel_is_believed(sides: Sides) ->
     assert checked(sides, "q")
 
 
-# --- what packs and does not unpack ---------------------------------------------------------------------------------
-
 UNOPENED = """
 class Args(Exception):
     def __init__(self, a, b): super().__init__(a)
@@ -242,9 +238,6 @@ def test_a_setstate_that_waits_for_ever_is_given_up(sides: Sides, monkeypatch: p
     assert time.monotonic() - began < 20
 
 
-# --- what `check` says when all is well -----------------------------------------------------------------------------
-
-
 def test_all_is_well_in_one_line_with_the_largest_first(sides: Sides) -> None:
     sides.run("import torch, json; net = torch.nn.Linear(300, 300); data = torch.zeros(1_000_000); n = 3")
     said, own = repr(checked(sides)).splitlines()
@@ -290,26 +283,6 @@ def test_an_unknown_name_is_said(sides: Sides) -> None:
     sides.run("model = 1")
     with pytest.raises(UsageError, match="no 'modle'; did you mean 'model'"):
         checked(sides, "modle")
-
-
-def test_in_a_notebook(shared_kernel: Kernel) -> None:
-    notebook = Notebook(shared_kernel, "")
-    notebook(
-        "import threading, sys, logging\nclass Odd: pass\nodd = Odd()\nh = logging.StreamHandler()\nip = get_ipython()"
-    )
-    notebook("%%time\nodd.tricks = {\n    'guard': threading.Lock(),\n}")
-    shown = notebook("%distributed check odd, h").stdout
-    assert "odd.tricks['guard'] (_thread.lock) cannot travel" in shown
-    assert "line 3: 'guard': threading.Lock()," in shown
-    assert (
-        notebook("import nbtrain; bool(nbtrain.check('odd')), bool(nbtrain.check('h', 'ip'))").value == "(False, True)"
-    )
-    assert "write odd" in notebook.refused("%distributed check odd.tricks")
-    assert "did you mean 'odd'" in notebook.refused("%distributed check od")
-    assert shared_kernel.complete("%distributed check o") == ["odd"]
-    assert shared_kernel.complete("%distributed check odd,h") == ["odd,h"]
-    assert not notebook.running()
-    notebook("%distributed stop")
 
 
 RAISING = {

@@ -20,18 +20,9 @@ from nbtrain.session.report.oom_advice import instead
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.specs import PoolSpec, RunSpec
-from tests.support.kernels import Kernel
 from tests.support.planned import PLANNED
 
 FOUR = RunSpec(pool=PoolSpec(devices=("cpu",) * 4), strategy="ddp", chosen=True)
-NET = """
-import torch, torch.nn.functional as F
-from tests.support.planned import transformer, transformer_batch
-from torch.utils.data import DataLoader, TensorDataset
-net = transformer(128, depth=6)
-optimizer = torch.optim.AdamW(net.parameters())
-loader = DataLoader(TensorDataset(*transformer_batch(64)), batch_size=16)
-"""
 
 
 def reads(*names: str) -> Captured:
@@ -50,9 +41,6 @@ def of_size(share: float) -> dict[str, Any]:
     width = int((share * probes.memory().available / 4 / 8) ** 0.5)
     net = nn.Sequential(*(nn.Linear(width, width, bias=False, device="meta") for _ in range(8)))
     return {"net": net, "optimizer": torch.optim.Adam(net.parameters())}
-
-
-# ---------------------------------------------------------------- auto
 
 
 def test_a_model_that_fits_stays_under_ddp() -> None:
@@ -140,9 +128,6 @@ def test_what_the_cell_does_not_read_is_not_looked_at() -> None:
     assert advise(reads("net"), notebook, FOUR) == (FOUR, ""), "without its optimizer it is not trained"
 
 
-# ---------------------------------------------------------------- out of memory
-
-
 def small() -> dict[str, Any]:
     net = PLANNED["transformer"].model(depth=6)
     return {
@@ -173,24 +158,6 @@ def test_the_plan_names_what_needs_less_and_repeats_what_was_typed() -> None:
     assert said.endswith(LESS)
 
 
-def test_what_is_held_is_dealt_with_before_another_cell_runs(kernel: Kernel) -> None:
-    kernel.run("%load_ext nbtrain")
-    kernel.run(NET)
-    cell = """%%distributed --devices 2 --monitor off
-for step, (x, y) in enumerate(loader):
-    F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
-    optimizer.step(); optimizer.zero_grad()
-    if step: raise MemoryError("no more")
-"""
-    error = kernel.run(cell).error
-    assert error is not None
-    first, _, then = error.traceback.partition("The plan for net: ")
-    assert "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go." in first
-    assert "--find-batch" not in first
-    assert "--find-batch" in then
-    assert "until step" in kernel.run("%distributed recover").text
-
-
 def test_what_recomputes_already_is_told_something_else() -> None:
     run = RunSpec(pool=PoolSpec(devices=("cpu",) * 2), strategy="ddp", checkpoint_activations=("Block",))
     said = instead(reads("net", "optimizer", "batch"), small(), run)
@@ -208,45 +175,3 @@ def test_without_a_model_to_look_at_the_guide_knows() -> None:
     assert instead(reads("other"), small(), alone).startswith(
         "The largest batch that fits: %%distributed --strategy single"
     )
-
-
-def test_a_cell_that_runs_out_of_memory_says_the_line_that_needs_less(kernel: Kernel) -> None:
-    kernel.run("%load_ext nbtrain")
-    kernel.run(NET)
-    cell = """%%distributed --devices 2 --monitor off
-import resource
-had = resource.getrlimit(resource.RLIMIT_DATA)
-used = int(open("/proc/self/statm").read().split()[5]) * 4096
-try:
-    resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), had[1]))
-    torch.empty(10**9).fill_(1)
-    for x, y in loader:
-        F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
-        optimizer.step()
-finally:
-    resource.setrlimit(resource.RLIMIT_DATA, had)
-"""
-    error = kernel.run(cell).error
-    assert error is not None
-    found = re.search(
-        r"The plan for net: .+ instead of \S+ MB: (%%distributed --strategy \S+ .*?)\. The", error.traceback
-    )
-    assert found is not None, error.traceback
-    assert "The largest batch that fits: %%distributed --strategy ddp --devices 2" in error.traceback
-    steps = (
-        "for x, y in loader:\n    F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()\n    optimizer.step()"
-    )
-    assert kernel.run(f"{found[1]}\n{steps}\nprint('done')").error is None, found[1]
-
-
-def test_so_does_one_whose_rank_the_system_has_killed(kernel: Kernel) -> None:
-    kernel.run("%load_ext nbtrain")
-    kernel.run(NET)
-    cell = (
-        "%%distributed --devices 2 --monitor off\nimport os\nnet, optimizer, loader\n"
-        "if rank == 1: os.kill(os.getpid(), 9)\nbarrier()"
-    )
-    error = kernel.run(cell).error
-    assert error is not None
-    assert "out-of-memory killer" in error.traceback
-    assert "The plan for net: " in error.traceback

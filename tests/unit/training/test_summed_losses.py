@@ -12,8 +12,6 @@ from torch import nn
 from nbtrain.events import Finished
 from nbtrain.session.report.rank_differences import compared
 from nbtrain.training.gradients.summed_losses import Summed
-from tests.support.kernels import Kernel
-from tests.support.notebook import Notebook
 
 BATCH = 6
 MODEL = nn.Linear(4, 3)
@@ -114,8 +112,6 @@ def test_only_the_first_losses_of_a_cell_are_looked_at() -> None:
         assert summed.looks == looks
 
 
-# -- what each rank divides by ------------------------------------------------------------------------
-
 PADDED = torch.tensor([0, -100, 2, 0, -100, 2]), torch.tensor([0, 1, 2, 0, 1, -100])
 MASKS = torch.tensor([1.0, 0, 1, 1, 0, 1]), torch.tensor([1.0, 1, 1, 1, 0, 1])
 WEIGHTS = torch.tensor([1.0, 5, 0.2])
@@ -157,22 +153,3 @@ def test_a_rank_divides_by_a_number_of_its_own(name: str) -> None:
 def test_ranks_divide_by_the_same_number_or_by_the_size_of_their_batches(name: str) -> None:
     smaller = name in ("a mean", "divided by the batch", "accumulated")
     assert told(OF_ALL[name], (BATCH, BATCH - smaller)) == {}
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded", "fsdp", "deepspeed_stage_2"])
-def test_the_line_that_is_named_gives_what_one_process_gives(shared_kernel: Kernel, strategy: str) -> None:
-    nb = Notebook(shared_kernel)
-    nb("import copy; start = net(); Y[torch.rand(len(Y)) < 0.4] = -100; loader = DataLoader(data, batch_size=16)")
-    loop = f"# {strategy}\nfor x, y in loader:\n    loss = {{}}\n    loss.backward(); opt.step(); opt.zero_grad()"
-    anew = "model = copy.deepcopy(start); opt = torch.optim.SGD(model.parameters(), 0.1)"
-    nb(f"{anew}\n{loop.format('F.cross_entropy(model(x), y)')}\nwanted = model")
-    line = f"%%distributed -d 2 -s {strategy} --split-batches\n"
-    nb(anew)
-    assert "divides its loss by a number of its own" in nb(line + loop.format("F.cross_entropy(model(x), y)")).text
-    nb(anew)
-    mended = 'F.cross_entropy(model(x), y, reduction="sum") * world_size / reduce((y != -100).sum(), "sum")'
-    assert "of its own" not in nb(line + loop.format(mended)).text
-    same = "all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), wanted.parameters()))"
-    assert nb(f"print({same})").stdout == "True\n"
-    nb("%distributed stop")

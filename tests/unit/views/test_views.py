@@ -32,7 +32,6 @@ from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import Figures, Rate
 from nbtrain.words import quantity, size
-from tests.support.kernels import Kernel
 
 MB, GB = 10**6, 10**9
 
@@ -51,9 +50,6 @@ def logged(rank: int, step: int, **values: float) -> Event:
 
 def failed(rank: int, name: str = "ValueError", interrupted: bool = False) -> Event:
     return Failed(rank=rank, time=0.0, name=name, text="", lines=(), exception=None, interrupted=interrupted)
-
-
-# figures
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
@@ -161,9 +157,6 @@ def test_the_end_is_told_apart() -> None:
     assert not any("left" in word for word in words(figures))
 
 
-# a view's surroundings
-
-
 class Page:
     """What a front end would hold: lines, and one output that is replaced."""
 
@@ -204,9 +197,6 @@ class Page:
         view.closed(ok)
 
 
-# text
-
-
 def lines_of(seconds: float, name: str = "loss") -> list[tuple[float, str]]:
     """What is written in a run of so many seconds, with the second at which it was."""
     front = Page()
@@ -244,9 +234,6 @@ def test_a_failed_run_says_so() -> None:
     view.tick(9)
     front.close(view, False)
     assert front.lines[-1][1] == "failed · 0:03 · rank 0: failed ValueError\n"
-
-
-# html
 
 
 class Checker(HTMLParser):
@@ -369,9 +356,6 @@ def test_memory_says_what_it_is_a_part_of() -> None:
     assert "950 MB, peak 960 MB of 1 GB · had to make room 3 ×" in Checker(page(figures, saved=True)).text
 
 
-# charts
-
-
 @pytest.mark.parametrize(
     ("values", "lines", "dots"),
     [([], 0, 0), ([1.0], 0, 1), ([1.0, 1.0], 1, 0), ([1e308, -1e308], 1, 0), ([math.nan, math.inf], 0, 0),
@@ -412,9 +396,6 @@ def test_phases_are_drawn_to_scale() -> None:
     assert {"a step, lately", "40 ms", "data", "forward"} <= {text.text for text in named(root, "text")}
     bars = [float(bar.attrib["width"]) for bar in named(root, "rect") if bar.attrib["height"] == "10"]
     assert bars[0] == pytest.approx(3 * bars[1], rel=0.01)
-
-
-# choosing
 
 
 class Shell:
@@ -514,9 +495,6 @@ def test_text_goes_to_what_stdout_is_now(capsys: pytest.CaptureFixture[str]) -> 
     feed.closed(True)
     view.closed(True)
     assert capsys.readouterr().out == "0:02\ndone · 0:02\n"
-
-
-# the widget
 
 
 ANYWIDGET = anywidget.AnyWidget.class_traits()["_model_module_version"].default_value
@@ -671,27 +649,6 @@ def test_ipykernels_choice_of_thread_is_undone(front: Page) -> None:
         view = widget(front)
         front.run(view, 3)
     assert view._panel.comm._reply_subshell_for({}, "the page's own") == "the page's own"
-
-
-LOOP = """import time
-for step in range(60):
-    log(loss=1 / (step + 1))
-    time.sleep(0.05)"""
-
-
-@pytest.mark.kernel
-def test_what_is_shown_and_replaced(kernel: Kernel) -> None:
-    """In a kernel, where nobody answers: one output, and in the end a picture."""
-    kernel.run("%load_ext nbtrain")
-    for monitor, times in (("widget", 1), ("html", 2)):
-        shown = kernel.run(f"%%distributed -d 2 -s none --monitor {monitor}\n{LOOP}")
-        assert shown.error is None
-        (last,) = shown.displays
-        assert len(shown.updates) >= times
-        assert shown.updates[-1] == last
-        assert last.keys() == {"text/html", "text/plain"}
-        assert 'src="data:image/svg+xml;base64,' in last["text/html"]
-        assert last["text/plain"].startswith("done · 0:0")
 
 
 @pytest.mark.parametrize("name", registry.VIEWS)
