@@ -8,7 +8,7 @@ from typing import Any
 from nbtrain import humanize, registry
 from nbtrain.magics import strategy_table
 from nbtrain.strategies import presets
-from tests.variants import buckets
+from tests.support.variants import buckets
 
 DIVIDES = {"stage", "sharding"}
 """A preset of these alone is a row of its own; offloading to the memory that is measured saves none."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nbtrain.compat import dtensor, fsdp2
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def made() -> tuple[nn.Sequential, list[Any]]:

@@ -27,8 +27,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbtrain.compat import arrays, kernel, namespaces, pandas, pickling, python
 from nbtrain.training.setup.replace_references import replace_references
-from tests.kernels import Kernel, Result
-from tests.shells import bare_shell
+from tests.support.kernels import Kernel, Result
+from tests.support.shells import bare_shell
 
 # --- python --------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from nbtrain.compat import (
     pytree,
     tensors,
 )
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 # --- engine --------------------------------------------------------------------------------------
 

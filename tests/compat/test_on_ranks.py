@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nbtrain.compat import autograd_engine, dtensor, groups
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def replaced(path: str, wrap: Any) -> Any:
