@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.shield import Presses
-from nbtrain.training.checkpoints.live_weights import Wishes
+from nbtrain.defer_interrupts import Presses
+from nbtrain.training.checkpoints.live_weights import LiveWeights
 from nbtrain.training.loop.shared_board import ASIDE, OPEN, STEPS, OwnedBoard
 from tests.support.kernels import Kernel
 from tests.support.notebook import TRAIN, Notebook
@@ -119,7 +119,7 @@ def test_a_wish_that_ranks_may_be_on_their_way_to_is_not_replaced(tmp_path: Path
     try:
         for part, ended in zip(board.parts, (4, 3), strict=True):
             part[OPEN], part[STEPS] = 7, ended
-        wishes = Wishes(board, 7, str(tmp_path), {})
+        wishes = LiveWeights(board, 7, str(tmp_path), {})
         assert wishes.ask() == 5
         number = board.head[ASIDE]
         assert not wishes.fetch(lambda: True), "nobody has written it"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.compat import brought
+from nbtrain.compat import training_libraries
 from nbtrain.intercept import Listeners
 from tests.support.kernels import ROOT, Kernel, running_kernel
 from tests.support.notebook import Notebook
@@ -33,9 +33,9 @@ class TrainingArguments:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a module for each of them, as in `compat.brought`."""
+    """A folder with a module for each of them, as in `compat.training_libraries`."""
     root = tmp_path_factory.mktemp("libraries")
-    for one in brought.CLASSES:
+    for one in training_libraries.CLASSES:
         file = root / f"{one.module.replace('.', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(CLASS.format(name=one.name, uses=one.uses[0]))
@@ -60,12 +60,12 @@ def notebook(kernel_with_libraries: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
-def cell(one: brought.ProcessAware) -> str:
+def cell(one: training_libraries.ProcessAware) -> str:
     return f"from {one.module} import {one.name}\nmade = {one.name}()\n"
 
 
-@pytest.mark.parametrize("one", brought.CLASSES, ids=lambda one: one.path)
-def test_a_library_that_distributes(notebook: Notebook, one: brought.ProcessAware) -> None:
+@pytest.mark.parametrize("one", training_libraries.CLASSES, ids=lambda one: one.path)
+def test_a_library_that_distributes(notebook: Notebook, one: training_libraries.ProcessAware) -> None:
     use = f"print(made.{one.uses[0]}())"
     notebook("import sys\nmade = None")
     for strategy in ("ddp", "fsdp"):  # the cell imports it, and then it is there
@@ -130,7 +130,7 @@ def test_who_waits_for_a_module_is_told_once_and_leaves_nothing_behind(
     (tmp_path / "accelerate/__init__.py").write_text("from .launchers import notebook_launcher\n")
     (tmp_path / "accelerate/launchers.py").write_text(textwrap.dedent(LAUNCHERS))
     finders, before = list(sys.meta_path), set(sys.modules)
-    paths = [f"{brought.LAUNCHERS}.notebook_launcher"]
+    paths = [f"{training_libraries.LAUNCHERS}.notebook_launcher"]
 
     def make(old: object) -> object:
         return lambda *args: "ours"
@@ -138,7 +138,7 @@ def test_who_waits_for_a_module_is_told_once_and_leaves_nothing_behind(
     here, gone = Listeners(), Listeners()
     try:
         for listeners in (here, gone):
-            listeners.when_imported(brought.LAUNCHERS, paths, "brought", lambda _: make)
+            listeners.when_imported(training_libraries.LAUNCHERS, paths, "brought", lambda _: make)
         gone.close()
         accelerate = importlib.import_module("accelerate")
         assert accelerate.notebook_launcher(len) == "ours"

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbtrain.awake_time import Patience
 from nbtrain.engines._local import directory
-from nbtrain.patience import Patience
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
 
@@ -281,7 +281,7 @@ def test_only_what_nobody_has_any_more_is_cleared_away(monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     made = (
         "import os, socket, sys\nfrom nbtrain.engines._local import directory\n"
-        "from nbtrain.worker.process.channel import address\npath = directory.make()\n"
+        "from nbtrain.worker.process.rank_channel import address\npath = directory.make()\n"
         "socket.socket(socket.AF_UNIX).bind(address(path))\nprint(path, flush=True)\nsys.stdin.read()\nos._exit(1)"
     )
     other = place / "nbtrain-of-somebody"

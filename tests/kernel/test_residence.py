@@ -62,13 +62,13 @@ SPY = """
 from nbtrain.exchange import parcel as _parcel
 from nbtrain.session.sync import notebook_side as _traffic
 _sent, _came = [], []
-def _spy(pack=_parcel.Packer.pack, Arrival=_traffic.Arrival):
+def _spy(pack=_parcel.Packer.pack, Arrival=_traffic.OpenedParcel):
     def packed(self, cargo, readers):
         _sent.append([len(cargo.records), sum(b.nbytes for b in cargo.buffers)]); return pack(self, cargo, readers)
     class Arrived(Arrival):
         def __init__(self, table, namespace, cargo, *a, **k):
             _came.append([len(cargo.records)]); super().__init__(table, namespace, cargo, *a, **k)
-    _parcel.Packer.pack, _traffic.Arrival = packed, Arrived
+    _parcel.Packer.pack, _traffic.OpenedParcel = packed, Arrived
 _spy(); del _spy
 """
 

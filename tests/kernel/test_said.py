@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
@@ -145,7 +145,7 @@ class Model(nn.Module):
 
 
 def test_checkpointing_the_whole_model_is_told(notebook: Notebook) -> None:
-    recompute, model = Recompute(), Model()
+    recompute, model = ActivationCheckpointing(), Model()
     for names, modules, told in (
         (("Model",), [model], True), (("Linear",), [model], False), (("Sequential",), [model, model.layers], False),
         ((), [model], False),

@@ -27,9 +27,9 @@ import pytest
 
 import nbtrain.engines._local.directory as private
 from nbtrain.beacon import Beacon, BeaconRecord
-from nbtrain.engines._local.channel import Channel
+from nbtrain.engines._local.kernel_channel import Channel
 from nbtrain.errors import PoolError
-from nbtrain.worker.process.channel import HEAD, NAME, UP, Sealer, address
+from nbtrain.worker.process.rank_channel import HEAD, NAME, UP, Sealer, address
 from tests.support.hygiene import GRACE, gone_within
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import LOOP, TRAIN, Notebook
@@ -47,7 +47,7 @@ LOOPBACK = "127.0.0.1"
 SECRETS = """
 def _():
     import gc
-    from nbtrain.engines._local.channel import Channel
+    from nbtrain.engines._local.kernel_channel import Channel
     [channel] = [o for o in gc.get_objects() if type(o) is Channel and o._listener.fileno() >= 0]
     print(*(channel.secrets[rank].hex() for rank in sorted(channel.secrets)))
 _()
@@ -56,7 +56,7 @@ _()
 OWN_SOCKET = """
 def _(said):
     import gc, os
-    from nbtrain.worker.process.channel import Link
+    from nbtrain.worker.process.rank_channel import Link
     gc.unfreeze()  # else the collector does not list what was there before the first cell
     [link] = [o for o in gc.get_objects() if type(o) is Link]
     os.write(link._socket.fileno(), said)

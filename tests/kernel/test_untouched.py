@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.patience import Patience
+from nbtrain.awake_time import Patience
 from tests.support.kernels import Kernel
 from tests.support.notebook import LOOP, TRAIN, Notebook
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import parse
-from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from tests.support.ranks import run_on_ranks
 from tests.support.shells import notebook
 
@@ -59,8 +59,8 @@ class Net(nn.Module):
 
 
 @contextmanager
-def recomputing(model: nn.Module, *names: str) -> Iterator[Recompute]:
-    recompute = Recompute()
+def recomputing(model: nn.Module, *names: str) -> Iterator[ActivationCheckpointing]:
+    recompute = ActivationCheckpointing()
     recompute.begin(names, [model])
     recompute.on()
     try:
@@ -194,7 +194,7 @@ def test_under_fully_shard_numbers_stay_and_less_is_kept(dtype: Any) -> None:
 
 
 def test_models_that_the_cell_makes_are_met_when_they_are_set_up() -> None:
-    recompute = Recompute()
+    recompute = ActivationCheckpointing()
     recompute.begin(("Outer",), [])
     recompute.on()
     recompute.learn([model := Net()])
@@ -217,11 +217,11 @@ def test_a_name_that_no_module_has() -> None:
     with pytest.raises(
         UsageError, match=r"Blok: no module here is a Blok; there are Net \(1\), Outer \(2\), .*Block \(2"
     ):
-        Recompute().begin(("Blok",), [Net()])
+        ActivationCheckpointing().begin(("Blok",), [Net()])
     model = Net()
     model.head.forward = lambda x: x  # type: ignore[assignment,method-assign]
     with pytest.raises(UsageError, match="a forward of its own"):
-        Recompute().begin(("Linear",), [model])
+        ActivationCheckpointing().begin(("Linear",), [model])
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api, background_write, folder, ownership
 from nbtrain.training.checkpoints.rank_parts import Described, owners
-from nbtrain.training.ranks import default_generators
+from nbtrain.training.random_states import default_generators
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import rank_info
 from tests.support.flat import FlatPieces
@@ -631,7 +631,7 @@ def test_who_left_the_cell_without_a_word_is_not_waited_for(tmp_path: Path, monk
     made = folder.beside(tmp_path / "a")
     made.mkdir()
     background_write.owe(made, [1])
-    one = background_write.Writing()
+    one = background_write.BackgroundWrite()
     one.start(background_write.Job(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
     one.leave_behind()
     assert "rank 1 ended before it had written" in str(one.finish())

@@ -15,7 +15,7 @@ from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.training.data.batch_dealing import move, samples_in
-from nbtrain.training.ranks.default_generators import capture
+from nbtrain.training.random_states.default_generators import capture
 from tests.support.bench import make_runtime, running
 from tests.support.ranks import run_on_ranks
 

@@ -16,7 +16,7 @@ from torch import nn
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.ddp2 import DDP2, InNode
-from nbtrain.strategies.kit import batch_cut
+from nbtrain.strategies.kit import split_batch
 from tests.support.bench import rank_info
 from tests.support.ranks import run_on_ranks
 
@@ -173,11 +173,11 @@ def _is_gone(rank: int) -> tuple[bool, bool]:
     assert isinstance(prepared, InNode)
     prepared.enter()
     kept(X), gone(X)
-    hold_again = prepared.let_go()
+    hold_again = prepared.release_modules()
     del component.modules["gone"], gone
     gc.collect()
     assert hold_again() is prepared
-    known = number in batch_cut._roads or any(key[0] == number for key in prepared.calls.plans)
+    known = number in split_batch._roads or any(key[0] == number for key in prepared.calls.plans)
     cut = "Gathered" in str(kept(X)[0].grad_fn)
     prepared.leave()
     assert "_call_impl" not in vars(kept)

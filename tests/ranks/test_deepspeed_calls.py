@@ -47,14 +47,14 @@ def adam(model: nn.Module, **extras: Any) -> torch.optim.Optimizer:
 def engined(model: nn.Module, optimizer: Any, precision: str = "32", card: bool = False, **options: Any) -> Any:
     """As `DeepSpeed.set_up`, which refuses float16 on the CPU. `card`: in place of a card, the word "cuda" where the
     engine asks what it runs on; its tensors are where they were."""
-    from nbtrain.strategies.deepspeed.engine import Engined
+    from nbtrain.strategies.deepspeed.engine import EngineComponent
 
-    class OnCard(Engined):
+    class OnCard(EngineComponent):
         device = property(lambda self: torch.device("cuda", 0), lambda self, found: None)  # type: ignore[assignment]
 
     settings, precision = build(Options(**options), precision)
     component = Component({"model": model}, {"optimizer": optimizer})
-    return (OnCard if card else Engined)(component, settings, precision, LossScale(), "")
+    return (OnCard if card else EngineComponent)(component, settings, precision, LossScale(), "")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.components import Components
 from tests.support.absent import absent
 from tests.support.ranks import run_on_ranks
 
@@ -40,7 +40,7 @@ def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tupl
     before = os.environ.get("RANK")
     if not alone:
         strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
-        workshop = Workshop(strategy, torch.device("cpu"), 2, precision=precision)
+        workshop = Components(strategy, torch.device("cpu"), 2, precision=precision)
         workshop.enter()
     made: list[Any] = []
     alive, losses = [], []

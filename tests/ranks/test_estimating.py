@@ -12,10 +12,10 @@ from torch import nn
 
 from nbtrain import registry
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.estimates import Estimate, Profile, Unit, Weight, World
-from nbtrain.strategies.kit.estimate_kit import in_buckets, trainable
-from nbtrain.strategies.kit.gradient_average import GradSync
-from nbtrain.strategies.kit.gradient_wire import Wire
+from nbtrain.strategies.kit.allreduce import AllReduce
+from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.profile_arithmetic import in_buckets, trainable
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
 from nbtrain.strategies.sharded import Fair, _owners, divisible
 from nbtrain.strategies.zero1 import Shares, _parcels, dealt_out
 from tests.support.profiles import MB, profile
@@ -151,7 +151,7 @@ def described(model: nn.Module) -> Profile:
 def test_buckets_are_those_that_gradients_travel_in(megabytes: float) -> None:
     model = net()
     names = {id(p): name for name, p in model.named_parameters()}
-    sync = GradSync(model.parameters(), megabytes)
+    sync = GradientAverage(model.parameters(), megabytes)
     try:
         made = [[names[id(p)] for p in bucket.parameters] for bucket in sync.buckets]
     finally:
@@ -163,7 +163,7 @@ def test_buckets_are_those_that_gradients_travel_in(megabytes: float) -> None:
 def parcels_of_zero1(rank: int) -> list[int]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    shares = Shares(Component({"model": model}, {"optimizer": optimizer}), 0.05, Wire())
+    shares = Shares(Component({"model": model}, {"optimizer": optimizer}), 0.05, AllReduce())
     try:
         return [sum(p.nbytes for p in parameters) for _, parameters in shares._parcels(optimizer)]
     finally:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nbtrain.registry as registry
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.training.loop.flop_count import KINDS, TERA, peak
+from nbtrain.training.measure.flop_count import KINDS, TERA, peak
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import make_runtime, rank_info
 from tests.support.ranks import run_on_ranks
@@ -107,7 +107,7 @@ def test_a_short_evaluation_in_between_is_no_part_of_a_step(runtime: Runtime) ->
 
 
 def test_what_nobody_can_count_makes_no_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbtrain.training.loop.flop_count.UNKNOWN", frozenset([torch.ops.aten.tanh]))
+    monkeypatch.setattr("nbtrain.training.measure.flop_count.UNKNOWN", frozenset([torch.ops.aten.tanh]))
     train(net(), 6)
     assert runtime.operations.total == 0
 

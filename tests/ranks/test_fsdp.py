@@ -842,7 +842,7 @@ def test_a_model_with_another_layer_is_set_up_again() -> None:
     assert on_ranks(exchanged) == [False, False]
 
 
-def let_go(stage: Stage) -> list[bool]:
+def release_modules(stage: Stage) -> list[bool]:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     other = net()
     both = stage.set_up([model]), stage.set_up([other])
@@ -856,7 +856,7 @@ def let_go(stage: Stage) -> list[bool]:
     for prepared in both:
         modules = dict(prepared.component.modules)
         prepared.component.modules.clear()
-        hold_again = prepared.let_go()
+        hold_again = prepared.release_modules()
         del modules
         gc.collect()
         assert hold_again is not None
@@ -868,7 +868,7 @@ def let_go(stage: Stage) -> list[bool]:
 
 
 def test_a_model_that_nobody_holds_is_let_go_of() -> None:
-    assert on_ranks(let_go) == [[True, True, True, False, True]] * 2
+    assert on_ranks(release_modules) == [[True, True, True, False, True]] * 2
 
 
 def other_layers(stage: Stage) -> str:

@@ -16,9 +16,9 @@ import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Component, Strategy
-from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
-from nbtrain.training.setup.components import Workshop
-from nbtrain.training.setup.meta_init import Blanks
+from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
+from nbtrain.training.setup.components import Components
+from nbtrain.training.setup.meta_init import MetaInit
 from tests.support.absent import absent
 from tests.support.ranks import run_on_ranks
 
@@ -49,7 +49,7 @@ def made(seed: int = 1) -> Net:
 
 
 def filled(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
-    blanks = Blanks.of(Component({"model": model}, {str(i): one for i, one in enumerate(optimizers)}))
+    blanks = MetaInit.of(Component({"model": model}, {str(i): one for i, one in enumerate(optimizers)}))
     assert blanks is not None
     assert blanks.fill(CPU) == []
     return model
@@ -120,7 +120,7 @@ def test_two_models_differ_and_a_copy_does_not() -> None:
 def test_hooks_on_a_gradient_go_along() -> None:
     model, calls = nbtrain.empty(nn.Linear, 2, 2), []
     model.weight.register_hook(calls.append)
-    old, blanks = model.weight, Blanks.of(Component({"model": model}))
+    old, blanks = model.weight, MetaInit.of(Component({"model": model}))
     assert blanks is not None
     ((was, new),) = blanks.fill(CPU)
     assert was is old
@@ -247,13 +247,13 @@ def layers() -> nn.Module:
 def strategy(rank: int, name: str, options: dict[str, Any], precision: str) -> Strategy:
     kind: Any = registry.find_strategy(name).load()
     made = kind(kind.Options(**options))
-    return LoweredStrategy(made, Lowered(torch.bfloat16, rank)) if precision == "bf16-true" else made
+    return LowPrecisionStrategy(made, LowPrecisionWeights(torch.bfloat16, rank)) if precision == "bf16-true" else made
 
 
 def divided(rank: int, name: str, options: dict[str, Any], precision: str) -> tuple[int, list[tuple[Any, Any]]]:
     model = layers()
     optimizer, held = torch.optim.AdamW(model.parameters()), list(model.parameters())
-    workshop = Workshop(strategy(rank, name, options, precision), CPU, 2)
+    workshop = Components(strategy(rank, name, options, precision), CPU, 2)
     with Bytes() as count:
         workshop.prepare({"model": model, "held": held, "optimizer": optimizer})
     assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
@@ -290,7 +290,7 @@ def test_a_rank_has_its_pieces_and_one_module_at_a_time(
 
 def with_buffers(rank: int) -> tuple[Any, ...]:
     model = made()
-    workshop = Workshop(strategy(rank, "fsdp", {}, "bf16-true"), CPU, 2)
+    workshop = Components(strategy(rank, "fsdp", {}, "bf16-true"), CPU, 2)
     workshop.prepare({"model": model})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     homes = {piece.dtype for _, piece in workshop.pieces()}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtrain.events import PHASES
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.training.loop.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, PhaseTimer
+from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, PhaseTimer
 from tests.support.bench import Bench, make_runtime
 from tests.support.ranks import run_on_ranks
 

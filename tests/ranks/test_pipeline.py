@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline
-from nbtrain.strategies.pipeline.cut import cut
+from nbtrain.strategies.pipeline.cut_stages import cut
 from tests.support.ranks import run_on_ranks
 
 SIZES = (8, 7, 9, 1)

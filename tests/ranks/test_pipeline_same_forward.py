@@ -17,7 +17,7 @@ from torch import nn
 
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline, same_forward
-from nbtrain.strategies.pipeline.cut import make_line
+from nbtrain.strategies.pipeline.cut_stages import make_line
 from tests.support.ranks import run_on_ranks
 
 ALPHA: Any = 1.0

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.kit.owned_tensors import stand_in
 from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
-from nbtrain.strategies.pipeline.by_parts import OneByOne
-from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
+from nbtrain.strategies.pipeline.by_parts import ByParts
+from nbtrain.strategies.pipeline.tied_gradients import TiedGradients
 from tests.support.ranks import run_on_ranks
 
 
@@ -73,8 +73,8 @@ class Staged:
         for p in foreign:
             p.data = stand_in(p)
         self.asked = AutogradRefusals(net.parameters(), lambda: self.units.inside)
-        self.units = OneByOne(units, rank, lambda: False, OwnStream(rank + 1), lambda: self.asked.accumulates)
-        self.shared = SharedGradients(
+        self.units = ByParts(units, rank, lambda: False, OwnRandom(rank + 1), lambda: self.asked.accumulates)
+        self.shared = TiedGradients(
             shared, foreign, rank, lambda: self.units.inside, lambda: self.asked.roots, own=self.own
         )
         self._plain = torch.autograd.backward
@@ -298,7 +298,7 @@ def random_streams(rank: int) -> list[torch.Tensor]:
     """What a unit draws moves nobody's stream outside."""
     torch.manual_seed(0)
     unit = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
-    units = OneByOne([(unit, 1)], rank, lambda: False, OwnStream(rank + 1))
+    units = ByParts([(unit, 1)], rank, lambda: False, OwnRandom(rank + 1))
     units.enter()
     seen = [unit(torch.ones(2, 3)), unit(torch.ones(2, 3)), torch.rand(3)]
     units.leave()

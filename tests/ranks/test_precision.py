@@ -25,7 +25,11 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.precision.low_precision_weights import Lowered, LoweredPrepared, LoweredStrategy
+from nbtrain.training.precision.low_precision_weights import (
+    LowPrecisionPrepared,
+    LowPrecisionStrategy,
+    LowPrecisionWeights,
+)
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
@@ -689,14 +693,14 @@ def loud(base: type, said: list[str]) -> Any:
     return type("Loud", (base,), own)(Component() if base is Prepared else object())
 
 
-@pytest.mark.parametrize(("base", "around"), [(Prepared, LoweredPrepared), (Strategy, LoweredStrategy)])
+@pytest.mark.parametrize(("base", "around"), [(Prepared, LowPrecisionPrepared), (Strategy, LowPrecisionStrategy)])
 def test_every_member_is_the_strategys_own(base: Any, around: Any) -> None:
     members = [name for name in vars(base) if not name.startswith("__")]
     assert len(members) > 4
     for name in members:
         said: list[str] = []
         inner = loud(base, said)
-        outer = around(inner, Lowered(torch.bfloat16, 0))
+        outer = around(inner, LowPrecisionWeights(torch.bfloat16, 0))
         if not inspect.isfunction(vars(base)[name]):
             assert getattr(outer, name) is getattr(inner, name), name
             continue
@@ -708,10 +712,10 @@ def test_every_member_is_the_strategys_own(base: Any, around: Any) -> None:
         assert said == [name]
 
 
-@pytest.mark.parametrize(("base", "around"), [(Prepared, LoweredPrepared), (Strategy, LoweredStrategy)])
+@pytest.mark.parametrize(("base", "around"), [(Prepared, LowPrecisionPrepared), (Strategy, LowPrecisionStrategy)])
 def test_every_attribute_is_the_strategys_own(base: Any, around: Any) -> None:
     inner = loud(base, [])
-    outer = around(inner, Lowered(torch.bfloat16, 0))
+    outer = around(inner, LowPrecisionWeights(torch.bfloat16, 0))
     inner.later = "what a strategy keeps for itself"
     for name, value in vars(inner).items():
         if name != "replaced":  # what is told of these is known of here first
@@ -772,7 +776,7 @@ def test_models_that_a_strategy_holds_are_let_go_of(make: Callable[..., Runtime]
             super().__init__(component)
             self.models = list(component.modules.values())
 
-        def let_go(self) -> Callable[[], Prepared]:
+        def release_modules(self) -> Callable[[], Prepared]:
             alive = [ref(model) for model in self.models]
             self.models = []
 

@@ -18,7 +18,7 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.ranks.collectives import equalise, gather, reduce
 from nbtrain.training.runtime import Runtime
-from nbtrain.training.setup.components import Workshop, place
+from nbtrain.training.setup.components import Components, place
 from tests.support.bench import make_runtime
 from tests.support.ranks import RankFailed, run_on_ranks
 
@@ -43,13 +43,13 @@ class Noting(Strategy):
 
 
 @pytest.fixture
-def workshop() -> Iterator[Workshop]:
-    shop = Workshop(Noting(), CPU, 1)
+def workshop() -> Iterator[Components]:
+    shop = Components(Noting(), CPU, 1)
     yield shop
     shop.forget()
 
 
-def names(shop: Workshop) -> list[tuple[list[str], list[str], list[str], list[str]]]:
+def names(shop: Components) -> list[tuple[list[str], list[str], list[str], list[str]]]:
     return [
         ([*one.component.modules], [*one.component.optimizers], [*one.component.schedulers], [*one.component.loose])
         for one in shop.prepared
@@ -60,7 +60,7 @@ def sgd(*parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for part in parameters for p in part], 0.1)
 
 
-def test_components(workshop: Workshop) -> None:
+def test_components(workshop: Components) -> None:
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     warmth = nn.Parameter(torch.zeros(()))
     both, other = sgd(a.parameters(), b.parameters(), [warmth]), sgd(c.parameters())
@@ -74,7 +74,7 @@ def test_components(workshop: Workshop) -> None:
     ]
 
 
-def test_what_nobody_holds_is_let_go_of(workshop: Workshop) -> None:
+def test_what_nobody_holds_is_let_go_of(workshop: Components) -> None:
     """A notebook makes its model and optimizer anew, cell after cell."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     workshop.prepare({"model": model, "opt": sgd(model.parameters()), "other": other})
@@ -90,7 +90,7 @@ def test_what_nobody_holds_is_let_go_of(workshop: Workshop) -> None:
     assert workshop.ready == set()
 
 
-def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Workshop) -> None:
+def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Components) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = sgd(model.parameters())
     workshop.prepare({"model": model, "optimizer": optimizer, "other": other})
@@ -110,7 +110,7 @@ def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Works
     assert workshop.ready == set()
 
 
-def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Workshop) -> None:
+def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Components) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     objects = {"model": model, "optimizer": sgd(model.parameters())}
     workshop.prepare(objects)
@@ -126,7 +126,7 @@ def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Works
     assert len(workshop.prepared) == 1, "forgotten means to be set up again"
 
 
-def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(workshop: Workshop) -> None:
+def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(workshop: Components) -> None:
     """Each rank finds names anew when it has to; set up alone, it would wait for the others."""
     model = nn.Sequential(nn.Linear(2, 2))
     objects = {"model": model, "optimizer": sgd(model.parameters())}

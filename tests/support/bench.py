@@ -13,7 +13,7 @@ from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.training.ranks.default_generators import capture
+from nbtrain.training.random_states.default_generators import capture
 from nbtrain.training.runtime import Runtime
 from tests.support.models import samples_of
 

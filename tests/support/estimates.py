@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.measure import run, say
 from benchmarks.tables_cells import MEMORY
-from nbtrain import registry, words
+from nbtrain import humanize, registry
 from nbtrain.planning.profile.profile import profile
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.planned import PLANNED
 
@@ -64,7 +64,7 @@ class Row:
     @property
     def line(self) -> str:
         return " ".join(
-            filter(None, [f"-s {self.strategy}", words.flags(self.options), f"--precision {self.precision}"])
+            filter(None, [f"-s {self.strategy}", humanize.flags(self.options), f"--precision {self.precision}"])
         )
 
     @property
@@ -86,7 +86,7 @@ class Row:
         return found
 
     def __str__(self) -> str:
-        more = words.flags(self.options).replace("--", "").replace(" ", "-")
+        more = humanize.flags(self.options).replace("--", "").replace(" ", "-")
         return "-".join(filter(None, [self.strategy, more, "" if self.precision == "32" else self.precision]))
 
 

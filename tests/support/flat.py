@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.kit.allreduce import AllReduce
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Wire
 
 
 class Stretch(Piece):
@@ -35,7 +35,7 @@ class Stretch(Piece):
 
 class Flat(Replicated):
     def __init__(self, component: Component) -> None:
-        super().__init__(component, 25, Wire())
+        super().__init__(component, 25, AllReduce())
         self.held: list[tuple[torch.Tensor, Stretch]] = []
         self.cut()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbtrain.strategies.estimates import Moment, Profile, Unit, Weight
+from nbtrain.strategies.memory_estimate import Moment, Profile, Unit, Weight
 
 MB = 2**20
 SIZES = (8 * MB, 4 * MB, 2 * MB, 2 * MB)

@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from nbtrain.exchange.graph.residence import Table, Walk
-from nbtrain.session.sync.notebook_side import Outgoing, Traffic
-from nbtrain.worker.home.homecoming import KERNEL, Home
-from nbtrain.worker.home.rank_side import Twins
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
+from nbtrain.worker.home.pack_changes import KERNEL, Home
+from nbtrain.worker.home.rank_side import RankSide
 
 
 def namespace() -> dict[str, Any]:
@@ -31,8 +32,8 @@ class Sides:
 
     def __init__(self, directory: Any, ranks: int = 1) -> None:
         self.here = namespace()
-        self.traffic = Traffic(self.here, str(directory), range(ranks), {})
-        self.twins = [Twins(rank, ranks, namespace(), str(directory), "cpu") for rank in range(ranks)]
+        self.traffic = NotebookSide(self.here, str(directory), range(ranks), {})
+        self.twins = [RankSide(rank, ranks, namespace(), str(directory), "cpu") for rank in range(ranks)]
         self._cell: tuple[Outgoing, dict[str, Any]] | None = None
 
     def run(self, source: str) -> None:
@@ -95,7 +96,7 @@ class Sides:
             gc.collect()
 
 
-def _pending(table: Table, where: dict[str, Any]) -> list[str]:
+def _pending(table: ObjectTable, where: dict[str, Any]) -> list[str]:
     walk = Walk(table, where, keep_home=True)
     for name in public(where):
         walk.name(name, where[name])

@@ -18,7 +18,7 @@ import torch.utils.cpp_extension  # now: it brings setuptools, which adds to sys
 from torch.utils.data import DataLoader
 
 from nbtrain import intercept
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.compat.internals import find
 from nbtrain.intercept import TABLE, Listeners, While, listening, original, without
 
@@ -357,8 +357,8 @@ def test_whatever_is_listened_to_the_checks_find_what_they_need() -> None:
             if row.path.startswith("torch.") and not row.added:
                 for path, _ in row.paths():
                     listeners.listen(path, next(iter(row.listeners)), lambda old: old)
-        for file in (*fit.EVERYWHERE, "fsdp2", "dtensor"):
-            assert fit.lacks(file) == (), file
+        for file in (*strategy_packages.EVERYWHERE, "fsdp2", "dtensor"):
+            assert strategy_packages.lacks(file) == (), file
     finally:
         listeners.close()
 

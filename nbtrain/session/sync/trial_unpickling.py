@@ -15,11 +15,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk
+from nbtrain.awake_time import Patience
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.records import dump, load
-from nbtrain.patience import Patience
 
 PATIENCE = 20.0
 """Seconds that the copy has: a `__setstate__` may wait for a thread that exists in the kernel only."""
@@ -117,7 +120,7 @@ def _opened(namespace: dict[str, Any], names: list[str]) -> list[tuple[str, str]
 
 def _open(namespace: dict[str, Any], names: list[str]) -> None:
     numeric.learn_atoms()
-    walk = Walk(Table(0), namespace)
+    walk = Walk(ObjectTable(0), namespace)
     for name in names:
         walk.name(name, namespace[name])
     cargo = walk.finish()
@@ -125,5 +128,5 @@ def _open(namespace: dict[str, Any], names: list[str]) -> None:
         return  # it is said elsewhere
     there: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     buffers: list[Any] = cargo.buffers
-    arrival = Arrival(Table(-1, -1), there, load(dump(cargo)), buffers.__getitem__, lambda kind: "cpu")
+    arrival = OpenedParcel(ObjectTable(-1, -1), there, load(dump(cargo)), buffers.__getitem__, lambda kind: "cpu")
     arrival.commit()

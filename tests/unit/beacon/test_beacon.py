@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from nbtrain.beacon import Beacon, BeaconRecord, here, light
-from nbtrain.beacon.light import READERS
+from nbtrain.beacon import Beacon, BeaconRecord, here, listener
+from nbtrain.beacon.kernel_record import records
+from nbtrain.beacon.listener import READERS
 from nbtrain.beacon.readers import LONGEST, WAITING, of_this_user
-from nbtrain.beacon.record import records
 from nbtrain.events import Metric
 from nbtrain.watch.feed import Feed
 
@@ -191,7 +191,7 @@ def test_who_watches_is_told_of_the_run_and_of_the_next(scene: Scene) -> None:
 
 def test_who_watches_hears_what_nobody_has_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much memory the ranks hold, for one."""
-    monkeypatch.setattr(light, "LATELY", 0.01)
+    monkeypatch.setattr(listener, "LATELY", 0.01)
     clients = [scene.watch(), scene.watch()]
     for state in ("starting", "broken", "running"):
         scene.state = state

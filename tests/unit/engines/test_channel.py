@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 import nbtrain.engines._local.directory as private
-from nbtrain.engines._local.channel import PATIENCE, STRANGERS, Channel
+from nbtrain.awake_time import Patience
+from nbtrain.engines._local.kernel_channel import PATIENCE, STRANGERS, Channel
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Output, RankState
 from nbtrain.messages import CellSource, Forget
-from nbtrain.patience import Patience
 from nbtrain.specs import RankInfo
-from nbtrain.worker.process.channel import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
 from nbtrain.worker.process.process_group import RankGroup
+from nbtrain.worker.process.rank_channel import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
 from nbtrain.worker.shell.output import Outlet
 
 SECRET = b"of this process"
@@ -211,7 +211,7 @@ def test_nonsense_from_a_rank_is_the_pools_failure(channel: Channel, directory: 
 
 def test_a_rank_that_does_not_read_is_given_up(channel: Channel, directory: str, monkeypatch: Any) -> None:
     assert PATIENCE > 1
-    monkeypatch.setattr("nbtrain.engines._local.channel.PATIENCE", patience := 0.5)
+    monkeypatch.setattr("nbtrain.engines._local.kernel_channel.PATIENCE", patience := 0.5)
     with linked(channel, directory) as link:
         link.send(state("ready"))
         heard(channel)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nbtrain.errors import CannotTravel
+from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.rank_paths import Ways
-from nbtrain.exchange.graph.residence import Walk
 from nbtrain.exchange.kinds.base import Handle, Kind
 from tests.support.sides import Sides
 

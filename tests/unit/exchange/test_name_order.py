@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nbtrain.exchange.names.name_order import FEW, Places
+from nbtrain.exchange.names.name_order import FEW, NameOrder
 from nbtrain.session.cell import Cell
 from nbtrain.session.sync.captured_names import captured
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 from tests.support.sides import Sides
 
 DAY = 20_000
@@ -49,7 +49,7 @@ def inputs(count: int) -> dict[str, str]:
 def test_names_stand_as_in_the_namespace_whatever_is_asked_for_and_whenever() -> None:
     dice = random.Random(3)
     namespace: dict[str, Any] = {}
-    places = Places(namespace)
+    places = NameOrder(namespace)
     for number in range(600):
         for name in dice.sample(range(2_000), dice.randrange(4)):
             namespace[f"n{name}"] = number
@@ -59,7 +59,7 @@ def test_names_stand_as_in_the_namespace_whatever_is_asked_for_and_whenever() ->
 
 def test_gone_names_are_forgotten_and_those_bound_again_come_once() -> None:
     namespace: dict[str, Any] = {"model": 1, "opt": 2}
-    places = Places(namespace)
+    places = NameOrder(namespace)
     for number in range(5 * FEW):
         namespace[f"fresh{number}"] = number
         assert places.ordered([f"fresh{number}", "opt", "model"]) == ["model", "opt", f"fresh{number}"]
@@ -77,8 +77,8 @@ def test_gone_names_are_forgotten_and_those_bound_again_come_once() -> None:
 def test_a_cell_costs_no_more_looks_after_twenty_thousand_others(before: int, tmp_path: Path) -> None:
     sides = Sides(tmp_path)
     sides.here = here = Counted(sides.here)
-    sides.traffic = Traffic(here, str(tmp_path), range(1), {})
-    places = Places(here)
+    sides.traffic = NotebookSide(here, str(tmp_path), range(1), {})
+    places = NameOrder(here)
 
     def steps(code: str) -> int:
         """The way of a `%%distributed` cell, out and home, and what is looked at when the next cell ends."""
@@ -88,7 +88,7 @@ def test_a_cell_costs_no_more_looks_after_twenty_thousand_others(before: int, tm
         sides.out([*names.hard, *names.soft])
         exec(code, sides.twins[0].namespace)
         sides.home()
-        sides.traffic.let_go()
+        sides.traffic.release_dropped()
         return here.steps
 
     sides.run("model = [0]; n = 1\ndef step(): model[0] += n")

@@ -17,9 +17,9 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from nbtrain.exchange.names.cell_names import CellNames, analyse, private, reach
 from nbtrain.exchange.names.code_globals import code_names
-from nbtrain.exchange.names.flow import _compiled
+from nbtrain.exchange.names.names_in_statement import compiled, plain
 from nbtrain.exchange.names.object_globals import ELEMENTS, OBJECTS
-from nbtrain.exchange.names.statement import compiled, plain
+from nbtrain.exchange.names.read_before_bound import _compiled
 
 BUILTIN = set(dir(__builtins__) if isinstance(__builtins__, types.ModuleType) else __builtins__)
 

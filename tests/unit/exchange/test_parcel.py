@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nbtrain.exchange import parcel as parcels
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.parcel import LARGE, SPARE, Opener, Packer
 from nbtrain.exchange.segment import STAGE, Map, Segment, untouched
 from tests.support.sides import Sides
@@ -35,9 +35,9 @@ def sides(tmp_path: Path) -> Iterator[Sides]:
     made.close()
 
 
-def cargo(*buffers: np.ndarray, places: tuple[int, ...] = ()) -> Cargo:
+def cargo(*buffers: np.ndarray, places: tuple[int, ...] = ()) -> Changes:
     views = [memoryview(buffer.view(np.uint8)) for buffer in buffers]
-    return Cargo(buffers=views, places=dict(enumerate(places)))
+    return Changes(buffers=views, places=dict(enumerate(places)))
 
 
 def full(value: int, size: int = SIZE) -> np.ndarray:

@@ -13,8 +13,8 @@ from nbtrain.errors import UsageError
 from nbtrain.magics.line import flags
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import parse, parse_ranks
+from nbtrain.magics.line.split_line import Word, split
 from nbtrain.magics.line.values import DeviceSpec
-from nbtrain.magics.line.words import Word, split
 from nbtrain.strategies.base import Strategy
 from tests.support.shells import Notebook, notebook
 

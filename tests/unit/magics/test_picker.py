@@ -17,7 +17,7 @@ from nbtrain.magics.extension import state_here
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Chosen
 from nbtrain.magics.picker import options_form
-from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.picker_state import PickerState
 from nbtrain.magics.picker.training_loop import loop, resized
 from nbtrain.magics.picker.wishes import Wish, ranks_of
 from nbtrain.magics.state import MagicsState
@@ -78,20 +78,20 @@ def state() -> Iterator[MagicsState]:
         yield found
 
 
-Picking = Callable[..., Choice]
+Picking = Callable[..., PickerState]
 
 
 @pytest.fixture
 def picking(state: MagicsState) -> Picking:
-    def make(line: str = "--devices 2", backing: Backed | None = None) -> Choice:
-        made = Choice(state, backing or Backed(), state.read(line))
+    def make(line: str = "--devices 2", backing: Backed | None = None) -> PickerState:
+        made = PickerState(state, backing or Backed(), state.read(line))
         made.begin()
         return made
 
     return make
 
 
-def card(choice: Choice, name: str) -> dict[str, Any]:
+def card(choice: PickerState, name: str) -> dict[str, Any]:
     (found,) = (one for one in choice.data()["cards"] if one["name"] == name)
     return dict(found)
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nbtrain.humanize import size
 from nbtrain.planning.compare.comparison import STATES, Comparison, MeasuredWay
-from nbtrain.planning.compare.table import html
+from nbtrain.planning.compare.comparison_table import html
 from nbtrain.svg import ticks
-from nbtrain.words import size
 
 MB = 10**6
 

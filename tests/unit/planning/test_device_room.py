@@ -10,8 +10,8 @@ import pytest
 
 from nbtrain.machine import probes
 from nbtrain.machine.probes import Gpu, GpuUser, HostMemory
-from nbtrain.planning.plan.device_memory import Ground, devices, ground
-from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, Room, in_memory, on_card, room
+from nbtrain.planning.plan.device_memory import DeviceMemory, devices, ground
+from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, DeviceRoom, in_memory, on_card, room
 from nbtrain.registry import STRATEGIES
 from nbtrain.specs import PoolSpec
 
@@ -55,7 +55,7 @@ def test_a_card_whose_memory_nobody_says_has_no_room_and_says_so() -> None:
     one = on_card("cuda:3", None, 1)
     assert (one.why, one.known) == ("the driver does not say how much cuda:3 has", False)
     pool = PoolSpec(kind="cuda", devices=("cuda:3",))
-    at = Ground(pool=pool, precision="32", accumulate=1, alone=one, each=(one,))
+    at = DeviceMemory(pool=pool, precision="32", accumulate=1, alone=one, each=(one,))
     single = at.world(STRATEGIES["single"].needs)
     assert at.may_have(single, 0) is None
     assert at.at_most(GB, "--memory 1GB").may_have(single, 0) == GB
@@ -77,7 +77,7 @@ def test_here_a_process_of_ours_makes_room_by_what_it_holds() -> None:
 
 
 def test_a_strategy_has_the_ranks_and_the_room_that_it_needs() -> None:
-    at = Ground(
+    at = DeviceMemory(
         pool=PoolSpec(devices=("cpu",) * 4), precision="32", accumulate=1, alone=_room(4 * GB), each=(_room(GB),) * 4
     )
     worlds = {name: at.world(entry.needs) for name, entry in STRATEGIES.items()}
@@ -92,7 +92,7 @@ def test_a_strategy_has_the_ranks_and_the_room_that_it_needs() -> None:
 
 
 def test_what_travels_to_the_ranks_is_in_the_machines_memory_once() -> None:
-    at = Ground(
+    at = DeviceMemory(
         pool=PoolSpec(devices=("cpu",) * 4), precision="32", accumulate=1, alone=_room(4 * GB), each=(_room(GB),) * 4
     )
     ddp, single = (at.world(STRATEGIES[name].needs) for name in ("ddp", "single"))
@@ -102,7 +102,7 @@ def test_what_travels_to_the_ranks_is_in_the_machines_memory_once() -> None:
 
 def test_the_least_of_the_cards_decides() -> None:
     pool = PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1"))
-    at = Ground(pool=pool, precision="32", accumulate=1, alone=_room(9), each=(_room(9), _room(5)))
+    at = DeviceMemory(pool=pool, precision="32", accumulate=1, alone=_room(9), each=(_room(9), _room(5)))
     assert at.room(at.world(STRATEGIES["ddp"].needs)).bytes == 5
     assert at.room(at.world(STRATEGIES["dp"].needs)).bytes == 5
 
@@ -128,11 +128,11 @@ def test_devices_are_typed_so_that_they_are_these(pool: PoolSpec, typed: str) ->
 
 def test_a_line_says_what_makes_the_figures_true() -> None:
     pool = PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1"), nodes=2)
-    at = Ground(pool=pool, precision="bf16-mixed", accumulate=4, alone=_room(9), each=(_room(9), _room(9)))
+    at = DeviceMemory(pool=pool, precision="bf16-mixed", accumulate=4, alone=_room(9), each=(_room(9), _room(9)))
     line = at.line("fsdp", at.world(STRATEGIES["fsdp"].needs), ("--cpu-offload",))
     assert line == "--strategy fsdp --cpu-offload --devices 2 --nodes 2 --precision bf16-mixed --accumulate 4"
     assert at.line("single", at.world(STRATEGIES["single"].needs)).startswith("--strategy single --devices 1 --prec")
 
 
-def _room(size: int) -> Room:
-    return Room(device="cpu", total=size, others=0, bytes=size, why="")
+def _room(size: int) -> DeviceRoom:
+    return DeviceRoom(device="cpu", total=size, others=0, bytes=size, why="")

@@ -18,16 +18,16 @@ import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import Ground
-from nbtrain.planning.plan.device_room import Room
+from nbtrain.planning.plan.device_memory import DeviceMemory
+from nbtrain.planning.plan.device_room import DeviceRoom
 from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.plan.rows import make
+from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.profile import profile
 from nbtrain.planning.profile.recompute import recomputed, repeated
 from nbtrain.specs import PoolSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.estimates import Estimate, Moment, Profile, Unit, Weight, World
+from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
 from tests.support.planned import PLANNED
 from tests.support.shells import Notebook, notebook
 
@@ -59,16 +59,16 @@ def some_profile(activations: int = 2 * GB, blocks: int = 24, numel: int = 4_000
     )
 
 
-def on(room: int, ranks: int = 4, alone: int | None = None, host: int | None = None, kind: str = "cpu") -> Ground:
+def on(room: int, ranks: int = 4, alone: int | None = None, host: int | None = None, kind: str = "cpu") -> DeviceMemory:
     """Ranks that may have so much each."""
 
-    def made(size: int) -> Room:
-        return Room(device="cpu", total=64 * GB, others=0, bytes=size, why=f"{size} bytes are for each")
+    def made(size: int) -> DeviceRoom:
+        return DeviceRoom(device="cpu", total=64 * GB, others=0, bytes=size, why=f"{size} bytes are for each")
 
     names = ("cpu",) * ranks if kind == "cpu" else tuple(f"cuda:{i}" for i in range(ranks))
     pool = PoolSpec(kind=kind, devices=names)
     alone = room if alone is None else alone
-    return Ground(
+    return DeviceMemory(
         pool=pool, precision="32", accumulate=1, alone=made(alone), each=(made(room),) * ranks, host=host,
         limit=max(room, alone),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 import nbtrain
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.profile import CannotProfile, profile
-from nbtrain.strategies.estimates import Profile
+from nbtrain.strategies.memory_estimate import Profile
 from tests.support.planned import PLANNED, Block, billion, mlp, mlp_batch, transformer, transformer_batch
 
 

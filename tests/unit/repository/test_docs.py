@@ -16,9 +16,9 @@ from nbtrain.events import PHASES
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
 from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
-from nbtrain.planning.plan.table import HEAD
+from nbtrain.planning.plan.plan_table import HEAD
 from nbtrain.session.background.background_run import BackgroundRun
-from nbtrain.strategies.estimates import World
+from nbtrain.strategies.memory_estimate import World
 from tests.support.profiles import MB, SIZES, profile
 
 ROOT = Path(__file__).resolve().parents[3]

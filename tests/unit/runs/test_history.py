@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 import nbtrain
 from nbtrain.errors import UsageError
 from nbtrain.events import Event, Failed, Finished, Memory, Metric, Phases, RankState, Throughput, Use
+from nbtrain.runs import run_folder, write_run_file
 from nbtrain.runs.history import History, Run
+from nbtrain.runs.thinning import Thinner
+from nbtrain.runs.write_run_file import Recorder
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.watch import history, shelf
-from nbtrain.watch.history import Recorder
-from nbtrain.watch.logto import LogTo
-from nbtrain.watch.thinning import Thinner
+from nbtrain.watch.log_to import LogTo
 from tests.support.shells import Notebook, notebook
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,12 +41,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     where = tmp_path / "history"
     monkeypatch.setenv("NBTRAIN_HISTORY", str(where))
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    monkeypatch.setattr(history, "_said", set())
+    monkeypatch.setattr(write_run_file, "_said", set())
     return where
 
 
 def recorder(spec: RunSpec = SPEC, say: Callable[[str], object] = print, **of: Any) -> Recorder:
-    made = Recorder(history.settings(spec, source=SOURCE, number=7, **of), say=say)
+    made = Recorder(write_run_file.settings(spec, source=SOURCE, number=7, **of), say=say)
     made.opened("")
     return made
 
@@ -106,7 +106,7 @@ def test_values_that_are_not_finite_come_back_and_each_line_is_json() -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
-    path = shelf.files(Path(os.environ["NBTRAIN_HISTORY"]))[0][1]
+    path = run_folder.files(Path(os.environ["NBTRAIN_HISTORY"]))[0][1]
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=refuse)
     assert "nan" in repr(record(metric(1, loss=math.nan)))
@@ -191,7 +191,7 @@ def test_a_long_cell_is_kept_whatever_it_does(folder: Path) -> None:
 
 
 def test_many_values_take_little_room_and_what_matters_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "METRIC_BYTES", 400_000)
+    monkeypatch.setattr(write_run_file, "METRIC_BYTES", 400_000)
     made, last = recorder(), 100_000
     wild = {12_345: 50.0, 65_432: -50.0, 99_998: math.nan}
     for step in range(last):
@@ -240,7 +240,7 @@ def test_thinning_keeps_extremes_both_ends_and_the_order(values: list[float], bu
 
 
 def test_names_without_end_are_counted_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "SERIES", 10)
+    monkeypatch.setattr(write_run_file, "SERIES", 10)
     made = recorder()
     for step in range(100):
         made.receive(metric(step, **{f"loss{step}": 1.0}))
@@ -250,7 +250,7 @@ def test_names_without_end_are_counted_not_kept(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_oldest_go_and_never_one_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "RUNS", 3)
+    monkeypatch.setattr(run_folder, "RUNS", 3)
     first = recorder()
     first.receive(metric(1, loss=1.0))
     first.tick(0.0)
@@ -258,7 +258,7 @@ def test_the_oldest_go_and_never_one_that_is_being_written(monkeypatch: pytest.M
     assert numbers == [2, 3, 4, 5, 6]
     assert [(run.number, run.ended) for run in nbtrain.history()] == [(1, "running"), (5, "done"), (6, "done")]
     first.closed(True)
-    monkeypatch.setattr(shelf, "TOTAL", 10)
+    monkeypatch.setattr(run_folder, "TOTAL", 10)
     assert record(metric(1, loss=1.0)).number == 7
     assert [run.number for run in nbtrain.history()] == [7]
 
@@ -272,10 +272,10 @@ def test_only_the_user_can_read_it(folder: Path) -> None:
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NBTRAIN_HISTORY")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert shelf.folder() == tmp_path / "nbtrain" / "history"
+    assert run_folder.folder() == tmp_path / "nbtrain" / "history"
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert shelf.folder() == tmp_path / ".local" / "share" / "nbtrain" / "history"
+    assert run_folder.folder() == tmp_path / ".local" / "share" / "nbtrain" / "history"
 
 
 def test_off_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ OTHER = """
 import os, time
 from nbtrain.events import Memory, Metric
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.watch.history import Recorder, settings
+from nbtrain.runs.write_run_file import Recorder, settings
 def recorder():
     made = Recorder(settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
 def metric(step, **values): return Metric(rank=0, time=time.time(), step=step, values=values)
@@ -401,7 +401,7 @@ def test_the_runs_of_this_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/ada/two.ipynb")
     assert len(nbtrain.history()) == 0
     assert [run.number for run in nbtrain.history(all=True)] == [here.number, one.number]
-    assert shelf.notebook({"__vsc_ipynb_file__": "/home/ada/three.ipynb"}) == "/home/ada/three.ipynb"
+    assert run_folder.notebook({"__vsc_ipynb_file__": "/home/ada/three.ipynb"}) == "/home/ada/three.ipynb"
 
 
 def test_where_notebooks_have_no_names_the_kernel_decides() -> None:
@@ -410,7 +410,7 @@ def test_where_notebooks_have_no_names_the_kernel_decides() -> None:
     other.closed(True)
     mine = record(metric(1, loss=1.0))
     assert [run.number for run in nbtrain.history()] == [mine.number]
-    assert [run.settings["kernel"] for run in nbtrain.history(all=True)] == ["another", shelf.kernel()]
+    assert [run.settings["kernel"] for run in nbtrain.history(all=True)] == ["another", run_folder.kernel()]
 
 
 @pytest.fixture

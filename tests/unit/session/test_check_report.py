@@ -14,7 +14,7 @@ import pytest
 
 from nbtrain.errors import CannotTravel, UsageError
 from nbtrain.session.sync import trial_unpickling
-from nbtrain.session.sync.check_report import Report, check
+from nbtrain.session.sync.check_report import CheckReport, check
 from tests.support.sides import Sides
 
 CELL = """\
@@ -89,7 +89,7 @@ def cell(sides: Sides, source: str, number: int = 1) -> dict[str, int]:
     return {name: number}
 
 
-def checked(sides: Sides, *names: str) -> Report:
+def checked(sides: Sides, *names: str) -> CheckReport:
     return check(sides.here, sides.traffic, {}, list(names))
 
 

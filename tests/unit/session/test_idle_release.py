@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from nbtrain.session.pool.idle_release import Idle
+from nbtrain.session.pool.idle_release import IdleRelease
 
 
 def test_the_clock_runs_between_cells_only() -> None:
@@ -14,7 +14,7 @@ def test_the_clock_runs_between_cells_only() -> None:
         over.set()
         return True
 
-    clock = Idle(release, seconds=0.2)
+    clock = IdleRelease(release, seconds=0.2)
     clock.start()
     clock.stop()
     assert not over.wait(0.4), "a cell had begun"
@@ -32,7 +32,7 @@ def test_what_comes_after_has_no_part_in_the_decision() -> None:
         telling.set()
         told.wait(30)
 
-    clock = Idle(lambda: True, seconds=0, after=tell)
+    clock = IdleRelease(lambda: True, seconds=0, after=tell)
     clock.start()
     assert telling.wait(30)
     clock.stop()

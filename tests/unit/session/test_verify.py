@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, Number, Receipt, WeightDifference
-from nbtrain.session.trials.verify import Played, compared, numbers
+from nbtrain.session.trials.verify_cell import Played, compared, numbers
 from nbtrain.specs import Record
-from nbtrain.training.loop.step_record import StepRecord, as_number, contents, joined, rates
+from nbtrain.training.measure.step_record import StepRecord, as_number, contents, joined, rates
 
 
 def played(weights: dict[str, torch.Tensor], before: dict[str, torch.Tensor], *held: dict[str, float]) -> Played:

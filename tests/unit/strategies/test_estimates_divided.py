@@ -11,7 +11,7 @@ import pytest
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.strategies.estimates import Estimate, Moment, Profile, Unit, Weight, World
+from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
 
 UNITS, NUMEL = 8, 1_000_000
 OWN = 4 * NUMEL

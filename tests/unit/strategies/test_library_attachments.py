@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nbtrain.strategies.kit.library_attachments import Dress
+from nbtrain.strategies.kit.library_attachments import LibraryAttachments
 
 
 def test_a_hook_that_came_under_the_same_number_stays() -> None:
@@ -18,7 +18,7 @@ def test_a_hook_that_came_under_the_same_number_stays() -> None:
         return lambda *_: heard.append(name)
 
     layer = nn.Linear(1, 1)
-    dress = Dress()
+    dress = LibraryAttachments()
     dress.start([layer])
     library = layer.register_forward_hook(says("library"))
     dress.finish()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from nbtrain.errors import UsageError
-from nbtrain.strategies.kit.units import check_rule, find_units, wrap
+from nbtrain.strategies.kit.sharding_units import check_rule, find_units, wrap
 
 
 class Attention(nn.Module):

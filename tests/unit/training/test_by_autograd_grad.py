@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from nbtrain.strategies.kit.call_arguments import WEIGHTS, by_name, called_with, with_weights
-from nbtrain.training.gradients.by_autograd_grad import CALLS, LOOKS, OwnGradients
+from nbtrain.training.gradients.by_autograd_grad import CALLS, LOOKS, AutogradGradients
 
 
 class Prepared:
-    """Of a model under ddp, as `OwnGradients` sees it."""
+    """Of a model under ddp, as `AutogradGradients` sees it."""
 
     hooks_see_own_gradients = True
 
@@ -28,8 +28,8 @@ class Prepared:
         return self.model
 
 
-def looking(*prepared: Prepared) -> OwnGradients:
-    own: Any = OwnGradients(SimpleNamespace(prepared=prepared))  # type: ignore[arg-type]
+def looking(*prepared: Prepared) -> AutogradGradients:
+    own: Any = AutogradGradients(SimpleNamespace(prepared=prepared))  # type: ignore[arg-type]
     own.begin(True)
     return own
 

@@ -11,7 +11,7 @@ import pytest
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from nbtrain.training.ranks.disk_full import room_told
+from nbtrain.training.checkpoints.disk_full import room_told
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = sys.argv[1] + "/model.pt"
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # as a quota has it
@@ -40,7 +40,7 @@ def test_no_room_is_told_as_that(tmp_path: Path, write: str) -> None:
 
 
 def test_another_error_stays_what_it_is() -> None:
-    from nbtrain.training.ranks.disk_full import room_told
+    from nbtrain.training.checkpoints.disk_full import room_told
 
     with pytest.raises(RuntimeError, match="storage has wrong byte size"), room_told("x"):
         raise RuntimeError("storage has wrong byte size")

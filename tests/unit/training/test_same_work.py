@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nbtrain.events import Finished
-from nbtrain.session.report.rank_differences import compared
+from nbtrain.session.report.same_work_report import compared
 from nbtrain.training.data import split_datasets
-from nbtrain.training.data.same_work import SameWork
-from nbtrain.training.gradients.summed_losses import Summed
+from nbtrain.training.gradients.same_work import SameWork
+from nbtrain.training.gradients.summed_losses import SummedLosses
 
 
 def _looked(*batches: torch.Tensor, shared: bool = False) -> int | None:
@@ -48,14 +48,14 @@ def test_a_long_loop_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(looked) == 2 * 7  # a loss and a gradient: the 1st, 2nd, 4th … 64th backward
 
 
-@pytest.mark.parametrize(("of", "method"), [(SameWork, "_add"), (Summed, "_is_sum")])
+@pytest.mark.parametrize(("of", "method"), [(SameWork, "_add"), (SummedLosses, "_is_sum")])
 def test_a_look_that_fails_is_no_failure_of_the_cell(monkeypatch: pytest.MonkeyPatch, of: type, method: str) -> None:
     def fail(*args: object) -> None:
         raise TypeError("unsupported ScalarType")
 
     monkeypatch.setattr(of, method, fail)
     assert (_looked(X, X) is None) == (of is SameWork)
-    summed = Summed()
+    summed = SummedLosses()
     summed.begin(2)
     summed.look(torch.nn.Linear(4, 2)(X).sum(), 2, set())
     assert summed.notes() == [] or of is SameWork

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.events import Finished
-from nbtrain.session.report.rank_differences import compared
-from nbtrain.training.gradients.summed_losses import Summed
+from nbtrain.session.report.same_work_report import compared
+from nbtrain.training.gradients.summed_losses import SummedLosses
 
 BATCH = 6
 MODEL = nn.Linear(4, 3)
@@ -35,7 +35,7 @@ NONE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def found(loss: torch.Tensor, count: int) -> list[str]:
-    summed = Summed()
+    summed = SummedLosses()
     summed.begin(count)
     if summed.looks:
         summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()})
@@ -54,7 +54,7 @@ def test_a_sum_divided_by_the_size_of_the_whole_batch() -> None:
     """It is one N-th of one process's where batches are split; where each rank has one of its own, it is right."""
     for divided in (12, torch.tensor(12.0)):
         for split in (True, False):
-            summed = Summed()
+            summed = SummedLosses()
             summed.begin(2, split)
             summed.look(F.cross_entropy(OUT, Y, reduction="sum") / divided, BATCH, set())
             assert bool(summed.notes()) is split
@@ -87,7 +87,7 @@ def test_losses_of_single_samples_are_summed_by_their_backwards(name: str) -> No
     """Divided by the size of the batch that is split, or not divided."""
     backwards, split, apart = OF_SAMPLES[name]
     for is_split, wanted in ((True, split), (False, apart)):
-        summed = Summed()
+        summed = SummedLosses()
         summed.begin(2, is_split)
         for loss, weights in backwards:
             if summed.looks:
@@ -105,7 +105,7 @@ def test_no_sum(name: str) -> None:
 
 
 def test_only_the_first_losses_of_a_cell_are_looked_at() -> None:
-    summed = Summed()
+    summed = SummedLosses()
     summed.begin(2)
     for looks in (3, 2, 1, 0):
         summed.look(F.cross_entropy(OUT, Y), BATCH, set())
@@ -137,7 +137,7 @@ OF_ALL: dict[str, Callable[[int], torch.Tensor]] = {
 def told(loss: Callable[[int], torch.Tensor], sizes: tuple[int, int]) -> dict[str, str]:
     ended = []
     for rank, size in enumerate(sizes):
-        summed = Summed()
+        summed = SummedLosses()
         summed.begin(2)
         summed.look(loss(rank), size, {p.shape for p in MODEL.parameters()})
         ended.append(Finished(rank=rank, time=0.0, steps=1, compared=summed.divisors()))

@@ -8,19 +8,19 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nbtrain.specs import Trial
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.trial_steps import Regrouped, Trying
+from nbtrain.training.measure.trial_steps import Regrouped, TrialSteps
 
 
-def trying(**what: int) -> tuple[Trying, Steps]:
+def trial_steps(**what: int) -> tuple[TrialSteps, Steps]:
     seconds = iter(range(100))
     steps = Steps(0)
-    found = Trying(Trial(**what), torch.device("cpu"), clock=lambda: float(next(seconds)))
+    found = TrialSteps(Trial(**what), torch.device("cpu"), clock=lambda: float(next(seconds)))
     found.begin(steps)
     return found, steps
 
 
 def test_steps_after_the_first_are_timed() -> None:
-    found, steps = trying(steps=3, warm=2)
+    found, steps = trial_steps(steps=3, warm=2)
     for _ in range(4):
         steps.got(8)
         assert not found.ended()
@@ -32,7 +32,7 @@ def test_steps_after_the_first_are_timed() -> None:
 
 @pytest.mark.parametrize(("ends", "timed"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 2)])
 def test_a_shorter_loop_is_timed_for_what_it_had(ends: int, timed: int) -> None:
-    found, steps = trying(steps=10, warm=2)
+    found, steps = trial_steps(steps=10, warm=2)
     for _ in range(ends):
         steps.got(8)
         found.ended()
@@ -41,7 +41,7 @@ def test_a_shorter_loop_is_timed_for_what_it_had(ends: int, timed: int) -> None:
 
 
 def test_memory_is_what_came_besides() -> None:
-    found, _ = trying(steps=1)
+    found, _ = trial_steps(steps=1)
     held = torch.ones(25_000_000)
     found.ended()
     del held
@@ -49,7 +49,7 @@ def test_memory_is_what_came_besides() -> None:
 
 
 def test_what_a_trial_may_not_have_raises_and_is_there_afterwards() -> None:
-    found = Trying(Trial(steps=1, memory=50_000_000), torch.device("cpu"))
+    found = TrialSteps(Trial(steps=1, memory=50_000_000), torch.device("cpu"))
     with found.limited(), pytest.raises(RuntimeError, match="can't allocate memory"):
         torch.ones(50_000_000)
     assert torch.ones(50_000_000).numel() == 50_000_000

@@ -21,6 +21,7 @@ from comm.base_comm import BaseComm
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
+from nbtrain.humanize import quantity, size
 from nbtrain.session.output.screens import CellScreen
 from nbtrain.svg import DISTINCT
 from nbtrain.views import NoView, choose, no_widget
@@ -31,7 +32,6 @@ from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import Figures, Rate
-from nbtrain.words import quantity, size
 
 MB, GB = 10**6, 10**9
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import linecache
 
 from nbtrain.messages import LATELY, CellSource
-from nbtrain.worker.shell.cell_sources import Texts
+from nbtrain.worker.shell.cell_sources import CellSources
 
 
 def test_texts_of_old_cells_go_unless_a_function_lives() -> None:
     numbers: dict[str, int] = {}
-    texts = Texts(numbers)
+    texts = CellSources(numbers)
     namespace: dict[str, object] = {}
     name = "<texts {}>".format
 

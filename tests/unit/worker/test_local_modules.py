@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.worker.modules.installed_packages import Packages
-from nbtrain.worker.modules.local_modules import Modules
+from nbtrain.worker.modules.installed_packages import InstalledPackages
+from nbtrain.worker.modules.local_modules import LocalModules
 
 
 def counted(function: Callable[..., Any], counter: Counter[str]) -> Callable[..., Any]:
@@ -28,8 +28,8 @@ def test_looking_asks_once_for_each_file_and_folder_when_nothing_changed(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     names = [f"local_module_{index}" for index in range(20)]
-    modules = Modules()
-    packages = Packages()
+    modules = LocalModules()
+    packages = InstalledPackages()
     try:
         for name in names:
             (tmp_path / f"{name}.py").write_text("x = 1\n")

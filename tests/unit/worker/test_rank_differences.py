@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.worker.home.rank_differences import number as numbered
 
 
 def number(value: Any) -> int:
-    return numbered(value, Table(0))
+    return numbered(value, ObjectTable(0))
 
 
 class Hides:
