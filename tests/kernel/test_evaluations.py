@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.training.ranks import collectives
 from tests.lines.playing import Ranks, kernel_of
-from tests.ranks.test_data import running
+from tests.support.bench import running
 
 START = """
 import torch, torch.nn as nn, torch.nn.functional as F

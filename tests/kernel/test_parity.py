@@ -25,11 +25,11 @@ import pytest
 import torch
 
 from nbtrain import registry
-from nbtrain.specs import RankInfo
 from tests.kernel.test_lines import LINES, got_alone
 from tests.lines import NEW, Line
 from tests.lines import START as LINES_START
 from tests.lines.playing import Ranks, kernel_of
+from tests.support.bench import rank_info
 from tests.support.kernels import Error
 from tests.support.variants import Variant, exact, sample
 
@@ -320,7 +320,7 @@ def has_a_meaning(variant: Variant, line: Line) -> bool:
 def shares(variant: Variant, ranks: int) -> int:
     """Of the batches, on so many."""
     strategy = registry.make_strategy(variant.strategy, {}, {})
-    strategy.place = RankInfo(rank=0, world_size=ranks, local_rank=0, device="cpu", threads=1, nodes=variant.nodes)
+    strategy.place = rank_info(0, ranks, nodes=variant.nodes)
     return strategy.share(0, ranks)[1]
 
 

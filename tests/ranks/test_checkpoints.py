@@ -40,6 +40,7 @@ from nbtrain.training.checkpoints import api, background_write, folder, ownershi
 from nbtrain.training.checkpoints.rank_parts import Described, owners
 from nbtrain.training.random_states import default_generators
 from nbtrain.training.runtime import Runtime
+from tests.support.bench import rank_info
 from tests.support.flat import FlatPieces
 from tests.support.ranks import run_on_ranks
 
@@ -108,9 +109,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def cell(rank: int, world: int, strategy: Any, spec: RunSpec = SPEC, **objects: Any) -> AbstractContextManager[Runtime]:
-    return cell_at(
-        RankInfo(rank=rank, world_size=world, local_rank=rank, device="cpu", threads=1), strategy, spec, **objects
-    )
+    return cell_at(rank_info(rank, world), strategy, spec, **objects)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ import torch
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training.ranks.collectives import Speakers
+from tests.support.bench import rank_info
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -28,9 +28,7 @@ class Uneven(Strategy):
 
 def strategy(name: str, rank: int, world: int, nodes: int) -> Strategy:
     found = Uneven() if name == "uneven" else registry.make_strategy(name, {}, {})
-    found.place = RankInfo(
-        rank=rank, world_size=world, local_rank=rank % (world // nodes), device="cpu", threads=1, nodes=nodes
-    )
+    found.place = rank_info(rank, world, local_rank=rank % (world // nodes), nodes=nodes)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -12,31 +11,15 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.base import Strategy
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.training.data.batch_dealing import move, samples_in
 from nbtrain.training.random_states.default_generators import capture
-from nbtrain.training.runtime import Runtime
+from tests.support.bench import make_runtime, running
 from tests.support.ranks import run_on_ranks
 
 Batches = list[list[int]]
-
-
-@contextmanager
-def running(rank: int, world_size: int, strategy: Strategy | None = None, **options: Any) -> Iterator[Runtime]:
-    """A rank in the middle of a cell; torch is as before afterwards."""
-    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device=options.pop("device", "cpu"), threads=1)
-    runtime = Runtime(info, strategy or DDP(DDP.Options()), lambda event: None)
-    runtime.install()
-    try:
-        runtime.randomness.adopt(capture())
-        runtime.begin(RunSpec(pool=PoolSpec(devices=("cpu",) * world_size), **options), {})
-        yield runtime
-    finally:
-        runtime.end(True)
-        runtime.uninstall()
 
 
 def deal(make: Callable[[], DataLoader[Any]], world_size: int, **options: Any) -> tuple[list[Batches], list[int]]:
@@ -311,8 +294,7 @@ class Block(torch.nn.Linear):
 
 
 def test_a_runtime_that_ends_in_the_middle_of_a_cell_takes_everything_off() -> None:
-    info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
-    runtime = Runtime(info, DDP(DDP.Options()), lambda event: None)
+    runtime = make_runtime(strategy=DDP(DDP.Options()))
     model = Block(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     runtime.install()

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.errors import NotSupported
-from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.ddp2 import DDP2, InNode
 from nbtrain.strategies.kit import split_batch
+from tests.support.bench import rank_info
 from tests.support.ranks import run_on_ranks
 
 X = torch.randn(14, 6, generator=torch.Generator().manual_seed(0))
@@ -51,9 +51,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def cell(model: nn.Module, rank: int, world: int, nodes: int, **options: Any) -> Iterator[tuple[Prepared, slice]]:
     """What is prepared, and the rows of this node."""
     strategy = DDP2(DDP2.Options(**options))
-    strategy.place = RankInfo(
-        rank=rank, world_size=world, local_rank=rank % (world // nodes), device="cpu", threads=1, nodes=nodes
-    )
+    strategy.place = rank_info(rank, world, local_rank=rank % (world // nodes), nodes=nodes)
     prepared = strategy.set_up(Component(modules={"model": model}))
     node, count = strategy.share(rank, world)
     prepared.enter()
@@ -154,7 +152,7 @@ def test_what_cannot_be_is_said() -> None:
 
 def _counts_groups(rank: int) -> int:
     strategy = DDP2(DDP2.Options())
-    strategy.place = RankInfo(rank=rank, world_size=4, local_rank=rank % 2, device="cpu", threads=1, nodes=2)
+    strategy.place = rank_info(rank, 4, local_rank=rank % 2, nodes=2)
     for _ in range(3):
         strategy.set_up(Component(modules={"model": Net()})).close()
     return len(dist.distributed_c10d._world.pg_map)
@@ -169,7 +167,7 @@ def _is_gone(rank: int) -> tuple[bool, bool]:
     kept, gone = Net(), Net()
     number = id(gone)
     strategy = DDP2(DDP2.Options())
-    strategy.place = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1)
+    strategy.place = rank_info(rank, 2)
     component = Component(modules={"kept": kept, "gone": gone})
     prepared = strategy.set_up(component)
     assert isinstance(prepared, InNode)

@@ -15,32 +15,11 @@ from nbtrain.strategies.base import Component
 from nbtrain.strategies.kit.allreduce import AllReduce
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.profile_arithmetic import in_buckets, trainable
-from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
 from nbtrain.strategies.sharded import Fair, _owners, divisible
 from nbtrain.strategies.zero1 import Shares, _parcels, dealt_out
+from tests.support.profiles import MB, profile
 from tests.support.ranks import run_on_ranks
-
-MB = 2**20
-SIZES = (8 * MB, 4 * MB, 2 * MB, 2 * MB)
-"""of the weights: 16 MB, and all of them train"""
-
-
-def profile(*activations: int, sizes: tuple[int, ...] = SIZES, width: int = 4, **others: Any) -> Profile:
-    """Gradients come in the opposite order, one with each of the moments after the first."""
-    weights = tuple(
-        Weight(name=str(i), numel=size // width, bytes=size, trains=True, state=2 * size, unit=0)
-        for i, size in enumerate(sizes)
-    )
-    come = [sum(sizes[len(sizes) - i :]) for i in range(len(sizes) + 1)]
-    moments = [Moment(a, g) for a, g in zip(activations, come, strict=False)]
-    given: dict[str, Any] = {
-        "optimizer": "AdamW",
-        "units": (Unit(path="", kind="Net", activations=max(activations), output=0),),
-        "buffers": 0,
-        "step": 2 * max(sizes),
-        "step_together": sum(sizes),
-    }
-    return Profile(model="net", weights=weights, moments=tuple(moments), samples=4, precision="32", **(given | others))
 
 
 def said(strategy: str, of: Profile, world: World, **options: Any) -> Estimate:

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import nbtrain.registry as registry
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.single import Single
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.training.measure.flop_count import KINDS, TERA, peak
 from nbtrain.training.runtime import Runtime
+from tests.support.bench import make_runtime, rank_info
 from tests.support.ranks import run_on_ranks
 
 SPEC = RunSpec(pool=PoolSpec())
@@ -41,8 +41,7 @@ def _nothing_compiled() -> None:
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
-    here = Runtime(info, Single(Single.Options()), lambda event: None)
+    here = make_runtime()
     here.install()
     here.begin(SPEC, {})
     yield here
@@ -190,7 +189,7 @@ STRATEGIES = ["ddp", "fsdp", "zero1", "pipeline", "ddp2", "dp"]
 
 def _weights(rank: int, name: str, counted: bool) -> tuple[list[torch.Tensor], float]:
     devices = ("cpu", "cpu") if name == "dp" else ()
-    info = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1, devices=devices)
+    info = rank_info(rank, 2, devices=devices)
     runtime = Runtime(info, registry.make_strategy(name, {}, {}), lambda event: None)
     if not counted:
         runtime.operations.begin = lambda: None  # type: ignore[method-assign]

@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.errors import NotSupported
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.kit.row_shards import whole
-from nbtrain.strategies.single import Single
 from nbtrain.training.random_states.default_generators import capture
-from nbtrain.training.runtime import Runtime
 from tests.ranks.test_fsdp import Stage
+from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
 
 DRAWS = [
@@ -266,9 +265,7 @@ def test_gradients_by_name_of_what_some_batches_use() -> None:
 
 def drawn(rank: int, count: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Draws in a cell, after a batch has set the ranks apart; and where the notebook's stream stands then."""
-    info = RankInfo(rank=rank, world_size=count, local_rank=rank, device="cpu", threads=1)
-    strategy: Any = FSDP(FSDP.Options()) if count > 1 else Single(Single.Options())
-    runtime = Runtime(info, strategy, lambda event: None)
+    runtime = make_runtime(rank, count, FSDP(FSDP.Options()) if count > 1 else None)
     torch.manual_seed(5)
     model = nn.Linear(5, 7)
     data = TensorDataset(torch.ones(8, 5))

@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.horovod import Horovod
 from nbtrain.training.runtime import Runtime
 from tests.support.absent import absent
+from tests.support.bench import Bench, rank_info
 from tests.support.ranks import run_on_ranks
 
 SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
@@ -30,29 +31,20 @@ def _built() -> None:
         absent("Horovod is not installed", ".ci/horovod builds it")
 
 
-class Bench:
-    """A rank."""
+class Trainer(Bench):
+    """A rank with a model and its optimizer."""
 
     def __init__(self, rank: int, precision: str = "32", **options: Any) -> None:
+        super().__init__(rank, 2, Horovod(**options), precision)
         self.rank = rank
-        info = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1)
-        self.runtime = Runtime(info, Horovod(**options), lambda event: None, precision=precision)
         self.runtime.install()
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
-    def cell(self, loop: Callable[[], Any], scale_lr: str = "", **others: Any) -> list[str]:
+    def train(self, loop: Callable[[], Any], scale_lr: str = "", **others: Any) -> list[str]:
         objects = {"model": self.model, "optimizer": self.optimizer, **others}
-        run = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")), strategy="horovod", scale_lr=scale_lr)
-        notes = self.runtime.begin(run, objects)
-        ok = False
-        try:
-            loop()
-            ok = True
-        finally:
-            notes += self.runtime.end(ok)
-        return notes
+        return self.cell(loop, split_batches=False, scale_lr=scale_lr, **objects)
 
     def steps(self, count: int = 3) -> None:
         for i in range(count):
@@ -86,7 +78,7 @@ def alone(steps: int, rate: float = 0.1) -> torch.Tensor:
 def _two_cells(rank: int) -> tuple[torch.Tensor, list[Any], bool, int, int]:
     import horovod.torch as hvd
 
-    bench = Bench(rank)
+    bench = Trainer(rank)
     said: list[Any] = []
 
     def talk() -> None:
@@ -96,9 +88,9 @@ def _two_cells(rank: int) -> tuple[torch.Tensor, list[Any], bool, int, int]:
         said.append(hvd.allgather(torch.tensor([rank])).tolist())
         said.append(hvd.broadcast_object({"from": rank}, root_rank=0))
 
-    bench.cell(talk)
+    bench.train(talk)
     threads, files = _threads(), len(os.listdir("/proc/self/fd"))
-    bench.cell(bench.steps)
+    bench.train(bench.steps)
     left = _more_threads(threads), len(os.listdir("/proc/self/fd")) - files
     assert {k: v for k, v in os.environ.items() if k.startswith("HOROVOD_")} == SETTINGS
     return bench.weights(), said, hvd.is_initialized(), *left
@@ -107,7 +99,7 @@ def _two_cells(rank: int) -> tuple[torch.Tensor, list[Any], bool, int, int]:
 def _without_a_model(rank: int) -> tuple[list[Any], list[bool], int, int]:
     import horovod.torch as hvd
 
-    place = RankInfo(rank=rank, world_size=4, local_rank=rank % 2, device="cpu", threads=1, nodes=2)
+    place = rank_info(rank, 4, local_rank=rank % 2, nodes=2)
     runtime = Runtime(place, Horovod(), lambda event: None)
     run = RunSpec(pool=PoolSpec(devices=("cpu",) * 4, nodes=2), strategy="horovod")
     said: list[Any] = []
@@ -188,12 +180,12 @@ def _listeners() -> Iterator[str]:
 def _listening(rank: int) -> tuple[list[str], list[str]]:
     from nbtrain.strategies.horovod.session import _rendezvous
 
-    place = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1)
+    place = rank_info(rank, 2)
     before = list(_listeners())
     with _rendezvous(place):
         meeting = list(_listeners())
-    bench, found = Bench(rank), []
-    bench.cell(lambda: found.extend(_listeners()))
+    bench, found = Trainer(rank), []
+    bench.train(lambda: found.extend(_listeners()))
     assert list(_listeners()) == before
     return [*meeting[len(before) :]], found
 
@@ -206,12 +198,12 @@ def test_nobody_but_this_machine_reaches_it() -> None:
 
 
 def _gradient(rank: int, dtype: torch.dtype, compression: str) -> torch.Tensor:
-    bench = Bench(rank, compression=compression)
+    bench = Trainer(rank, compression=compression)
     bench.model = nn.Linear(50, 40).to(dtype)
     bench.optimizer = torch.optim.SGD(bench.model.parameters(), 0.0)
     torch.manual_seed(rank)
     x = torch.randn(4, 50, dtype=dtype)
-    bench.cell(lambda: bench.model(x).square().mean().backward())
+    bench.train(lambda: bench.model(x).square().mean().backward())
     grad = bench.model.weight.grad
     assert isinstance(grad, torch.Tensor)
     return grad.detach().clone()
@@ -228,7 +220,7 @@ def test_compression_sends_16_bits_and_bfloat16_goes_in_32() -> None:
 
 
 def _rates(rank: int) -> tuple[list[str], list[str], list[float], list[float], torch.Tensor]:
-    bench = Bench(rank)
+    bench = Trainer(rank)
     schedule = torch.optim.lr_scheduler.StepLR(bench.optimizer, 100)
     during: list[float] = []
     bench.optimizer.register_step_pre_hook(lambda optimizer, *_: during.append(optimizer.param_groups[0]["lr"]))
@@ -239,11 +231,11 @@ def _rates(rank: int) -> tuple[list[str], list[str], list[float], list[float], t
         schedule.step()
         seen.append(bench.optimizer.param_groups[0]["lr"])
 
-    notes = bench.cell(loop, "linear", schedule=schedule)
-    again = bench.cell(loop, "linear", schedule=schedule)
+    notes = bench.train(loop, "linear", schedule=schedule)
+    again = bench.train(loop, "linear", schedule=schedule)
     seen.append(bench.optimizer.param_groups[0]["lr"])
     with pytest.raises(ZeroDivisionError):
-        bench.cell(lambda: bench.optimizer.step(lambda: 1 / 0), "linear")
+        bench.train(lambda: bench.optimizer.step(lambda: 1 / 0), "linear")
     seen.append(bench.optimizer.param_groups[0]["lr"])
     return notes, again, during, seen, bench.weights()
 
@@ -261,7 +253,7 @@ def _alone(rank: int) -> tuple[str, float, torch.Tensor]:
     """Rank 1 fails; rank 0 waits for it in Horovod."""
     import horovod.torch as hvd
 
-    bench = Bench(rank)
+    bench = Trainer(rank)
 
     def loop() -> None:
         dist.barrier()
@@ -271,11 +263,11 @@ def _alone(rank: int) -> tuple[str, float, torch.Tensor]:
 
     began, said = time.monotonic(), ""
     try:
-        bench.cell(loop)
+        bench.train(loop)
     except (ZeroDivisionError, RuntimeError) as error:
         said = f"{type(error).__name__}: {error}"
     took = time.monotonic() - began
-    bench.cell(bench.steps)
+    bench.train(bench.steps)
     return said, took, bench.weights()
 
 
@@ -291,7 +283,7 @@ def test_a_rank_that_waits_in_horovod_for_one_that_failed_is_freed_and_goes_on_i
 
 def _half_a_backward(rank: int) -> torch.Tensor:
     """A backward raises on both ranks when its first buckets are on their way, and the cell goes on."""
-    bench = Bench(rank, bucket_mb=0.0001)
+    bench = Trainer(rank, bucket_mb=0.0001)
 
     class Bad(torch.autograd.Function):
         @staticmethod
@@ -309,7 +301,7 @@ def _half_a_backward(rank: int) -> torch.Tensor:
         bench.optimizer.zero_grad()
         bench.steps()
 
-    bench.cell(loop)
+    bench.train(loop)
     return bench.weights()
 
 

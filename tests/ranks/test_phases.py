@@ -15,11 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtrain.events import PHASES
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.ddp import DDP
-from nbtrain.strategies.single import Single
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, PhaseTimer
-from nbtrain.training.runtime import Runtime
+from tests.support.bench import Bench, make_runtime
 from tests.support.ranks import run_on_ranks
 
 SPEC = RunSpec(pool=PoolSpec())
@@ -87,29 +85,24 @@ class SGD(torch.optim.SGD):
         return loss
 
 
-class Bench:
+class Timed(Bench):
     """One rank, and a clock."""
 
     def __init__(self) -> None:
-        info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
+        super().__init__()
         self.clock = Clock()
         self.model = Net(self.clock)
         self.optimizer = SGD(self.model)
-        self.runtime = Runtime(info, Single(Single.Options()), lambda event: None)
         self.phases = self.runtime.phases = PhaseTimer(clock=self.clock)
         for part in (self.runtime.loaders, self.runtime.wrapped, self.runtime.meeting):
             part.phases = self.phases
 
-    def loader(self, samples: int = 4, batch_size: int = 2) -> DataLoader[torch.Tensor]:
-        return DataLoader(Samples(self.clock, samples), batch_size)
+    def batches(self, samples: int = 4) -> DataLoader[torch.Tensor]:
+        return DataLoader(Samples(self.clock, samples), 2)
 
-    def cell(self, loop: Callable[[], None], spec: RunSpec = SPEC, **objects: object) -> dict[str, float]:
-        """The seconds in each phase, those without any left out."""
-        self.runtime.begin(spec, objects or {"model": self.model, "optimizer": self.optimizer})
-        try:
-            loop()
-        finally:
-            self.runtime.end(True)
+    def seconds(self, loop: Callable[[], None], accumulate: int = 1, **objects: object) -> dict[str, float]:
+        """Of a cell, in each phase; those without any are left out."""
+        self.cell(loop, accumulate, **(objects or {"model": self.model, "optimizer": self.optimizer}))
         return {name: seconds for name, seconds in zip(PHASES, self.phases.seconds(), strict=True) if seconds}
 
     def learn(self, x: torch.Tensor) -> None:
@@ -117,8 +110,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    here = Bench()
+def bench() -> Iterator[Timed]:
+    here = Timed()
     here.runtime.install()
     yield here
     here.runtime.uninstall()
@@ -127,17 +120,17 @@ def bench() -> Iterator[Bench]:
 X = torch.ones(2, 2)
 
 
-def test_a_plain_loop(bench: Bench) -> None:
+def test_a_plain_loop(bench: Timed) -> None:
     def loop() -> None:
-        for x in bench.loader():
+        for x in bench.batches():
             bench.learn(x)
             bench.optimizer.step()
             bench.clock.pass_by(10000)
 
-    assert bench.cell(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000, "rest": 20000}
+    assert bench.seconds(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000, "rest": 20000}
 
 
-def test_without_a_loader_what_comes_before_a_backward_is_the_forward(bench: Bench) -> None:
+def test_without_a_loader_what_comes_before_a_backward_is_the_forward(bench: Timed) -> None:
     def loop() -> None:
         for _ in range(3):
             bench.learn(X)
@@ -145,36 +138,35 @@ def test_without_a_loader_what_comes_before_a_backward_is_the_forward(bench: Ben
         bench.clock.pass_by(10000)
 
     # Nobody knows where the first forward began: the cell has done other things before.
-    assert bench.cell(loop) == {"forward": 20, "backward": 300, "optimizer": 3000, "rest": 10000}
+    assert bench.seconds(loop) == {"forward": 20, "backward": 300, "optimizer": 3000, "rest": 10000}
 
 
-def test_the_second_half_of_a_gan_is_a_forward_too(bench: Bench) -> None:
+def test_the_second_half_of_a_gan_is_a_forward_too(bench: Timed) -> None:
     other = SGD(bench.model)
 
     def loop() -> None:
-        for x in bench.loader():
+        for x in bench.batches():
             bench.learn(x)
             bench.optimizer.step()
             bench.learn(x)
             other.step()
             bench.clock.pass_by(10000)
 
-    assert bench.cell(loop) == {"data": 4, "forward": 40, "backward": 400, "optimizer": 4000, "rest": 20000}
+    assert bench.seconds(loop) == {"data": 4, "forward": 40, "backward": 400, "optimizer": 4000, "rest": 20000}
 
 
-def test_accumulated_backwards(bench: Bench) -> None:
+def test_accumulated_backwards(bench: Timed) -> None:
     def loop() -> None:
-        for x in bench.loader(samples=8):
+        for x in bench.batches(samples=8):
             bench.learn(x)
             bench.optimizer.step()
 
-    spec = RunSpec(pool=PoolSpec(), accumulate=2)
-    assert bench.cell(loop, spec) == {"data": 8, "forward": 40, "backward": 400, "optimizer": 2000}
+    assert bench.seconds(loop, accumulate=2) == {"data": 8, "forward": 40, "backward": 400, "optimizer": 2000}
 
 
-def test_a_closure_is_no_optimizers_work(bench: Bench) -> None:
+def test_a_closure_is_no_optimizers_work(bench: Timed) -> None:
     def loop() -> None:
-        for x in bench.loader():
+        for x in bench.batches():
 
             def closure() -> torch.Tensor:
                 loss = bench.model(x).sum()  # noqa: B023 it is called at once
@@ -183,52 +175,52 @@ def test_a_closure_is_no_optimizers_work(bench: Bench) -> None:
 
             bench.optimizer.step(closure)
 
-    assert bench.cell(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
+    assert bench.seconds(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
 
 
-def test_a_step_in_a_hook_of_the_backward_leaves_it_the_rest(bench: Bench) -> None:
+def test_a_step_in_a_hook_of_the_backward_leaves_it_the_rest(bench: Timed) -> None:
     def loop() -> None:
-        for x in bench.loader():
+        for x in bench.batches():
             loss = bench.model(x).sum()
             loss.register_hook(lambda grad: bench.optimizer.step())
             loss.backward()
 
-    assert bench.cell(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
+    assert bench.seconds(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
 
 
-def test_an_evaluation_has_data_and_forwards(bench: Bench) -> None:
+def test_an_evaluation_has_data_and_forwards(bench: Timed) -> None:
     def loop() -> None:
         with torch.no_grad():
-            for x in bench.loader():
+            for x in bench.batches():
                 bench.model(x)
         bench.clock.pass_by(10000)
 
-    assert bench.cell(loop) == {"data": 4, "forward": 20, "rest": 10000}
+    assert bench.seconds(loop) == {"data": 4, "forward": 20, "rest": 10000}
 
 
-def test_a_cell_without_a_model_has_none(bench: Bench) -> None:
+def test_a_cell_without_a_model_has_none(bench: Timed) -> None:
     words = []
 
     def loop() -> None:
-        for _ in bench.loader():
+        for _ in bench.batches():
             bench.clock.pass_by(10000)
             words.append(bench.phases.word(True))
 
-    assert bench.cell(loop, numbers=[1, 2]) == {}
+    assert bench.seconds(loop, numbers=[1, 2]) == {}
     assert words == ["", ""]
 
 
-def test_a_model_that_the_cell_makes_is_seen_at_its_first_backward(bench: Bench) -> None:
+def test_a_model_that_the_cell_makes_is_seen_at_its_first_backward(bench: Timed) -> None:
     def loop() -> None:
-        for x in bench.loader():
+        for x in bench.batches():
             bench.learn(x)
             bench.optimizer.step()
 
-    assert bench.cell(loop, numbers=[1, 2]) == {"data": 2, "forward": 10, "backward": 200, "optimizer": 2000}
+    assert bench.seconds(loop, numbers=[1, 2]) == {"data": 2, "forward": 10, "backward": 200, "optimizer": 2000}
 
 
-def test_a_loader_that_draws_from_another_is_data_throughout(bench: Bench) -> None:
-    inner = bench.loader()
+def test_a_loader_that_draws_from_another_is_data_throughout(bench: Timed) -> None:
+    inner = bench.batches()
 
     class Doubled(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
@@ -240,21 +232,21 @@ def test_a_loader_that_draws_from_another_is_data_throughout(bench: Bench) -> No
         for x in DataLoader(Doubled(), batch_size=None):
             bench.learn(x)
 
-    assert bench.cell(loop) == {"data": 4.5, "forward": 20, "backward": 200}
+    assert bench.seconds(loop) == {"data": 4.5, "forward": 20, "backward": 200}
 
 
-def test_a_loader_that_another_thread_runs_ahead_with_is_passed_over(bench: Bench) -> None:
+def test_a_loader_that_another_thread_runs_ahead_with_is_passed_over(bench: Timed) -> None:
     def loop() -> None:
-        for x in bench.loader(2):
-            ahead = threading.Thread(target=lambda: [*bench.loader(6)])
+        for x in bench.batches(2):
+            ahead = threading.Thread(target=lambda: [*bench.batches(6)])
             ahead.start()
             ahead.join()
             bench.learn(x)
 
-    assert bench.cell(loop) == {"data": 2, "forward": 16, "backward": 100}
+    assert bench.seconds(loop) == {"data": 2, "forward": 16, "backward": 100}
 
 
-def test_the_word_for_what_goes_on(bench: Bench) -> None:
+def test_the_word_for_what_goes_on(bench: Timed) -> None:
     words = []
 
     def say() -> None:
@@ -262,7 +254,7 @@ def test_the_word_for_what_goes_on(bench: Bench) -> None:
 
     def loop() -> None:
         say()
-        for x in bench.loader(2):
+        for x in bench.batches(2):
             say()
             loss = bench.model(x).sum()
             loss.register_hook(lambda grad: say())
@@ -273,37 +265,37 @@ def test_the_word_for_what_goes_on(bench: Bench) -> None:
         bench.learn(X)
         say()
 
-    bench.cell(loop)
+    bench.seconds(loop)
     # torch calls the hooks of a class whose `step` calls its parent's twice, once the parent has been used itself.
     assert [word for word, _ in groupby(words)] == ["", "forward", "backward", "optimizer", "rest", "forward"]
 
 
-def test_a_failed_backward_is_over_and_the_next_cell_begins_at_nothing(bench: Bench) -> None:
+def test_a_failed_backward_is_over_and_the_next_cell_begins_at_nothing(bench: Timed) -> None:
     def fails() -> None:
-        for x in bench.loader():
+        for x in bench.batches():
             loss = bench.model(x).sum()
             loss.register_hook(lambda grad: 1 / 0)
             loss.backward()
 
     with pytest.raises(ZeroDivisionError):
-        bench.cell(fails)
+        bench.seconds(fails)
     assert bench.phases.word(False) == ""
     bench.clock.pass_by(10000)
-    assert bench.cell(lambda: bench.clock.pass_by(10000)) == {}
+    assert bench.seconds(lambda: bench.clock.pass_by(10000)) == {}
 
 
-def test_time_in_the_phase_that_is_open_counts(bench: Bench) -> None:
+def test_time_in_the_phase_that_is_open_counts(bench: Timed) -> None:
     seen = []
 
     def loop() -> None:
-        for x in bench.loader(2):
+        for x in bench.batches(2):
             bench.clock.pass_by(10)
             seen.append(bench.phases.seconds()[FORWARD])
             bench.clock.pass_by(10)
             seen.append(bench.phases.seconds()[FORWARD])
             bench.learn(x)
 
-    bench.cell(loop)
+    bench.seconds(loop)
     assert seen == [10, 20]
     assert bench.phases.seconds()[FORWARD] == 30
 
@@ -337,8 +329,7 @@ def test_what_another_thread_reads_never_goes_back_and_adds_up() -> None:
 
 
 def _one_is_late(rank: int) -> tuple[float, ...]:
-    info = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1)
-    runtime = Runtime(info, DDP(DDP.Options()), lambda event: None)
+    runtime = make_runtime(rank, 2)
     runtime.install()
     torch.manual_seed(0)
     model = nn.Linear(2, 1)

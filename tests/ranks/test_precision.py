@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nbtrain import registry
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.fsdp import FSDP
@@ -31,6 +31,7 @@ from nbtrain.training.precision.low_precision_weights import (
     LowPrecisionWeights,
 )
 from nbtrain.training.runtime import Runtime
+from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -39,9 +40,7 @@ HUGE = 3e38
 
 
 def runtime(precision: str, strategy: Strategy | None = None, rank: int = 0, world_size: int = 1) -> Runtime:
-    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
-    strategy = strategy or Single(Single.Options())
-    return Runtime(info, strategy, lambda event: None, precision=precision)
+    return make_runtime(rank, world_size, strategy or Single(Single.Options()), precision=precision)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 
 from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.events import Event, Metric
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.same_on_ranks import differing, digest
 from nbtrain.strategies.none import NoStrategy
@@ -19,6 +19,7 @@ from nbtrain.strategies.single import Single
 from nbtrain.training.ranks.collectives import equalise, gather, reduce
 from nbtrain.training.runtime import Runtime
 from nbtrain.training.setup.components import Components, place
+from tests.support.bench import make_runtime
 from tests.support.ranks import RankFailed, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -153,12 +154,8 @@ def test_place_moves_in_place() -> None:
 
 
 def runtime(rank: int, strategy: Strategy | None = None, world_size: int = 2, seen: Any = None) -> Runtime:
-    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
-    if strategy is None:
-        from nbtrain.strategies.ddp import DDP
-
-        strategy = DDP(DDP.Options())
-    return Runtime(info, strategy, (lambda event: None) if seen is None else seen.append)
+    emit = (lambda event: None) if seen is None else seen.append
+    return make_runtime(rank, world_size, strategy, emit)
 
 
 SPEC = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.errors import NotSupported
-from nbtrain.specs import RankInfo
 from nbtrain.strategies.sharded import Sharded
-from nbtrain.training.runtime import Runtime
-from tests.ranks import test_ddp
-from tests.ranks.test_ddp import Bench, Weights, net, train
+from tests.support import loop_cases
 from tests.support.absent import absent
+from tests.support.bench import Bench
+from tests.support.loop_cases import Case, Weights, check_case, play
+from tests.support.models import net, train
 from tests.support.ranks import run_on_ranks
 
 
@@ -27,55 +26,27 @@ def _there() -> None:
         absent("FairScale is not installed", "pip install --no-build-isolation fairscale")
 
 
-CASES = [case for case in test_ddp.CASES if case is not test_ddp.channels_last]
+CASES = [case for case in loop_cases.CASES if case is not loop_cases.channels_last]
 """That one looks at gradients, which only their owners have."""
 
 
-class Fairly(Bench):
-    """A rank under sharded, or the one process that it is compared with."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(rank, world_size)
-        if world_size > 1:
-            info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
-            self.runtime = Runtime(info, Sharded(Sharded.Options()), lambda event: None)
-
-
-def _run(rank: int, world_size: int) -> dict[str, Weights]:
-    found = {}
-    for case in CASES:
-        bench = Fairly(rank, world_size)
-        bench.runtime.install()
-        found[case.__name__] = {name: value.clone() for name, value in case(bench).items()}
-        bench.runtime.uninstall()
-    return found
+def make() -> Sharded:
+    return Sharded(Sharded.Options())
 
 
 @pytest.fixture(scope="module")
 def ranks(_there: None) -> list[dict[str, Weights]]:
-    return run_on_ranks(_run, 2, world_size=2)
+    return run_on_ranks(play, 2, CASES, make)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_equals_one_process(case: Callable[[Bench], Weights], ranks: list[dict[str, Weights]]) -> None:
-    alone = Bench()
-    alone.runtime.install()
-    try:
-        expected = case(alone)
-    finally:
-        alone.runtime.uninstall()
-    for found in ranks:
-        assert found[case.__name__].keys() == expected.keys()
-        for name, value in expected.items():
-            if not name.startswith("state "):  # it is dealt out here
-                torch.testing.assert_close(found[case.__name__][name], value, rtol=1e-5, atol=1e-5)
-    for name in (name for name in expected if not name.startswith("state ")):
-        assert torch.equal(ranks[0][case.__name__][name], ranks[1][case.__name__][name]), name
+def test_equals_one_process(case: Case, ranks: list[dict[str, Weights]]) -> None:
+    check_case(case, ranks, dealt_out="state ")
 
 
 def _lines(rank: int) -> dict[str, Any]:
     """What a cell sees of gradients and norms, in a loop that adds up over two backwards."""
-    bench = Fairly(rank, 2)
+    bench = Bench(rank, 2, make())
     bench.runtime.install()
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

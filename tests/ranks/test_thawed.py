@@ -16,10 +16,9 @@ from torch import nn
 
 from nbtrain import registry
 from nbtrain.errors import NotSupported
-from nbtrain.specs import RankInfo
-from nbtrain.training.runtime import Runtime
-from tests.ranks.test_ddp import Bench, Net, net
 from tests.support.absent import absent
+from tests.support.bench import Bench
+from tests.support.models import Net, net
 from tests.support.ranks import run_on_ranks
 
 Numbers = dict[str, torch.Tensor]
@@ -33,17 +32,6 @@ STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "horovod": ("horovod", {}),
     "fsdp": ("fsdp", {}),
 }
-
-
-class Cells(Bench):
-    """A rank under a strategy, or the one process that it is compared with."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1, strategy: str = "", **options: Any) -> None:
-        super().__init__(rank, world_size)
-        if strategy:
-            info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
-            made = registry.strategy(strategy).load()
-            self.runtime = Runtime(info, made(made.Options(**options)), lambda event: None)
 
 
 # --- what the loop does with its gradients, before the step ---------------------------------------
@@ -216,20 +204,21 @@ TABLE: dict[str, Callable[[Bench], Net]] = {
 
 
 def _played(bench: Bench, program: Callable[[Bench], Net]) -> Numbers | str:
-    bench.runtime.install()
-    try:
+    def played(bench: Bench) -> Numbers:
         model = program(bench)
         bench.runtime.workshop.forget()  # what was in pieces is whole again
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return {**weights, "seen": torch.tensor(float(model.seen))}  # type: ignore[arg-type]
+
+    try:
+        return bench.play(played)
     except NotSupported as error:
         return str(error)
-    finally:
-        bench.runtime.uninstall()
 
 
-def _on_a_rank(rank: int, strategy: str, options: dict[str, Any]) -> dict[str, Numbers | str]:
-    return {name: _played(Cells(rank, 2, strategy, **options), TABLE[name]) for name in TABLE}
+def _on_a_rank(rank: int, name: str, options: dict[str, Any]) -> dict[str, Numbers | str]:
+    strategy = registry.strategy(name).load()
+    return {at: _played(Bench(rank, 2, strategy(strategy.Options(**options))), TABLE[at]) for at in TABLE}
 
 
 @cache

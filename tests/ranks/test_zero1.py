@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nbtrain.specs import RankInfo
 from nbtrain.strategies.zero1 import Zero1
-from nbtrain.training.runtime import Runtime
-from tests.ranks.test_ddp import CASES, Bench, Weights, net, train
+from tests.support.bench import Bench
+from tests.support.loop_cases import CASES, Case, Weights, check_case, play
+from tests.support.models import net, train
 from tests.support.ranks import run_on_ranks
 
 
-class Divided(Bench):
-    """A rank under zero1, or the one process that it is compared with."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(rank, world_size)
-        if world_size > 1:
-            info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
-            self.runtime = Runtime(info, Zero1(Zero1.Options(bucket_mb=0.0005)), lambda event: None)
-
-
-def _run(rank: int, world_size: int) -> dict[str, Weights]:
-    found = {}
-    for case in CASES:
-        bench = Divided(rank, world_size)
-        bench.runtime.install()
-        found[case.__name__] = {name: value.clone() for name, value in case(bench).items()}
-        bench.runtime.uninstall()
-    return found
+def make() -> Zero1:
+    return Zero1(Zero1.Options(bucket_mb=0.0005))
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Weights]]:
-    return run_on_ranks(_run, 2, world_size=2)
+    return run_on_ranks(play, 2, CASES, make)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_equals_one_process(case: Callable[[Bench], Weights], ranks: list[dict[str, Weights]]) -> None:
-    alone = Bench()
-    alone.runtime.install()
-    try:
-        expected = case(alone)
-    finally:
-        alone.runtime.uninstall()
-    for found in ranks:
-        assert found[case.__name__].keys() == expected.keys()
-        for name, value in expected.items():
-            if name.startswith("state "):  # it is dealt out here
-                continue
-            torch.testing.assert_close(found[case.__name__][name], value, rtol=1e-5, atol=1e-5)
-    for name in (name for name in expected if not name.startswith("state ")):
-        assert torch.equal(ranks[0][case.__name__][name], ranks[1][case.__name__][name]), name
+def test_equals_one_process(case: Case, ranks: list[dict[str, Weights]]) -> None:
+    check_case(case, ranks, dealt_out="state ")
 
 
 class Own(torch.optim.Optimizer):
@@ -122,18 +92,8 @@ def _muon(bench: Bench) -> Weights:
 OTHERS = (_own, _adafactor, *([_muon] if hasattr(torch.optim, "Muon") else []))
 
 
-def _run_others(rank: int, world_size: int) -> list[Weights]:
-    found = []
-    for case in OTHERS:
-        bench = Divided(rank, world_size)
-        bench.runtime.install()
-        found.append({name: value.detach().clone() for name, value in case(bench).items()})
-        bench.runtime.uninstall()
-    return found
-
-
 def test_other_optimizers_equal_one_process() -> None:
-    expected = _run_others(0, 1)
-    for found in run_on_ranks(_run_others, 2, world_size=2):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    expected = play(0, 1, OTHERS)
+    for found in run_on_ranks(play, 2, OTHERS, make):
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)

@@ -19,7 +19,7 @@ from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
 from nbtrain.planning.plan.plan_table import HEAD
 from nbtrain.session.background.background_run import BackgroundRun
 from nbtrain.strategies.memory_estimate import World
-from tests.ranks.test_estimating import MB, SIZES, profile
+from tests.support.profiles import MB, SIZES, profile
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.training.random_states.default_generators import States, capture, restore
 from nbtrain.training.random_states.rank_draws import Randomness, derive
 from nbtrain.training.runtime import Runtime
+from tests.support.bench import make_runtime
 
 SAMPLES = 20
 
@@ -29,8 +30,7 @@ def streams_as_before() -> Iterator[None]:
 
 def run_as(rank: int, world_size: int, states: States, cell: Callable[[Runtime], Any]) -> tuple[Any, States]:
     """The cell as a rank of many runs it. No group is needed: nothing here communicates."""
-    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
-    runtime = Runtime(info, DDP(DDP.Options()), lambda event: None)
+    runtime = make_runtime(rank, world_size, DDP(DDP.Options()))
     runtime.install()
     try:
         runtime.randomness.adopt(states)

@@ -13,17 +13,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.errors import NotPrepared
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
-from nbtrain.strategies.single import Single
+from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.training.runtime import Runtime
+from tests.support.bench import make_runtime
 
 SPEC = RunSpec(pool=PoolSpec())
 
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
-    here = Runtime(info, Single(Single.Options()), lambda event: None)
+    here = make_runtime()
     here.install()
     here.begin(SPEC, {})
     yield here
