@@ -37,6 +37,9 @@ STARTERS = {"kernel": {"kernel", "module_kernel", "kernel_factory"}, "lab": {"la
 RANKS = {"run_on_ranks", "Player", "Live", "Ranks"}
 """What a test file has imported whose tests start ranks."""
 
+ROOMS = {"ranks": "ranks", "kernel": "kernel", "browser": "lab"}
+"""folder → the mark of all that is in it; the rules above are for the folders that are named after something else"""
+
 LONG = (
     "test_notebooks.py", "test_known_programs.py", "test_edits.py", "test_faults.py", "test_thawed.py", "test_wheel.py",
     "test_estimates.py", "test_by_hand.py", "test_environments.py", "test_deepspeed_edits.py", "test_parity.py",
@@ -144,6 +147,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(name)
         if not RANKS.isdisjoint(vars(getattr(item, "module", None) or object)):
             item.add_marker("ranks")
+        if (room := item.path.parent.name) in ROOMS:
+            item.add_marker(ROOMS[room])
     long = {name: at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: long.get(item.path.name, len(long)))
     _leave_out_gpu(items)
