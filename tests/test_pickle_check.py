@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 
+import nbtrain.engines._local.warm as warm
 from nbtrain.errors import CannotTravel, UsageError
 from nbtrain.session.sync import trial_unpickling
 from nbtrain.session.sync.check_report import Report, check
+from tests.hygiene import GRACE, describe, gone_within
 from tests.kernels import Kernel
 from tests.notebook import Notebook
 from tests.sides import Sides
@@ -72,6 +76,14 @@ LINES = {
     "part.keywords['end']": 33,
     "grid.flat[1]": 34,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nursery() -> Iterator[None]:
+    """As a notebook has it: `check` asks it for a scratch process."""
+    warm.warm()
+    yield
+    warm.close()
 
 
 @pytest.fixture
@@ -216,6 +228,7 @@ def test_what_packs_but_does_not_open_is_named_and_nothing_is_touched(sides: Sid
     cell(sides, UNOPENED)
     before = dict(sides.here)
     children = set(psutil.Process().children())
+    ranks_parent = psutil.Process(warm.warm().process.pid)
     report = checked(sides)
     assert {one.path for one in report.findings} == {"one['deep'][0]", "two[0]", "three"}
     said = repr(report)
@@ -225,6 +238,7 @@ def test_what_packs_but_does_not_open_is_named_and_nothing_is_touched(sides: Sid
     assert "line 11: one = {'deep': [Args(1, 2)]}" in said
     assert sides.here == before
     assert set(psutil.Process().children()) <= children
+    assert gone_within(GRACE, lambda: [describe(one) for one in ranks_parent.children()]) == []
     assert checked(sides, "fine")
 
 
@@ -240,6 +254,35 @@ def test_a_setstate_that_waits_for_ever_is_given_up(sides: Sides, monkeypatch: p
     began = time.monotonic()
     checked(sides, "slow")
     assert time.monotonic() - began < 20
+
+
+def test_numbers_that_opening_asks_for_are_there(sides: Sides) -> None:
+    """They go only where it has failed without them."""
+    sides.run("""
+        import torch
+        class Scaled:
+            def __init__(self): self.data = torch.ones(2_000_000)
+            def __getstate__(self): return {'data': self.data}
+            def __setstate__(self, state):
+                assert state['data'].max() == 1, 'no numbers'
+                vars(self).update(state)
+        class Worse(Scaled):
+            def __setstate__(self, state): raise ValueError(f"largest is {float(state['data'].max())}")
+        scaled = Scaled()
+    """)
+    assert checked(sides, "scaled")
+    sides.run("worse = Worse()")
+    (found,) = checked(sides, "scaled", "worse").findings
+    assert found.path == "worse"
+    assert "largest is 1.0" in found.reason
+
+
+def test_a_module_that_the_kernel_alone_has_is_named(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "made_by_hand", made := ModuleType("made_by_hand"))
+    exec("class Odd:\n    def __setstate__(self, state): pass\n    def __getstate__(self): return 1", vars(made))
+    sides.run("from made_by_hand import Odd; odd = Odd()")
+    (found,) = checked(sides, "odd").findings
+    assert "No module named 'made_by_hand'" in found.reason
 
 
 # --- what `check` says when all is well -----------------------------------------------------------------------------
@@ -310,6 +353,46 @@ def test_in_a_notebook(shared_kernel: Kernel) -> None:
     assert shared_kernel.complete("%distributed check odd,h") == ["odd,h"]
     assert not notebook.running()
     notebook("%distributed stop")
+
+
+def test_it_says_what_the_cell_would(shared_kernel: Kernel) -> None:
+    """What opening reads of a local module is what a rank has of it then, and not what the kernel has."""
+    (shared_kernel.home / "known_shapes.py").write_text("shapes = {}")
+    notebook = Notebook(shared_kernel, "")
+    notebook("""
+import known_shapes
+class Sized:
+    def __getstate__(self): return {'n': 1}
+    def __setstate__(self, state):
+        import known_shapes
+        self.size = known_shapes.shapes['x']
+sized = Sized(); sized.size = 3""")
+    shown = notebook("%distributed check sized").stdout
+    error = notebook.fails("%%distributed --devices 1 --monitor off\nassert sized.size == 3")
+    reason = "packed, but not made again: KeyError: 'x'"
+    assert reason in shown
+    assert reason.split(": ")[1] in error.evalue
+    notebook("%distributed stop")
+
+
+def test_stop_while_it_is_tried_leaves_no_process_behind(shared_kernel: Kernel) -> None:
+    notebook = Notebook(shared_kernel, "")
+    notebook("""
+class Slow:
+    def __getstate__(self): return {'n': 1}
+    def __setstate__(self, state):
+        import time
+        time.sleep(1000)
+slow = Slow()""")
+    before = {process.pid for process in shared_kernel.children()}
+    waiting = shared_kernel.start("%distributed check slow")
+    shared_kernel.wait_for(lambda: "trying in another process" in waiting.stdout)
+    assert len({process.pid for process in shared_kernel.children()} - before) == 1
+    shared_kernel.interrupt()
+    shared_kernel.wait(waiting, 10)
+    assert waiting.error is not None
+    assert waiting.error.ename == "KeyboardInterrupt"
+    assert gone_within(GRACE, lambda: [str(p.pid) for p in shared_kernel.children() if p.pid not in before]) == []
 
 
 RAISING = {

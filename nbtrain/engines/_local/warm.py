@@ -123,6 +123,18 @@ class Warm:
     def kill(self, ranks: Iterable[int]) -> None:
         self._say(("kill", [self._pids[rank] for rank in ranks if rank in self._pids]))
 
+    def scratch(self, end: int) -> None:
+        """Ask for a scratch process that has this end of a pipe."""
+        try:
+            with shielded():
+                nursery.send(self.sock, ("scratch",))
+                socket.send_fds(self.sock, [b"."], [end])
+        except OSError:
+            self._gone()
+
+    def kill_scratch(self, pid: int) -> None:
+        self._say(("kill", [pid]))
+
     def release(self) -> None:
         """The nursery goes on without the pool; ranks that it is still to fork end at once."""
         given_up, self._generation = self._generation, 0

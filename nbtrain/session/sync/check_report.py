@@ -87,11 +87,10 @@ def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[s
     try:
         report = looked.report
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
-        if trial_unpickling.needed(looked.walk.added):
-            able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
-            for name, text in trial_unpickling.tried(namespace, able):
-                found = unopened(text, namespace, cells)
-                report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
+        able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
+        for name, text in trial_unpickling.tried(namespace, able, looked.walk):
+            found = unopened(text, namespace, cells)
+            report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
         refused = {finding.path for finding in report.findings}
         for name in [name for name in report.sizes if any(_below(path, name) for path in refused)]:
             del report.sizes[name]
