@@ -23,7 +23,7 @@ help:
 	@echo 'make quick  what one runs all the time: style, types, layers, and tests that start no kernel and no ranks'
 	@echo 'make test   most promises once, on real kernels and ranks; WORKERS=2'
 	@echo 'make verify every check and every test that this machine allows; SEED=20991231 plays what was drawn on that day'
-	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/test_environments.py'
+	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/kernel/test_environments.py'
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
@@ -72,7 +72,7 @@ compat:
 	@python3 .ci/compat $(or $(TORCH),newest) $(if $(PYTHON),--python $(PYTHON)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED))
 
 js: $(FRONT_END)
-	$(BIN)/pytest tests/test_front_end.py
+	$(BIN)/pytest tests/unit/repository/test_front_end.py
 
 pictures: $(INSTALLED) $(FRONT_END)
 	@$(BIN)/python .ci/pictures
@@ -88,13 +88,13 @@ tables: $(INSTALLED)
 	    $(if $(MEMORY),--memory $(MEMORY)) $(if $(COPY),--copy $(COPY))
 
 fuzz: $(INSTALLED)
-	$(if $(STRATEGY),,EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_fuzz.py)
+	$(if $(STRATEGY),,EXAMPLES=$(or $(EXAMPLES),2000) SEED=$(or $(SEED),0) $(BIN)/pytest tests/ranks/test_fuzz.py)
 	$(BIN)/python -u -m tests.fuzz $(if $(STRATEGY),--strategy $(STRATEGY)) --examples $(or $(EXAMPLES),1000) \
 	    --seed $(or $(SEED),0) $(if $(NUMBER),--number $(NUMBER))
 
 parity: $(INSTALLED)
-	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/test_parity.py tests/test_sharded_memory.py \
-	    tests/test_checkpoints.py tests/test_empty.py tests/test_estimates.py
+	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/kernel/test_parity.py tests/kernel/test_sharded_memory.py \
+	    tests/ranks/test_checkpoints.py tests/ranks/test_meta_init.py tests/kernel/test_estimates.py
 
 faults: $(INSTALLED)
 	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults

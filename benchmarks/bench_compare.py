@@ -9,7 +9,7 @@ import re
 import time
 
 from benchmarks.measure import Table, kernel, run, seconds
-from tests.kernels import Kernel
+from tests.support.kernels import Kernel
 
 SETUP = """
 import torch

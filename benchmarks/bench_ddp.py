@@ -46,8 +46,8 @@ cpu, wall = map(reduce, timed(wrapped, optimizer, x, {steps}))
 wrapped = None
 """
 OVERLAP = """%%distributed -s ddp --devices 2 --bucket-mb {bucket}
-from nbtrain.strategies.kit.gradient_wire import Wire
-plain, sent, waited = Wire.average, [], []
+from nbtrain.strategies.kit.allreduce import AllReduce
+plain, sent, waited = AllReduce.average, [], []
 def average(self, flat):
     began = time.perf_counter()
     wait = plain(self, flat)
@@ -59,17 +59,17 @@ def average(self, flat):
         waited.append(time.perf_counter() - began)
         return mean
     return told
-Wire.average = average
+AllReduce.average = average
 try:
     timed(model, optimizer, x, {steps})
 finally:
-    Wire.average = plain
+    AllReduce.average = plain
 busy, end = 0.0, 0.0
 for a, b in sorted(sent):
     busy += max(0.0, b - max(a, end))
     end = max(end, b)
 hidden = reduce(1 - sum(waited) / busy)
-del plain, average, sent, waited, Wire
+del plain, average, sent, waited, AllReduce
 """
 
 

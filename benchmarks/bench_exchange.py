@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from benchmarks.measure import in_turns
-from nbtrain.exchange.graph.residence import Arrival, Table, Walk, remember
+from nbtrain.exchange.graph.find_changes import Walk, remember
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.bulk_compare import CHUNK
 from nbtrain.exchange.kinds.checksum import lanes
@@ -35,7 +37,7 @@ class Side:
 
     def __init__(self, first_key: int, step: int, directory: str) -> None:
         self.namespace: Namespace = {"__name__": "__main__"}
-        self.table = Table(first_key, step)
+        self.table = ObjectTable(first_key, step)
         self.packer = Packer(directory)
         self.opener = Opener()
 
@@ -51,7 +53,7 @@ class Side:
 
     def open(self, parcel: Parcel) -> None:
         cargo, buffers = self.opener.open(parcel)
-        arrival = Arrival(self.table, self.namespace, cargo, buffers, renew=self.opener.renew)
+        arrival = OpenedParcel(self.table, self.namespace, cargo, buffers, renew=self.opener.renew)
         remember(self.table, self.namespace, arrival.commit())
         self.namespace.update(arrival.names)
 

@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.boundaries import boundaries, seals
 from benchmarks.measure import Table, python, run, say
-from tests.kernels import Kernel, Result, running_kernel
+from tests.support.kernels import Kernel, Result, running_kernel
 
 START = """
 import copy, ctypes, os, signal, time, torch, torch.distributed as dist

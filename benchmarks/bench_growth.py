@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from benchmarks.measure import Table, kernel, run, say
 from nbtrain.machine import probes
 from nbtrain.planning.growth.growth import Growth, Point, Volume, fit, ring
-from tests.kernels import Kernel
+from tests.support.kernels import Kernel
 
 COUNTS = (1, 2, 4, 8)
 BATCH, ROUNDS, WARM = 16, 2, 2

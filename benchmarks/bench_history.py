@@ -16,8 +16,8 @@ from time import perf_counter
 import nbtrain
 from benchmarks.measure import Table
 from nbtrain.events import Metric
+from nbtrain.runs.write_run_file import Recorder, settings
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.watch.history import Recorder, settings
 
 VALUES = 1_000_000
 RUNS = 200

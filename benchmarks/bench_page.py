@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.measure import Table
-from tests.demonstration import demonstration
-from tests.lab import CHROMIUM, QUIET
+from tests.support.demonstration import demonstration
+from tests.support.lab import CHROMIUM, QUIET
 
 POINTS = 1_000_000
 HOUR = 36_000

@@ -54,7 +54,7 @@ found = [(spell(True), spell(False)) for _ in range(TURNS)]
 meters._readings, runtime.phases._thread = readings, main
 """
 MARKS = """
-from nbtrain.training.loop.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, PhaseTimer
+from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, PhaseTimer
 phases = PhaseTimer()
 phases.begin(True)
 def step():

@@ -14,7 +14,7 @@ from benchmarks.measure import Table, in_turns
 from nbtrain.training.loop.shared_board import OwnedBoard
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Stopping
-from nbtrain.worker.process.channel import DOWN, Frames, Sealer
+from nbtrain.worker.process.rank_channel import DOWN, Frames, Sealer
 
 PLAIN = struct.Struct("<Q")
 OFTEN = 20_000

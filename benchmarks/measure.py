@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.kernels import Kernel, running_kernel
+from tests.support.kernels import Kernel, running_kernel
 
 MARK = "measured:"
 """Begins the line in which a cell says what it measured."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.soak_cells import RANKS, STANDARD, START, Notebook, cycle, one_raises
 from benchmarks.soak_readings import BARE, Control, Reading, take
-from tests.kernels import running_kernel
+from tests.support.kernels import running_kernel
 
 FLAT = 1.02
 """times as much memory as before is as much"""

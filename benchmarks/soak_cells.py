@@ -14,7 +14,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 
-from tests.kernels import Error, Kernel, Result
+from tests.support.kernels import Error, Kernel, Result
 
 RANKS = 4
 THE_ONE_THAT_DIES = 3

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from benchmarks.soak_cells import Notebook
-from tests.kernels import Kernel, Result
+from tests.support.kernels import Kernel, Result
 
 SETTLE = "import gc, ctypes; gc.collect(); ctypes.CDLL(None).malloc_trim(0)"
 BARE = "a kernel without nbtrain"

@@ -24,7 +24,7 @@ from benchmarks.tables_rows import dividing, rows
 from nbtrain import registry
 from nbtrain.machine import probes
 from nbtrain.planning.compare.search import largest
-from tests.kernels import Kernel
+from tests.support.kernels import Kernel
 
 BATCH = 8
 """sequences of 32 tokens in a step of all ranks together"""

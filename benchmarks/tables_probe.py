@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks import tables_cells as cells
 from benchmarks.measure import run, say
-from tests.kernels import Kernel
+from tests.support.kernels import Kernel
 
 MB = 1_000_000
 PATIENCE = 180

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain import registry, words
+from nbtrain import humanize, registry
 from nbtrain.magics import strategy_table
 from nbtrain.strategies import presets
-from tests.variants import buckets
+from tests.support.variants import buckets
 
 DIVIDES = {"stage", "sharding"}
 """A preset of these alone is a row of its own; offloading to the memory that is measured saves none."""
@@ -40,7 +40,7 @@ def rows(ranks: int, bucket_mb: float) -> list[Row]:
         sizes = buckets(name, bucket_mb)
         devices = min(ranks, entry.needs.max_ranks or ranks)
         for called, options in {name: {}, **_presets(name)}.items():
-            line = " ".join(filter(None, [f"-s {called}", words.flags(sizes), f"--devices {devices}"]))
+            line = " ".join(filter(None, [f"-s {called}", humanize.flags(sizes), f"--devices {devices}"]))
             found.setdefault((name, str(make.Options(**options))), Row(called, line, devices, entry.shards))
     return list(found.values())
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain import errors
+    from nbtrain.empty_models import empty
     from nbtrain.planning.plan.plan import Plan
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-    from nbtrain.strategies.kit.units import wrap
-    from nbtrain.unfilled import empty
+    from nbtrain.strategies.kit.sharding_units import wrap
 
     # What a rank finds among its builtins; said here for editors.
     rank: int
@@ -74,9 +74,9 @@ _watches: dict[int, Any] = {}
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
     from nbtrain.engines._local.warm import foresee
+    from nbtrain.local_files import note_executed
     from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.magics.extension import load
-    from nbtrain.worker.modules.local_files import note_executed
 
     load(shell, doctor=_doctor)
     _watches[id(shell)] = watch_cuda_init(shell)
@@ -132,7 +132,7 @@ def plan(
     for no, small or any `loss` of speed.
     """
     from nbtrain.magics.extension import state_here
-    from nbtrain.magics.plan import for_programs
+    from nbtrain.magics.plan_verb import for_programs
 
     options = {
         "devices": devices,
@@ -166,7 +166,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(base, name)
     if name == "wrap":
-        from nbtrain.strategies.kit.units import wrap
+        from nbtrain.strategies.kit.sharding_units import wrap
 
         return wrap
     if name in ("save", "load"):
@@ -182,7 +182,7 @@ def __getattr__(name: str) -> Any:
 
         return history
     if name == "empty":
-        from nbtrain.unfilled import empty
+        from nbtrain.empty_models import empty
 
         return empty
     if name == "errors":

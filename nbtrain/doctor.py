@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import nbtrain.machine.devices as devices
 import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.compat import versions as tried
 from nbtrain.machine.cuda_watch import Origin, latest
 
@@ -275,7 +275,7 @@ def check_strategies(machine: devices.Machine) -> Iterator[ReportLine]:
             yield ReportLine("note", "strategies", f"{name} needs {', '.join(missing)}", line)
         elif not kinds & set(entry.needs.kinds):
             yield ReportLine("note", "strategies", f"{name} needs a device of kind {' or '.join(entry.needs.kinds)}")
-        elif reason := fit.refusal(name, entry.internals, entry.instead, look=False):
+        elif reason := strategy_packages.refusal(name, entry.internals, entry.instead, look=False):
             why, _, instead = reason.rpartition(". ")
             yield ReportLine("warn", "strategies", why, instead)
         else:

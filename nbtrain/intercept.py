@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from types import FunctionType, GetSetDescriptorType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from nbtrain.compat import brought, cuda, dtensor, extensions, groups, loaders, modules
+from nbtrain.compat import cuda, dtensor, extensions, groups, loaders, modules, training_libraries
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import horovod as hvd
 from nbtrain.compat.internals import find
@@ -308,12 +308,12 @@ TABLE: tuple[Row, ...] = (
             names=("__init__", *one.uses),
             maybe=True,
         )
-        for one in brought.CLASSES
+        for one in training_libraries.CLASSES
     ),
-    Row(brought.DEEPSPEED, {"brought": "refused under another strategy than none"}, maybe=True),
-    Row(brought.HOROVOD, {"brought": "refused: -s horovod does it"}, maybe=True),
+    Row(training_libraries.DEEPSPEED, {"brought": "refused under another strategy than none"}, maybe=True),
+    Row(training_libraries.HOROVOD, {"brought": "refused: -s horovod does it"}, maybe=True),
     Row(
-        f"{brought.LAUNCHERS}.{{}}",
+        f"{training_libraries.LAUNCHERS}.{{}}",
         {"brought": "processes of its own, beside the ranks: says what to write"},
         also=("accelerate.{}",),
         names=("notebook_launcher", "debug_launcher"),

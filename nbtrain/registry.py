@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.specs import Needs
 
@@ -32,7 +32,7 @@ class Entry:
     """what it was never run on, which is said wherever it is offered"""
     package: str = ""
     """that announces it; nbtrain's own have none"""
-    internals: tuple[str, ...] = fit.EVERYWHERE
+    internals: tuple[str, ...] = strategy_packages.EVERYWHERE
     """files of `compat` without which it cannot be run"""
     instead: str = ""
     """a strategy that can be, where these do not fit"""
@@ -43,7 +43,7 @@ class Entry:
             return attrgetter(name)(import_module(module))
         except Exception as error:
             if not self.package:
-                fit.explain(error)
+                strategy_packages.explain(error)
                 raise
             raise UsageError(
                 f"the strategy {self.name}, which the package {self.package} announces as {self.where}, cannot be "
@@ -105,7 +105,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches, optimizer, gradients",
         in_pieces=True,
         needs=Needs(min_ranks=2, packages=("fairscale",), install="pip install --no-build-isolation fairscale"),
-        internals=(*fit.EVERYWHERE, "dtensor", "fairscale"),
+        internals=(*strategy_packages.EVERYWHERE, "dtensor", "fairscale"),
         instead="zero1",
     ),
     Entry(
@@ -114,7 +114,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="every rank holds a part of all there is; a layer is gathered while it computes",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
-        internals=(*fit.EVERYWHERE, "fsdp2", "dtensor", "wrap_policies"),
+        internals=(*strategy_packages.EVERYWHERE, "fsdp2", "dtensor", "wrap_policies"),
         instead="ddp",
     ),
     Entry(
@@ -124,7 +124,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
         needs=Needs(min_ranks=2, packages=("deepspeed",), install='pip install "deepspeed>=0.19.8,<0.20" ninja'),
-        internals=(*fit.EVERYWHERE, "deepspeed"),
+        internals=(*strategy_packages.EVERYWHERE, "deepspeed"),
         instead="fsdp",
     ),
     Entry(
@@ -134,7 +134,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="optimizer, gradients, parameters",
         in_pieces=True,
         needs=Needs(min_ranks=2),
-        internals=(*fit.EVERYWHERE, "dtensor"),
+        internals=(*strategy_packages.EVERYWHERE, "dtensor"),
         instead="ddp",
     ),
     Entry(
@@ -143,7 +143,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="as ddp; gradients are averaged by Horovod",
         shards="batches",
         needs=Needs(min_ranks=2, packages=("horovod",), install=HOROVOD),
-        internals=(*fit.EVERYWHERE, "horovod"),
+        internals=(*strategy_packages.EVERYWHERE, "horovod"),
         instead="ddp",
     ),
     Entry(
@@ -153,7 +153,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         shards="batches",
         in_pieces=True,
         needs=Needs(kinds=("tpu",), packages=("torch_xla",)),
-        internals=(*fit.EVERYWHERE, "dtensor", "xla"),
+        internals=(*strategy_packages.EVERYWHERE, "dtensor", "xla"),
         instead="ddp",
         unrun="not run on hardware",
     ),
@@ -224,8 +224,8 @@ def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str,
     """The strategy itself, with these options. An object of the notebook's is used as it is, unless they are others
     than its own."""
     entry = find_strategy(name)
-    needs, instead = (entry.internals, entry.instead) if entry is not None else (fit.EVERYWHERE, "")
-    if reason := fit.refusal(name, needs, instead):
+    needs, instead = (entry.internals, entry.instead) if entry is not None else (strategy_packages.EVERYWHERE, "")
+    if reason := strategy_packages.refusal(name, needs, instead):
         raise VersionMismatch(reason)
     found = load_strategy(name, namespace)
     make: Any = found if isinstance(found, type) else type(found)

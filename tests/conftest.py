@@ -1,6 +1,6 @@
 """Rules of the test house: nothing is left behind, nothing runs forever, what is left out is said.
 
-Fixtures that start real things are in kernels.py (a Jupyter kernel) and lab.py (JupyterLab in a browser).
+Fixtures that start real things are in support/: kernels.py (a Jupyter kernel), lab.py (JupyterLab in a browser).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TextIO
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from tests.hygiene import Snapshot, mark_session
+from tests.support.hygiene import Snapshot, mark_session
 
-pytest_plugins = ["tests.kernels", "tests.lab"]
+pytest_plugins = ["tests.support.kernels", "tests.support.lab"]
 
 LIMIT = 120.0
 """Seconds for one test, fixtures included, unless it says `@pytest.mark.limit(seconds)`."""

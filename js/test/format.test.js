@@ -3,7 +3,7 @@ import { test } from "node:test";
 
 import { duration, metric, milliseconds, percent, place, quantity, size } from "../src/format.js";
 
-// [what, arguments and words]: the same words as nbtrain.words and nbtrain.views.base.
+// [what, arguments and words]: the same words as nbtrain.humanize and nbtrain.views.base.
 const WORDS = [
   [
     size,

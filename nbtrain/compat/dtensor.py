@@ -63,7 +63,7 @@ def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Any:
     hook. None where torch has no such table: then its methods have to be replaced."""
     from torch.distributed.tensor import DTensor
 
-    from nbtrain.compat.fake import READS_A_NUMBER
+    from nbtrain.compat.fake_tensors import READS_A_NUMBER
 
     dispatcher: Any = DTensor._op_dispatcher
     handlers = getattr(dispatcher, "_custom_op_handlers", None)

@@ -148,7 +148,7 @@ def end_backward_of(state: Any) -> None:
     state._register_root_post_backward_final_callback()
 
 
-def let_go(state: Any) -> None:
+def reshard(state: Any) -> None:
     """Of what is gathered, where no forward or backward is under way. `FSDPModule.reshard` asks of less."""
     if at_rest(state):
         for group in groups(state):
@@ -215,7 +215,7 @@ def _unreduced(weight: Any) -> torch.Tensor | None:
 # --- after an error ------------------------------------------------------------------------------
 
 
-def calm_tree(root: Any, states: Iterable[Any]) -> None:
+def reset_tree(root: Any, states: Iterable[Any]) -> None:
     """Forget a forward or backward that is not to be ended, with the gradients it had gathered. Those of the parameters
     in pieces stay, which torch itself would drop from 2.15 on."""
     states = list(states)
@@ -229,10 +229,10 @@ def calm_tree(root: Any, states: Iterable[Any]) -> None:
             if part.grad is not gradient:
                 part.grad = gradient
     for one in states:
-        calm(one)
+        reset_unit(one)
 
 
-def calm(state: Any) -> None:
+def reset_unit(state: Any) -> None:
     """The same for one unit."""
     state._training_state = _STAGES.IDLE
     _clear(state, "_modules_to_run_forward")

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.probes as probes
+from nbtrain.awake_time import Patience
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
-from nbtrain.engines._local.channel import Channel
 from nbtrain.engines._local.fork import Body, Fork
+from nbtrain.engines._local.kernel_channel import Channel
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
@@ -24,7 +25,6 @@ from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Event, Failed, Output, RankState
 from nbtrain.exchange.segment import Segment
 from nbtrain.messages import Close, Message, Regroup
-from nbtrain.patience import Patience
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.training.loop.shared_board import OwnedBoard
 from nbtrain.worker.process.stack_dump import ASK

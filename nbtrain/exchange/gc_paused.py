@@ -7,11 +7,11 @@ from contextlib import ContextDecorator
 from typing import Any
 
 
-class calm(ContextDecorator):
+class gc_paused(ContextDecorator):
     """Thousands of new nodes would make Python search everything torch has imported, for a tenth of a second."""
 
-    def _recreate_cm(self) -> calm:
-        return calm()
+    def _recreate_cm(self) -> gc_paused:
+        return gc_paused()
 
     def __enter__(self) -> None:
         self.collects = gc.isenabled()

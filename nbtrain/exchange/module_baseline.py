@@ -13,10 +13,11 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.graph.residence import Node, Table, Walk
+from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state, numeric
-from nbtrain.exchange.kinds.base import ATOMS, Packed, Put, Ref, keys_in
+from nbtrain.exchange.kinds.base import ATOMS, Node, Packed, Put, Ref, keys_in
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.travel_check import path_of
 
@@ -60,7 +61,7 @@ class ModuleObjects:
     """What one execution of a file made."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.table = Table(0)
+        self.table = ObjectTable(0)
         walk = _Inside(self.table, {})
         for path, value in values.items():
             if type(value) not in ATOMS:
@@ -132,7 +133,7 @@ class ModuleObjects:
         return value
 
 
-@calm()
+@gc_paused()
 def take(module: ModuleType, text: Any) -> None:
     """The file has just been executed. Nothing of the user's fails because of us."""
     state = module_state.state_of(module.__name__)
@@ -196,7 +197,9 @@ def used_by(values: Iterable[Any]) -> set[str]:
     return {name for name in names if type(name) is str}
 
 
-def look(table: Table, namespace: dict[str, Any], used: Iterable[str] = ()) -> tuple[list[ModuleState], list[str]]:
+def look(
+    table: ObjectTable, namespace: dict[str, Any], used: Iterable[str] = ()
+) -> tuple[list[ModuleState], list[str]]:
     """The modules of which something travels; and a sentence for each thing that cannot, once. `used`: those of which
     models and optimizers travel in any case, because a strategy has to set them up."""
     found: list[ModuleState] = []
@@ -226,7 +229,7 @@ def look(table: Table, namespace: dict[str, Any], used: Iterable[str] = ()) -> t
     return found, said
 
 
-def _refusal(path: str, value: Any, table: Table, namespace: dict[str, Any]) -> str:
+def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any]) -> str:
     """Why it cannot travel. Nobody asked for it, so no cell fails because of it."""
     if type(value) in ATOMS or table.find(value) is not None:
         return ""

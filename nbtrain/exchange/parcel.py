@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.records import dump, load
 from nbtrain.exchange.segment import Map, Segment
@@ -71,7 +71,7 @@ class Packer:
         """key of a large memory → the segment that has it all, and its size"""
         self._count = 0
 
-    def pack(self, cargo: Cargo, readers: Iterable[int]) -> Parcel:
+    def pack(self, cargo: Changes, readers: Iterable[int]) -> Parcel:
         readers = set(readers)
         stream = dump(cargo)
         sizes = [data.nbytes for data in cargo.buffers]
@@ -171,7 +171,7 @@ class Opener:
         """segment → its maps; one that was written again may have two"""
         self._pieces: tuple[BufferPlace, ...] = ()
 
-    def open(self, parcel: Parcel) -> tuple[Cargo, Callable[[int], memoryview]]:
+    def open(self, parcel: Parcel) -> tuple[Changes, Callable[[int], memoryview]]:
         """What was packed, and its buffers by number: writable, and private to this process."""
         self._pieces = parcel.pieces
         views: dict[int, memoryview] = {0: memoryview(bytearray(parcel.inline))}
@@ -222,7 +222,7 @@ class Opener:
         return found
 
 
-def fetched(cargo: Cargo) -> list[Later]:
+def fetched(cargo: Changes) -> list[Later]:
     """What `pack` will fetch, in that order."""
     sizes = [data.nbytes for data in cargo.buffers]
     inline = sum(sizes) <= INLINE

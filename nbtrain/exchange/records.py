@@ -8,8 +8,8 @@ from typing import Any
 
 import cloudpickle as cp
 
-from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.kinds.base import Make, Packed, Put, Ref
 
 
@@ -26,8 +26,8 @@ class _Quick(pickle.Pickler):
     }
 
 
-@calm()
-def dump(cargo: Cargo) -> bytes:
+@gc_paused()
+def dump(cargo: Changes) -> bytes:
     records: list[tuple[Any, ...]] = []
     for record in cargo.records:
         if type(record) is Make:
@@ -44,7 +44,7 @@ def dump(cargo: Cargo) -> bytes:
     return file.getvalue()
 
 
-@calm()
-def load(stream: bytes) -> Cargo:
+@gc_paused()
+def load(stream: bytes) -> Changes:
     records, names = pickle.loads(stream)
-    return Cargo([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)
+    return Changes([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)

@@ -12,9 +12,9 @@ from typing import Any
 import cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.graph.arrival import UNOPENED
-from nbtrain.exchange.graph.cargo import Culprit
+from nbtrain.exchange.graph.changes import Culprit
 from nbtrain.exchange.graph.object_path import PathStep, read, way
+from nbtrain.exchange.graph.open_parcel import UNOPENED
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.remedies import instead
 from nbtrain.exchange.origin import CellLine, Cells

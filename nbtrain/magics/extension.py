@@ -10,13 +10,13 @@ from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
+from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, growth, manual, trials, verbs, verify
+from nbtrain.magics import cells, completion, grow_option, manual, trial_options, verbs, verify_verb
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Request, parse_ranks
 from nbtrain.magics.line.resolve import check_flags
 from nbtrain.magics.state import MagicsState, OpenSession, Session
-from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -154,13 +154,13 @@ class Extension:
             )
         if ranks is None:
             self.state.last_cell, self.state.last_line = cell, (request, base)
-        if tried := trials.asked(request):
+        if tried := trial_options.asked(request):
             if ranks is not None:
                 raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
-            trials.check(request, base)
+            trial_options.check(request, base)
             with shielded():
                 self.state.opened()
-            how = {"grow": growth.grow, "verify": verify.run}.get(tried[-1], trials.run)
+            how = {"grow": grow_option.grow, "verify": verify_verb.run}.get(tried[-1], trial_options.run)
             how(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nbtrain.planning.compare.receipt import Receipt
     from nbtrain.session import Cell
     from nbtrain.session.trials.attempt import RunWay
-    from nbtrain.session.trials.compare import Question
+    from nbtrain.session.trials.compare_trials import Question
 
 
 class Session(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbtrain import registry, tables
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.flags import flags_of
 from nbtrain.magics.own_strategies import checked, of_notebook
@@ -79,7 +79,9 @@ def _checked(found: Any, where: str) -> tuple[str, str]:
 
 def _available(entry: registry.Entry) -> str:
     """Or why not, and the command that makes it so."""
-    reason = registry.lacking(entry.needs) or fit.refusal(entry.name, entry.internals, entry.instead, look=False)
+    reason = registry.lacking(entry.needs) or strategy_packages.refusal(
+        entry.name, entry.internals, entry.instead, look=False
+    )
     return f"no: {reason}" if reason else "yes"
 
 

@@ -113,9 +113,9 @@ def _strategies(state: MagicsState, request: Request) -> None:
 
 
 def _plan(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics import plan
+    from nbtrain.magics import plan_verb
 
-    plan.show(state, request)
+    plan_verb.show(state, request)
 
 
 def _pick(state: MagicsState, request: Request) -> None:
@@ -125,9 +125,9 @@ def _pick(state: MagicsState, request: Request) -> None:
 
 
 def _verify(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics import verify
+    from nbtrain.magics import verify_verb
 
-    verify.verify(state, request)
+    verify_verb.verify(state, request)
 
 
 def _history(state: MagicsState, request: Request) -> None:

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from nbtrain.events import PHASES
+from nbtrain.humanize import quantity, size
+from nbtrain.runs.read_run_file import RunRecord
+from nbtrain.runs.run_rows import COLUMNS, METRICS
 from nbtrain.views.base import metric
 from nbtrain.watch.figures import Rate
-from nbtrain.watch.record import RunRecord
-from nbtrain.watch.rows import COLUMNS, METRICS
-from nbtrain.words import quantity, size
 
 MEASURED = ("throughput", "memory", "phases")
 """what there is beside metrics"""

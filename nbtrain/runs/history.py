@@ -11,18 +11,18 @@ from typing import Any, overload
 
 from nbtrain import tables
 from nbtrain.errors import UsageError
+from nbtrain.runs import run_folder
 from nbtrain.runs.courses import Course
 from nbtrain.runs.plots import draw
+from nbtrain.runs.read_run_file import RunRecord, UnreadableRecord
 from nbtrain.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
-from nbtrain.watch import shelf
-from nbtrain.watch.record import RunRecord, UnreadableRecord
 
 
 def history(all: bool = False) -> History:
     """The runs of this notebook, the oldest first; with `all` also those of the user's other notebooks."""
-    where = shelf.folder()
+    where = run_folder.folder()
     found = []
-    for number, path in shelf.files(where) if where is not None else []:
+    for number, path in run_folder.files(where) if where is not None else []:
         with suppress(OSError, UnreadableRecord):  # another notebook may just have removed it
             found.append(Run(RunRecord(number, path)))
     return History([run for run in found if all or _is_here(run.settings)], everywhere=all)
@@ -32,8 +32,8 @@ def _is_here(settings: Mapping[str, Any]) -> bool:
     """A run of this notebook, or of this kernel where notebooks have no names."""
     module = sys.modules.get("IPython.core.getipython")
     shell = module.get_ipython() if module is not None else None
-    notebook = shelf.notebook(shell.user_ns if shell is not None else {})
-    return bool(settings["notebook"] == notebook if notebook else settings["kernel"] == shelf.kernel())
+    notebook = run_folder.notebook(shell.user_ns if shell is not None else {})
+    return bool(settings["notebook"] == notebook if notebook else settings["kernel"] == run_folder.kernel())
 
 
 class History(Measured):
@@ -111,6 +111,6 @@ class History(Measured):
 
     @property
     def _nothing(self) -> str:
-        if shelf.folder() is None:
+        if run_folder.folder() is None:
             return "no runs are kept: NBTRAIN_HISTORY is off"
         return "no runs yet" if self._everywhere else "no runs of this notebook yet (all: those of others, too)"

@@ -8,14 +8,14 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from nbtrain import tables, words
+from nbtrain import humanize, tables
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES
+from nbtrain.humanize import quantity
 from nbtrain.runs import courses
 from nbtrain.runs.plots import draw, picture
+from nbtrain.runs.read_run_file import RunRecord
 from nbtrain.views.base import duration, metric
-from nbtrain.watch.record import RunRecord
-from nbtrain.words import quantity
 
 HEAD: tables.Row = (
     "run", "when", "cell", "strategy", "ranks", "steps", "last metrics", "samples/s", "memory, peak", "took", "ended",
@@ -124,7 +124,7 @@ class Run(Measured):
         """With its options, as they are typed."""
         settings = self.settings
         precision = "" if settings["precision"] == "32" else settings["precision"]
-        return " ".join(filter(None, [settings["strategy"], words.flags(settings["options"]), precision]))
+        return " ".join(filter(None, [settings["strategy"], humanize.flags(settings["options"]), precision]))
 
     @property
     def _ranks(self) -> str:
@@ -146,7 +146,7 @@ class Run(Measured):
         return (
             str(self.number), _when(self.settings["began"], "%H:%M"), _cut(self._cell, 2 * WIDE), self._strategy,
             self._ranks, f"{figures['steps']:,}" if figures["steps"] else "", ", ".join(last[:LAST] + more),
-            quantity(rate) if rate else "", words.size(peak) if peak else "", _took(self.seconds), self.ended,
+            quantity(rate) if rate else "", humanize.size(peak) if peak else "", _took(self.seconds), self.ended,
         )  # fmt: skip
 
     def data(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Run(Measured):
             yield "notebook", settings["notebook"]
         yield "cell", self._cell
         if settings["asked"]:
-            yield "options", words.flags(settings["asked"])
+            yield "options", humanize.flags(settings["asked"])
         yield "versions", ", ".join(f"{name} {version}" for name, version in settings["versions"].items() if version)
         if figures["steps"]:
             rates = (("samples/s", figures["samples_per_second"]), ("steps/s", figures["steps_per_second"]))
@@ -176,7 +176,7 @@ class Run(Measured):
         if spent := self._spent():
             yield "a step", spent
         if figures["peak_memory"]:
-            yield "memory", f"{words.size(figures['peak_memory'])} at most, of one rank"
+            yield "memory", f"{humanize.size(figures['peak_memory'])} at most, of one rank"
         there, logged = self._record.kept
         if there < logged:
             yield "logged", f"{logged:,} values; {there:,} are kept, the lowest and highest of neighbours among them"

@@ -7,7 +7,7 @@ from typing import Any
 
 from jupyter_server.utils import url_path_join
 
-from nbtrain.beacon.record import FOLDER, KERNEL_ID
+from nbtrain.beacon.kernel_record import FOLDER, KERNEL_ID
 from nbtrain.server.handlers import SETTING, Command, EventStream, Page, RunHandler, Static, Which
 from nbtrain.server.pools import Pools
 

@@ -18,8 +18,8 @@ from jupyter_server.base.handlers import APIHandler, JupyterHandler
 from jupyter_server.base.websocket import WebSocketMixin
 from tornado import web, websocket
 
-from nbtrain.beacon.light import COMMANDS
-from nbtrain.beacon.record import KERNEL_ID
+from nbtrain.beacon.kernel_record import KERNEL_ID
+from nbtrain.beacon.listener import COMMANDS
 from nbtrain.server.pools import NoPool, Pools, Silent
 
 try:

@@ -9,26 +9,26 @@ from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.session.background.background_run import BackgroundRun, refuse
 from nbtrain.session.background.cell_refusal import Refusal
 from nbtrain.session.cell import Cell
-from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.pool.status import report
 from nbtrain.session.report.report import drop_ahead, listed, mourn
 from nbtrain.session.run import in_kernel
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.run.public_record import Outside
+from nbtrain.session.run.public_record import PublicRecord
 from nbtrain.session.sync.captured_names import captured, check_kept, check_shown
-from nbtrain.session.sync.check_report import Report, check
-from nbtrain.session.sync.patched_packages import Patched
-from nbtrain.session.sync.stale_modules import Aging
-from nbtrain.session.trials.attempt import RunWay, Tries
+from nbtrain.session.sync.check_report import CheckReport, check
+from nbtrain.session.sync.patched_packages import PatchedPackages
+from nbtrain.session.sync.stale_modules import StaleModules
+from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.session.trials.auto_strategy import advise
-from nbtrain.session.trials.compare import Comparing, Question, Told
-from nbtrain.session.trials.verify import Verifying
+from nbtrain.session.trials.compare_trials import Comparing, Question, Told
+from nbtrain.session.trials.verify_cell import Verifying
 from nbtrain.specs import PoolSpec, RunSpec
 
 
@@ -38,12 +38,12 @@ class Session:
     def __init__(self, shell: Any, on_idle: Callable[[], None] = lambda: None) -> None:
         """`on_idle`: what to do, from another thread, when idle ranks gave their GPUs back."""
         self.shell = shell
-        self.ranks = Ranks(shell)
+        self.ranks = PoolManager(shell)
         self.ranks.on_idle = on_idle
-        self.aging = Aging(shell)
-        self._patched = Patched(shell)
-        self._places = Places(shell.user_ns)
-        self.outside = Outside(shell.user_ns, self.ranks)
+        self.aging = StaleModules(shell)
+        self._patched = PatchedPackages(shell)
+        self._places = NameOrder(shell.user_ns)
+        self.outside = PublicRecord(shell.user_ns, self.ranks)
         self.background: BackgroundRun | None = None
         """the last that was started"""
         self._in_cell = False
@@ -85,16 +85,16 @@ class Session:
 
     def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
         """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
-        with self._trying():
-            return Comparing(Tries(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
+        with self._trial():
+            return Comparing(Attempt(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
 
     def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
         """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
-        with self._trying(way):
-            return Verifying(Tries(self.shell, self.ranks, cell, 0), way, steps, told).run()
+        with self._trial(way):
+            return Verifying(Attempt(self.shell, self.ranks, cell, 0), way, steps, told).run()
 
     @contextmanager
-    def _trying(self, way: RunWay | None = None) -> Iterator[None]:
+    def _trial(self, way: RunWay | None = None) -> Iterator[None]:
         """Around a cell that is tried: the ranks have to forget what they hold. Those that the notebook had, or `way`
         asks for, are started again while the outcome is read."""
         self._check_free()
@@ -193,7 +193,7 @@ class Session:
             self.ranks.lose()
         return report(self.ranks.pool, self.ranks.traffic, dead)
 
-    def check(self, names: list[str]) -> Report:
+    def check(self, names: list[str]) -> CheckReport:
         """Whether these names, or all, can travel; nothing is sent."""
         if not self._going:
             self.ranks.listen(0)
@@ -265,4 +265,4 @@ class Session:
             return
         self.aging.look()
         if self.ranks.traffic is not None and self.ranks.left is None:  # `recover` may need what the user let go of
-            self.ranks.traffic.let_go()
+            self.ranks.traffic.release_dropped()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbtrain.specs import RankInfo
-    from nbtrain.strategies.estimates import Estimate, Profile, World
+    from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -132,7 +132,7 @@ class Prepared:
         """Around each backward: yields what the loss is to be multiplied by."""
         return nullcontext(1.0)
 
-    def let_go(self) -> Callable[[], Prepared | None] | None:
+    def release_modules(self) -> Callable[[], Prepared | None] | None:
         """Hold none of the component's modules, but by the component itself, until what is returned is called. What the
         garbage collector has found by then was held by nobody else. It may be this one, too, which the modules hold in
         the meantime: then None is returned of it, otherwise the same one. None: this one holds no modules anyway."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain import registry, words
+from nbtrain import humanize, registry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Preset:
     def line(self) -> str:
         """The same, spelled out: `-s deepspeed --stage 2`; with what it asks for."""
         start = "" if self.start is None else f"--start {self.start}"
-        return " ".join(filter(None, [f"-s {self.strategy}", words.flags(self.options), start, self.asks]))
+        return " ".join(filter(None, [f"-s {self.strategy}", humanize.flags(self.options), start, self.asks]))
 
 
 def _deepspeed(asks: str = "", **options: Any) -> Preset:

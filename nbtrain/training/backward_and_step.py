@@ -15,34 +15,34 @@ from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed
-from nbtrain.training.data.same_work import SameWork
-from nbtrain.training.gradients.by_autograd_grad import OwnGradients
-from nbtrain.training.gradients.summed_losses import Summed
-from nbtrain.training.loop import phases
+from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
+from nbtrain.training.gradients.same_work import SameWork
+from nbtrain.training.gradients.summed_losses import SummedLosses
 from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.learning_rate import ScaledRate
-from nbtrain.training.loop.phases import PhaseTimer
 from nbtrain.training.loop.shared_board import BACKWARD, STEP
-from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.precision.loss_scaling import Scaling
+from nbtrain.training.measure import phases
+from nbtrain.training.measure.phases import PhaseTimer
+from nbtrain.training.measure.step_record import StepRecord
+from nbtrain.training.precision.loss_scaling import LossScaling
+from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives
-from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.components import Components
 
 
-class Wrapped:
+class BackwardAndStep:
     """These functions of torch on one rank. `listen` once; `begin` and `end` around a cell."""
 
     def __init__(
         self,
         info: RankInfo,
         strategy: Strategy,
-        workshop: Workshop,
+        workshop: Components,
         steps: Steps,
         phases: PhaseTimer,
         randomness: Randomness,
-        scaling: Scaling | None,
+        scaling: LossScaling | None,
     ) -> None:
         self.info = info
         self.strategy = strategy
@@ -55,8 +55,8 @@ class Wrapped:
         self.record: StepRecord | None = None
         self.same_work = SameWork()
         self.rate = ScaledRate()
-        self.summed = Summed()
-        self.own = OwnGradients(workshop)
+        self.summed = SummedLosses()
+        self.own = AutogradGradients(workshop)
         self.running = False
         self._in_backward = False
         self._in_step = False

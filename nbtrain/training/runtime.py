@@ -24,41 +24,41 @@ from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.shared_random import draw_from
-from nbtrain.training.backward_and_step import Wrapped
+from nbtrain.training.backward_and_step import BackwardAndStep
 from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
 from nbtrain.training.checkpoints.live_weights import put
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import SaveSchedule
+from nbtrain.training.checkpoints.torch_save import TorchSave
 from nbtrain.training.data.batch_dealing import Deal
 from nbtrain.training.data.loaders import Loaders
-from nbtrain.training.gradients.hooks import GradientHooks
+from nbtrain.training.gradients.local_gradient_hooks import GradientHooks
 from nbtrain.training.loop import learning_rate
 from nbtrain.training.loop.accumulation import Accumulation
-from nbtrain.training.loop.collective_guard import Meeting
-from nbtrain.training.loop.flop_count import Operations
-from nbtrain.training.loop.phases import PhaseTimer, card_of
 from nbtrain.training.loop.shared_board import Board
-from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Stopping
-from nbtrain.training.loop.trial_steps import Trying
-from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.training.measure.flop_count import FlopCount
+from nbtrain.training.measure.phases import PhaseTimer, card_of
+from nbtrain.training.measure.step_record import StepRecord
+from nbtrain.training.measure.trial_steps import TrialSteps
+from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.training.precision.autocast import Forwards, chosen
-from nbtrain.training.precision.loss_scaling import Scaling
-from nbtrain.training.precision.low_precision_weights import Lowered, LoweredStrategy
+from nbtrain.training.precision.loss_scaling import LossScaling
+from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
+from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives, loop_fixes
 from nbtrain.training.ranks.agreement import Agreement
+from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import Recounted
-from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.ranks.torch_save import Saving
 from nbtrain.training.setup import option_advice
-from nbtrain.training.setup.components import Replaced, Workshop
+from nbtrain.training.setup.components import Components, Replaced
 from nbtrain.training.setup.in_cell_models import InCellModels
-from nbtrain.training.setup.replace_references import become
+from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.training.setup.validate_strategy import share_of
-from nbtrain.training.setup.weight_draws import Drawn
+from nbtrain.training.setup.weight_draws import WeightDraws
 
 _installed: Runtime | None = None
 
@@ -72,7 +72,7 @@ class Runtime:
         strategy: Strategy,
         emit: Callable[[Event], None],
         randomness: Randomness | None = None,
-        replaced: Replaced = become,
+        replaced: Replaced = replace_references,
         precision: str = "32",
     ) -> None:
         """`randomness`: of the runtime before this one. A rank's streams outlive a change of strategy: the notebook
@@ -85,21 +85,21 @@ class Runtime:
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.phases = PhaseTimer(card_of(self.device))
-        self.operations = Operations(self.phases, self.device, not strategy.threads)
+        self.operations = FlopCount(self.phases, self.device, not strategy.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         share = share_of(strategy, info.rank, info.world_size)
         self.randomness.index = info.rank if strategy.hands_off else share[0]
         self.randomness.alike = share[1] == 1 and not strategy.hands_off
         self.format = chosen(precision, strategy, self.device)
-        self.lowered: Lowered | None = None
+        self.lowered: LowPrecisionWeights | None = None
         if self.format is not None and self.format.weights:
-            self.lowered = Lowered(self.format.dtype, info.rank)
-        sets_up = strategy if self.lowered is None else LoweredStrategy(strategy, self.lowered)
-        self.workshop = Workshop(sets_up, self.device, info.world_size, replaced, precision)
+            self.lowered = LowPrecisionWeights(self.format.dtype, info.rank)
+        sets_up = strategy if self.lowered is None else LowPrecisionStrategy(strategy, self.lowered)
+        self.workshop = Components(sets_up, self.device, info.world_size, replaced, precision)
         self.forwards = Forwards(self.format, self.device) if self.format else None
-        self.scaling: Scaling | None = None
+        self.scaling: LossScaling | None = None
         if self.forwards is not None and self.forwards.form.scaled:
-            self.scaling = Scaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
+            self.scaling = LossScaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
             self.forwards.before, self.forwards.after = self.scaling.called, self.scaling.passed
         self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.workshop.models)
         self.accumulation: Accumulation | None = None
@@ -108,11 +108,13 @@ class Runtime:
         self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
-        self.wrapped = Wrapped(info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling)
+        self.wrapped = BackwardAndStep(
+            info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling
+        )
         self.gradient_hooks = GradientHooks(self.workshop, info.rank == 0)
-        self.meeting = Meeting(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
-        self.saving = Saving(self.meeting, info.world_size > 1)
-        self.recompute = Recompute()
+        self.meeting = CollectiveGuard(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
+        self.saving = TorchSave(self.meeting, info.world_size > 1)
+        self.recompute = ActivationCheckpointing()
         self.made = InCellModels(lambda: self._looks_after, self._set_up_made)
         self.recounted = Recounted(lambda: self._looks_after)
         self.loaders.at_end = self.recounted.share
@@ -126,8 +128,8 @@ class Runtime:
         self._logged_apart = ""
         """the first name of which each rank has logged its own number"""
         self._reduce: Callable[..., Any] = collectives.reduce
-        self.drawn = Drawn(self.randomness, self.workshop, lambda: self._looks_after)
-        self.trying: Trying | None = None
+        self.drawn = WeightDraws(self.randomness, self.workshop, lambda: self._looks_after)
+        self.trial_steps: TrialSteps | None = None
         """the cell is only tried"""
         self._agreement = Agreement(strategy.hands_off)
         self._listeners = Listeners()
@@ -222,8 +224,8 @@ class Runtime:
         self.wrapped.rate.begin(run.scale_lr, self._batches)
         self.wrapped.summed.begin(1 if self.strategy.hands_off or run.ranks is not None else count, run.split_batches)
         self.wrapped.own.begin(self.info.world_size > 1 and run.ranks is None and run.trial is None)
-        if self.trying is not None:
-            self._begin_trying(self.trying, count)
+        if self.trial_steps is not None:
+            self._begin_trial(self.trial_steps, count)
         if not self.strategy.hands_off and run.ranks is None:
             self.made.begin()
             self.recounted.begin()
@@ -256,7 +258,7 @@ class Runtime:
         api.enter(None)
         self.checkpoints.end()
         self.checkpoints.off = self.saving.off = False
-        self.trying = None
+        self.trial_steps = None
         if self.forwards is not None:
             self.forwards.on = False
         notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
@@ -298,16 +300,16 @@ class Runtime:
         """What writes down the steps of a cell that is tried."""
         return StepRecord(record, self.info.rank, self.checkpoints.in_use)
 
-    def _begin_trying(self, trying: Trying, count: int) -> None:
-        trying.share = count / self.info.world_size
-        self.stopping.enough = trying.ended
+    def _begin_trial(self, trial_steps: TrialSteps, count: int) -> None:
+        trial_steps.share = count / self.info.world_size
+        self.stopping.enough = trial_steps.ended
         self.checkpoints.off = self.saving.off = True
-        if trying.trial.batch != 1.0:
-            self.loaders.regroup = trying.regrouped
-        if trying.record is not None:
-            trying.record.share = self.loaders.deal.index
-            self.loaders.record = self.wrapped.record = trying.record
-        trying.begin(self.steps)
+        if trial_steps.trial.batch != 1.0:
+            self.loaders.regroup = trial_steps.regrouped
+        if trial_steps.record is not None:
+            trial_steps.record.share = self.loaders.deal.index
+            self.loaders.record = self.wrapped.record = trial_steps.record
+        trial_steps.begin(self.steps)
 
     def agreement(self) -> list[tuple[str, int]]:
         """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
@@ -330,7 +332,7 @@ class Runtime:
 
     def compared(self) -> dict[str, int]:
         """Of the cell that has just ended, by name: the notebook says something where ranks have the same number, or
-        another one (session/report/rank_differences.py)."""
+        another one (session/report/same_work_report.py)."""
         work, data = self.wrapped.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
         return found | self.wrapped.summed.divisors() | self.wrapped.own.number()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import nbtrain.machine.probes as probes
+from nbtrain.humanize import quantity, size
 from nbtrain.watch.figures import Figures, RankFigures
-from nbtrain.words import quantity, size
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FETCH = ("Colab", "VS Code")

@@ -12,10 +12,10 @@ from statistics import fmean
 
 from nbtrain import svg
 from nbtrain.events import PHASES
+from nbtrain.humanize import quantity, size
 from nbtrain.svg import Bar, Bars, Chart
 from nbtrain.views.base import CURVES, duration, metric, place, words
 from nbtrain.watch.figures import Figures, RankFigures
-from nbtrain.words import quantity, size
 
 ROWS = 16
 """so many ranks are shown; the rest is counted"""

@@ -9,8 +9,8 @@ from typing import Any
 import ipywidgets as widgets
 
 from nbtrain import tables
+from nbtrain.humanize import size
 from nbtrain.views.base import WIDGET
-from nbtrain.words import size
 
 Do = Callable[[Mapping[str, Any]], None]
 

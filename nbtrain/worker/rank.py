@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.intercept as intercept
 import nbtrain.registry as registry
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
-from nbtrain.exchange.graph.residence import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
-from nbtrain.worker.home.homecoming import KERNEL, LIMIT, Home, Homeward
+from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, Home, PackChanges
 from nbtrain.worker.home.random_states import adopt as adopt_streams
 from nbtrain.worker.home.random_states import collect as collect_streams
-from nbtrain.worker.home.rank_side import Twins
-from nbtrain.worker.home.trial_baseline import trying
-from nbtrain.worker.process.channel import Link
-from nbtrain.worker.process.failure_report import Failing, where_it_stood
+from nbtrain.worker.home.rank_side import RankSide
+from nbtrain.worker.home.trial_baseline import trial_steps
+from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.malloc_trim import give_back
-from nbtrain.worker.process.other_trainers import Libraries
+from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
+from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
 from nbtrain.worker.process.stack_dump import answer_in
 from nbtrain.worker.process.start import RankConfig
@@ -39,13 +39,13 @@ from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
-    from nbtrain.training.loop.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import TrialSteps
 
 
 class Rank:
     """One rank's process, once its shell exists."""
 
-    def __init__(self, config: RankConfig, shell: RankShell, table: Table | None = None) -> None:
+    def __init__(self, config: RankConfig, shell: RankShell, table: ObjectTable | None = None) -> None:
         self.config = config
         self.info = config.info
         self.link = Link(config.directory, config.info.rank, config.secret)
@@ -56,12 +56,12 @@ class Rank:
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
         self.group = RankGroup(self.info, config.backend, self.board)
-        self.libraries = Libraries(self.info)
+        self.libraries = OtherTrainers(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
-        self.twins = Twins(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
+        self.twins = RankSide(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
             self.twins.inherit(table)
-        self.failing = Failing(self.info.rank, shell, self.twins)
+        self.failing = FailureReport(self.info.rank, shell, self.twins)
         self.runtime: Any = None
         self._randomness: Any = None
         """every runtime's, one after another"""
@@ -77,7 +77,7 @@ class Rank:
         """what it had replaced of Python's own names"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
-        self._trying: Trying | None = None
+        self._trial_steps: TrialSteps | None = None
         """the cell that runs is only tried"""
         self._broken = False
         """the end of the last cell has failed"""
@@ -170,12 +170,12 @@ class Rank:
             return
         self._last = None  # what it holds would count for what was there before
         self.shell.let_go_of_errors()
-        self._trying = trying(run.spec, self.info.device)
+        self._trial_steps = trial_steps(run.spec, self.info.device)
         try:
-            with self._trying.limited():
+            with self._trial_steps.limited():
                 self._run_cell(run)
         finally:
-            self._trying = None
+            self._trial_steps = None
             self.shell.let_go_of_errors()
 
     def _run_cell(self, run: RunCell) -> None:
@@ -206,16 +206,16 @@ class Rank:
         failure, lines = self._execute(run)
         self.libraries.end()
         self.group.end()
-        if self._trying is not None and self._trying.record is not None and self._trying.well(failure):
+        if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
             try:
-                self._trying.record.write(self.shell.user_ns, self.runtime.randomness.drew())
+                self._trial_steps.record.write(self.shell.user_ns, self.runtime.randomness.drew())
             except Exception as error:
                 failure, lines = error, self.failing.lines_of(error)
         failure, lines = self._end(failure, lines)
         self.meters.end()
-        if self._trying is not None and self._trying.well(failure):
-            told = self._trying.told(self.info.rank)
-            self._trying.let_go()
+        if self._trial_steps is not None and self._trial_steps.well(failure):
+            told = self._trial_steps.told(self.info.rank)
+            self._trial_steps.release_loaders()
             self._finish(
                 Finished(rank=told.rank, time=told.time, steps=steps.count, tried=told, grouped=self.group.intact)
             )
@@ -281,7 +281,7 @@ class Rank:
             if finished.steps and self.twins.pieces:
                 give_back()
 
-    def _home(self, homeward: Homeward, run: RunCell, lead: bool) -> Home | None:
+    def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> Home | None:
         together = self._shares_pieces(run)
         if lead:
             return homeward.pack(self.twins.packer, self.twins.pieces if together else None)
@@ -309,7 +309,7 @@ class Rank:
 
     def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
         """The user's code: the only time in which an interrupt is listened to."""
-        from nbtrain.training.loop.collective_guard import only
+        from nbtrain.training.ranks.collective_guard import only
 
         me = os.getpid()
         own = PythonsOwn()
@@ -344,11 +344,11 @@ class Rank:
         self._complain(self.taken.settle())
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
-        if self._trying is not None:
-            runtime.trying = self._trying
-            if (record := self._trying.trial.record) is not None:
-                self._trying.record = runtime.recording(record)
-            self.twins.namespace.update(self._trying.trial.names)
+        if self._trial_steps is not None:
+            runtime.trial_steps = self._trial_steps
+            if (record := self._trial_steps.trial.record) is not None:
+                self._trial_steps.record = runtime.recording(record)
+            self.twins.namespace.update(self._trial_steps.trial.names)
         if run.streams is not None:
             adopt_streams(runtime.randomness, run.streams)
         if touched:
@@ -439,10 +439,10 @@ class Rank:
         from nbtrain.strategies.fsdp.ungathered_call import explain
 
         self._is_over()
-        if self._trying is not None and self._trying.well(error):
+        if self._trial_steps is not None and self._trial_steps.well(error):
             return False
         explain(error)
-        fit.explain(error)
+        strategy_packages.explain(error)
         return not self._is_interruption(error)
 
     def _is_over(self) -> None:

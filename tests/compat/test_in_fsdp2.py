@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nbtrain.compat import dtensor, fsdp2
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def made() -> tuple[nn.Sequential, list[Any]]:
@@ -101,7 +101,7 @@ def _shown(rank: int) -> None:
     layer.weight.requires_grad_(True)
     fsdp2.show_gathered(unit)
     assert whole.requires_grad, "as its piece is"
-    fsdp2.let_go(unit)
+    fsdp2.reshard(unit)
     assert dtensor.untouched(torch.equal, torch.ones(1), torch.ones(1))
 
 
@@ -126,12 +126,12 @@ def _memory(rank: int) -> None:
         assert torch.equal(before, stood)
         given.fill_(7.0)
         assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0))
-        fsdp2.let_go(state)
+        fsdp2.reshard(state)
     model.unshard()
     model.weight.data = torch.full((3, 2), 5.0)
     fsdp2.lay_where_gathered(weight)
     assert torch.equal(model.weight, torch.full((3, 2), 5.0))
-    fsdp2.let_go(state)
+    fsdp2.reshard(state)
     assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0)), "what the rows have is gathered there"
 
 
@@ -146,13 +146,13 @@ def _forward(rank: int) -> None:
     model[0].register_forward_hook(lambda *args: seen.append((fsdp2.in_forward(root), fsdp2.at_rest(root))))
     loss(model)
     assert seen == [(True, False)]
-    fsdp2.calm_tree(model, states)
+    fsdp2.reset_tree(model, states)
     assert all(fsdp2.at_rest(one) for one in (*states, *fsdp2.groups(unit)))
     # A forward that is none of torch's.
     layer = model[0]
     args, _ = fsdp2.begin_forward(unit, layer, (torch.ones(1, 2),), {})
     assert fsdp2.in_forward(unit)
-    fsdp2.let_go(unit)
+    fsdp2.reshard(unit)
     assert not dtensor.is_divided(layer.weight), "it is needed"
     (group,) = fsdp2.groups(unit)
     whole = fsdp2.gathered(fsdp2.weights(group)[0])
@@ -166,7 +166,7 @@ def _forward(rank: int) -> None:
     assert layer.weight.grad is not None
     layer.unshard()  # type: ignore[operator]
     assert not dtensor.is_divided(layer.weight)
-    fsdp2.let_go(unit)
+    fsdp2.reshard(unit)
     assert dtensor.is_divided(layer.weight)
 
 
@@ -185,12 +185,12 @@ def _waiting(rank: int) -> None:
     fsdp2.drop_held_back(weights[0])
     assert fsdp2.held_back(weights[0]) == []
     model.set_requires_gradient_sync(True)  # type: ignore[operator]
-    fsdp2.calm_tree(model, states)
+    fsdp2.reset_tree(model, states)
     assert not any(fsdp2.held_back(weight) for weight in weights)
     loss(model, rank).backward()
     assert all(fsdp2.sharded(weight).grad is not None for weight in weights)
     kept = [fsdp2.sharded(weight).grad for weight in weights]
-    fsdp2.calm_tree(model, states)
+    fsdp2.reset_tree(model, states)
     assert all(fsdp2.sharded(weight).grad is one for weight, one in zip(weights, kept, strict=True))
 
 
@@ -219,8 +219,8 @@ def _cut_off(rank: int) -> None:
             raise AssertionError(place)
         hook.remove()
         for state in states:
-            fsdp2.calm(state)
-        fsdp2.calm_tree(model, states)
+            fsdp2.reset_unit(state)
+        fsdp2.reset_tree(model, states)
         assert all(dtensor.is_divided(p) for p in model.parameters())
         model.zero_grad()
         loss(model).backward()

@@ -15,7 +15,7 @@ from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fairscale, horovod, versions, xla
 from nbtrain.intercept import listening
 from tests.compat.test_on_ranks import replaced
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 

@@ -26,9 +26,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbtrain.compat import arrays, kernel, namespaces, pandas, pickling, python
-from nbtrain.training.setup.replace_references import become
-from tests.kernels import Kernel, Result
-from tests.shells import bare_shell
+from nbtrain.training.setup.replace_references import replace_references
+from tests.support.kernels import Kernel, Result
+from tests.support.shells import bare_shell
 
 # --- python --------------------------------------------------------------------------------------
 
@@ -170,10 +170,10 @@ class Thing:
 
 
 def test_who_asks_who_holds_an_object_does_not_hold_it() -> None:
-    """Python 3.13 takes what is passed as `*list` for a holder, and shows it: `become` would not come to an end."""
+    """Python 3.13 takes what is passed as `*list` for a holder: `replace_references` would not come to an end."""
     old, new = Thing(), Thing()
     held = {"list": [old], "tuple": ((old, 1),), "key": {old: 1}}
-    become([(old, new)])
+    replace_references([(old, new)])
     assert held == {"list": [new], "tuple": ((new, 1),), "key": {new: 1}}
     things = (Thing(), Thing())
     assert [one for one in gc.get_referrers(*things) if type(one) is tuple] in ([], [things])

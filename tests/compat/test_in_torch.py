@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from nbtrain.compat import (
+    autograd_engine,
     compiler,
     cuda,
-    engine,
     extensions,
-    fake,
+    fake_tensors,
     generators,
     layers,
     loaders,
@@ -29,7 +29,7 @@ from nbtrain.compat import (
     pytree,
     tensors,
 )
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 # --- engine --------------------------------------------------------------------------------------
 
@@ -44,13 +44,13 @@ def in_hook(see: Any, **options: Any) -> Any:
 
 
 def test_a_backward_is_told_from_what_is_around_it() -> None:
-    assert not engine.in_backward()
-    assert in_hook(engine.in_backward) is True
-    assert not engine.in_backward()
+    assert not autograd_engine.in_backward()
+    assert in_hook(autograd_engine.in_backward) is True
+    assert not autograd_engine.in_backward()
     elsewhere: list[bool] = []
 
     def see() -> None:
-        thread = threading.Thread(target=lambda: elsewhere.append(engine.in_backward()))
+        thread = threading.Thread(target=lambda: elsewhere.append(autograd_engine.in_backward()))
         thread.start()
         thread.join()
 
@@ -62,29 +62,29 @@ def test_a_graph_says_what_was_added_up_and_what_it_was_divided_by() -> None:
     out, y = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, -100, 2])
     weight = torch.tensor([1.0, 2.0, 4.0])
     mean, total = F.cross_entropy(out, y), F.cross_entropy(out, y, reduction="sum")
-    assert not engine.was_summed(mean.grad_fn)
-    assert engine.was_summed(total.grad_fn)
-    assert engine.summed_shape(out.sum().grad_fn) == (4, 3)
-    assert engine.summed_shape(mean.grad_fn) == ()
-    assert engine.divisor(mean.grad_fn) == 3
-    assert engine.divisor(F.cross_entropy(out, y, weight).grad_fn) == 7
-    assert engine.divisor(F.nll_loss(out[None].transpose(1, 2), y[None]).grad_fn) == 3
-    assert engine.divisor(total.grad_fn) is None
-    assert engine.divisor((total / 4).grad_fn) == 4
-    assert engine.divisor((total / torch.tensor(5.0)).grad_fn) == 5
-    assert engine.divisor((out / weight).grad_fn) is None
+    assert not autograd_engine.was_summed(mean.grad_fn)
+    assert autograd_engine.was_summed(total.grad_fn)
+    assert autograd_engine.summed_shape(out.sum().grad_fn) == (4, 3)
+    assert autograd_engine.summed_shape(mean.grad_fn) == ()
+    assert autograd_engine.divisor(mean.grad_fn) == 3
+    assert autograd_engine.divisor(F.cross_entropy(out, y, weight).grad_fn) == 7
+    assert autograd_engine.divisor(F.nll_loss(out[None].transpose(1, 2), y[None]).grad_fn) == 3
+    assert autograd_engine.divisor(total.grad_fn) is None
+    assert autograd_engine.divisor((total / 4).grad_fn) == 4
+    assert autograd_engine.divisor((total / torch.tensor(5.0)).grad_fn) == 5
+    assert autograd_engine.divisor((out / weight).grad_fn) is None
     doubled = (total * 2).grad_fn
-    assert engine.node_name(doubled) in engine.LINEAR
-    assert engine.factors(doubled) == [2.0]
-    assert engine.node_name((total / 4).grad_fn) in engine.DIVISIONS
+    assert autograd_engine.node_name(doubled) in autograd_engine.LINEAR
+    assert autograd_engine.factors(doubled) == [2.0]
+    assert autograd_engine.node_name((total / 4).grad_fn) in autograd_engine.DIVISIONS
     smoothed = F.cross_entropy(out, y, label_smoothing=0.1).grad_fn
-    names = {engine.node_name(node) for node, _ in smoothed.next_functions}
-    assert {engine.node_name(smoothed), *names} <= engine.LINEAR
+    names = {autograd_engine.node_name(node) for node, _ in smoothed.next_functions}
+    assert {autograd_engine.node_name(smoothed), *names} <= autograd_engine.LINEAR
 
 
 def test_whether_the_graph_is_kept() -> None:
-    assert in_hook(engine.keeps_graph) is False
-    assert in_hook(engine.keeps_graph, retain_graph=True) is True
+    assert in_hook(autograd_engine.keeps_graph) is False
+    assert in_hook(autograd_engine.keeps_graph, retain_graph=True) is True
 
 
 def test_the_end_of_a_backward_comes_once_and_after_all_gradients() -> None:
@@ -95,7 +95,7 @@ def test_the_end_of_a_backward_comes_once_and_after_all_gradients() -> None:
     def ask(grad: torch.Tensor) -> None:
         if not asked:
             asked.append(1)
-            engine.after_backward(lambda: found.append(x.grad is not None and y.grad is not None))
+            autograd_engine.after_backward(lambda: found.append(x.grad is not None and y.grad is not None))
 
     for one in (x, y):
         one.register_hook(ask)
@@ -106,30 +106,30 @@ def test_the_end_of_a_backward_comes_once_and_after_all_gradients() -> None:
 
 
 def test_hooks_on_what_is_saved() -> None:
-    assert not engine.saves_by_hooks()
+    assert not autograd_engine.saves_by_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert engine.saves_by_hooks()
-    assert not engine.saves_by_hooks()
+        assert autograd_engine.saves_by_hooks()
+    assert not autograd_engine.saves_by_hooks()
 
 
 def test_inside_of_a_functional_transform() -> None:
     found: list[bool] = []
 
     def see(x: torch.Tensor) -> torch.Tensor:
-        found.append(engine.in_functional_transform())
+        found.append(autograd_engine.in_functional_transform())
         return x.sum()
 
     torch.func.vmap(see)(torch.ones(2, 2))
     torch.func.grad(see)(torch.ones(2))
     assert found == [True, True]
-    assert not engine.in_functional_transform()
+    assert not autograd_engine.in_functional_transform()
 
 
 def test_the_graph_below_a_tensor() -> None:
     x = torch.ones(2, requires_grad=True)
-    names = [node.name() for node in engine.nodes_below((x * 2 + x).sum())]
+    names = [node.name() for node in autograd_engine.nodes_below((x * 2 + x).sum())]
     assert sorted(names) == ["AddBackward0", "MulBackward0", "SumBackward0", "torch::autograd::AccumulateGrad"]
-    assert list(engine.nodes_below(torch.ones(2))) == []
+    assert list(autograd_engine.nodes_below(torch.ones(2))) == []
 
 
 def test_what_a_transform_differentiates_is_known_again() -> None:
@@ -137,25 +137,31 @@ def test_what_a_transform_differentiates_is_known_again() -> None:
     found: list[Any] = []
 
     def inner(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        found.append((engine.unwrapped(w) is weight, engine.is_plain(engine.unwrapped(x)), engine.is_plain(w)))
+        found.append(
+            (
+                autograd_engine.unwrapped(w) is weight,
+                autograd_engine.is_plain(autograd_engine.unwrapped(x)),
+                autograd_engine.is_plain(w),
+            )
+        )
         return (w * x).sum()
 
     torch.func.grad(inner)(weight, mapped)
     torch.func.vmap(torch.func.grad(inner), (None, 0))(weight, mapped)
     assert found == [(True, True, False), (True, False, False)]
-    assert engine.unwrapped(weight) is weight
-    assert engine.unwrapped("w") == "w"
+    assert autograd_engine.unwrapped(weight) is weight
+    assert autograd_engine.unwrapped("w") == "w"
     below: list[Any] = []
-    torch.func.vmap(lambda x: below.append(engine.unwrapped(x, mapped=True)) or x)(mapped)
+    torch.func.vmap(lambda x: below.append(autograd_engine.unwrapped(x, mapped=True)) or x)(mapped)
     assert below[0] is mapped
 
 
 def test_a_copy_of_a_parameter() -> None:
     weight = torch.ones(2, requires_grad=True)
     for copied in (weight.clone(), weight.view(1, 2), weight.double().clone()):
-        assert engine.copied(copied) is weight
+        assert autograd_engine.copied(copied) is weight
     for other in (weight, weight * 2, weight.detach()):
-        assert engine.copied(other) is None
+        assert autograd_engine.copied(other) is None
 
 
 def test_ninja_is_run_by_a_function_that_takes_a_folder() -> None:
@@ -164,7 +170,7 @@ def test_ninja_is_run_by_a_function_that_takes_a_folder() -> None:
 
 def test_an_ordinary_node_gathers_no_unit() -> None:
     """Those of FSDP2 are in test_on_ranks."""
-    assert not engine.is_unit_gatherer((torch.ones(2, requires_grad=True) * 2).grad_fn)
+    assert not autograd_engine.is_unit_gatherer((torch.ones(2, requires_grad=True) * 2).grad_fn)
 
 
 def test_hooks_are_counted() -> None:
@@ -177,10 +183,10 @@ def test_hooks_are_counted() -> None:
 
 
 def test_who_asks_for_numbers_where_there_are_none_is_told_from_others() -> None:
-    with fake.FakeTensorMode() as mode:
+    with fake_tensors.FakeTensorMode() as mode:
         x = torch.ones(3)
-        assert isinstance(x, fake.FakeTensor)
-        assert fake.current_mode() is mode
+        assert isinstance(x, fake_tensors.FakeTensor)
+        assert fake_tensors.current_mode() is mode
         with pytest.raises(Exception) as numbers:
             x.sum().item()
         with pytest.raises(Exception) as sizes:
@@ -188,20 +194,20 @@ def test_who_asks_for_numbers_where_there_are_none_is_told_from_others() -> None
         with pytest.raises(Exception) as shapes:
             x @ torch.ones(4)
     for caught in (numbers, sizes):
-        assert fake.wants_numbers(caught.value)
-        assert fake.is_of_shapes(caught.value)
-    assert not fake.wants_numbers(shapes.value)
-    assert fake.current_mode() is None
+        assert fake_tensors.wants_numbers(caught.value)
+        assert fake_tensors.is_of_shapes(caught.value)
+    assert not fake_tensors.wants_numbers(shapes.value)
+    assert fake_tensors.current_mode() is None
 
 
 def test_what_cannot_be_done_without_numbers_is_said_under_a_name() -> None:
-    assert fake.LOGGER in logging.Logger.manager.loggerDict
-    with fake.quiet():
-        assert logging.getLogger(fake.LOGGER).disabled
-    assert not logging.getLogger(fake.LOGGER).disabled
+    assert fake_tensors.LOGGER in logging.Logger.manager.loggerDict
+    with fake_tensors.quiet():
+        assert logging.getLogger(fake_tensors.LOGGER).disabled
+    assert not logging.getLogger(fake_tensors.LOGGER).disabled
 
 
-class Sees(fake.DispatchMode):  # type: ignore[misc]
+class Sees(fake_tensors.DispatchMode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Any] = []
@@ -225,16 +231,16 @@ class Calls(TorchFunctionMode):
 
 
 def test_modes_are_counted_and_can_be_left_out() -> None:
-    assert (fake.dispatch_modes(), fake.function_modes()) == (0, 0)
+    assert (fake_tensors.dispatch_modes(), fake_tensors.function_modes()) == (0, 0)
     with Sees() as mode, Calls():
-        assert (fake.dispatch_modes(), fake.function_modes()) == (1, 1)
+        assert (fake_tensors.dispatch_modes(), fake_tensors.function_modes()) == (1, 1)
         torch.ones(2)
         seen = len(mode.operations)
         assert seen > 0
-        with fake.without_modes():
+        with fake_tensors.without_modes():
             torch.ones(2)
         assert len(mode.operations) == seen
-    assert (fake.dispatch_modes(), fake.function_modes()) == (0, 0)
+    assert (fake_tensors.dispatch_modes(), fake_tensors.function_modes()) == (0, 0)
 
 
 def test_an_operation_says_what_it_writes_to() -> None:
@@ -242,12 +248,12 @@ def test_an_operation_says_what_it_writes_to() -> None:
         torch.ones(2).add_(1)
         torch.ones(1).item()
     writing, reading = mode.operations[-3], mode.operations[-1]
-    assert fake.packet_of(writing) is torch.ops.aten.add_
-    assert fake.schema_of(writing).arguments[0].alias_info.is_write
-    assert reading is fake.READS_A_NUMBER
-    assert not any(one.alias_info for one in fake.schema_of(reading).arguments)
-    assert fake.schema_of(len) is None
-    assert fake.packet_of(len) is len
+    assert fake_tensors.packet_of(writing) is torch.ops.aten.add_
+    assert fake_tensors.schema_of(writing).arguments[0].alias_info.is_write
+    assert reading is fake_tensors.READS_A_NUMBER
+    assert not any(one.alias_info for one in fake_tensors.schema_of(reading).arguments)
+    assert fake_tensors.schema_of(len) is None
+    assert fake_tensors.packet_of(len) is len
 
 
 def test_a_mode_is_told_by_name_who_only_asks_or_switches() -> None:
@@ -261,23 +267,23 @@ def test_a_mode_is_told_by_name_who_only_asks_or_switches() -> None:
             finally:
                 torch.set_grad_enabled(True)
         assert names
-        assert names <= fake.ASKS_OF_FORM | fake.SWITCHES, names
+        assert names <= fake_tensors.ASKS_OF_FORM | fake_tensors.SWITCHES, names
     with Calls() as mode, torch.autocast("cpu", dtype=torch.bfloat16):
         pass
-    assert {*mode.names} <= fake.SWITCHES
+    assert {*mode.names} <= fake_tensors.SWITCHES
 
 
 def test_attention_and_networks_that_are_one_operation() -> None:
     query = torch.ones(1, 1, 4, 8, requires_grad=True)
     with Sees() as mode:
         F.scaled_dot_product_attention(query, query, query).sum().backward()
-    seen = {fake.packet_of(one) for one in mode.operations}
+    seen = {fake_tensors.packet_of(one) for one in mode.operations}
     for backward in (False, True):
-        (packet,) = fake.attention_on_cpu(backward)
+        (packet,) = fake_tensors.attention_on_cpu(backward)
         assert packet in seen
-    assert fake.packets("no_such_operation") == []
-    assert fake.whole_networks()
-    assert fake.packets("add", "mul") == [torch.ops.aten.add, torch.ops.aten.mul]
+    assert fake_tensors.packets("no_such_operation") == []
+    assert fake_tensors.whole_networks()
+    assert fake_tensors.packets("add", "mul") == [torch.ops.aten.add, torch.ops.aten.mul]
 
 
 # --- compiler ------------------------------------------------------------------------------------

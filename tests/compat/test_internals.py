@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import nbtrain.compat
-from nbtrain.compat import fit, internals, versions
+from nbtrain.compat import internals, strategy_packages, versions
 from nbtrain.errors import VersionMismatch
 
 FOLDER = Path(nbtrain.compat.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-FRAME = ("internals", "fit", "versions", "namespaces", "type_names", "brought")
+FRAME = ("internals", "strategy_packages", "versions", "namespaces", "type_names", "training_libraries")
 """They touch nobody's internals: what the other files are made with, and tables of names to compare with."""
 
 _ON_DISK = "what DeepSpeed reads is compiled for a minute: test_deepspeed.py::test_offloaded_to_a_disk"
@@ -127,7 +127,7 @@ def test_what_a_package_lacks_is_said_in_words() -> None:
 
 def test_what_is_there_is_found_by_its_path() -> None:
     assert internals.find(f"{__name__}.Made.__init__") is Made.__init__
-    assert internals.find("nbtrain.compat.fit") is fit
+    assert internals.find("nbtrain.compat.strategy_packages") is strategy_packages
     with pytest.raises(ModuleNotFoundError):
         internals.find("nbtrain.nowhere")
 
@@ -175,20 +175,24 @@ def test_what_was_tried_stands_in_order() -> None:
 @pytest.mark.parametrize("here", ["2.7.0", "2.9.1", "2.99.0"])
 def test_a_strategy_that_does_not_fit_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, here: str) -> None:
     monkeypatch.setattr(versions, "installed", lambda package: here)
-    monkeypatch.setattr(fit, "lacks", lambda file: ("FSDPState has no _lazy_init",) if file == "tensors" else ())
-    said = fit.refusal("fsdp", ["engine", "tensors"], instead="zero1")
+    monkeypatch.setattr(
+        strategy_packages, "lacks", lambda file: ("FSDPState has no _lazy_init",) if file == "tensors" else ()
+    )
+    said = strategy_packages.refusal("fsdp", ["autograd_engine", "tensors"], instead="zero1")
     assert said.startswith(f"fsdp does not fit torch {here}: FSDPState has no _lazy_init; ")
     newest = versions.newest("torch")
     assert said.endswith(f'Write --strategy zero1, or install one that was: pip install "torch=={newest}"')
     assert "\n" not in said
-    assert fit.refusal("fsdp", ["engine"]) == ""
+    assert strategy_packages.refusal("fsdp", ["autograd_engine"]) == ""
 
 
 def test_what_is_installed_fits() -> None:
-    assert fit.package_of("tensors") == "torch"
-    assert set(fit.EVERYWHERE) <= set(NAMES)
-    assert [fit.lacks(name) for name in fit.EVERYWHERE] == [()] * len(fit.EVERYWHERE)
-    assert fit.refusal("ddp", fit.EVERYWHERE) == ""
+    assert strategy_packages.package_of("tensors") == "torch"
+    assert set(strategy_packages.EVERYWHERE) <= set(NAMES)
+    assert [strategy_packages.lacks(name) for name in strategy_packages.EVERYWHERE] == [()] * len(
+        strategy_packages.EVERYWHERE
+    )
+    assert strategy_packages.refusal("ddp", strategy_packages.EVERYWHERE) == ""
 
 
 @pytest.mark.parametrize("code", ["from torch import _gone", "import torch; torch._gone()"])
@@ -197,14 +201,14 @@ def test_an_error_of_a_newer_package_says_so(code: str, monkeypatch: pytest.Monk
         try:
             run(*args)
         except Exception as error:
-            fit.explain(error)
+            strategy_packages.explain(error)
             return str(error)
         raise AssertionError
 
     here = compile(code, "<a file of nbtrain's>", "exec")
     ours, theirs = {"__name__": "nbtrain.training.loop.steps"}, {"__name__": "__main__"}
     sign = f"nbtrain was run with torch up to {versions.newest('torch')}, and here is 2.99.0: pip install"
-    fit.explain(None)
+    strategy_packages.explain(None)
     assert sign not in explained(exec, here, ours)
     monkeypatch.setattr(versions, "installed", lambda package: "2.99.0" if package == "torch" else "")
     assert sign in explained(exec, here, ours)

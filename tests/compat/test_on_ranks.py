@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nbtrain.compat import dtensor, engine, groups
-from tests.ranks import run_on_ranks
+from nbtrain.compat import autograd_engine, dtensor, groups
+from tests.support.ranks import run_on_ranks
 
 
 def replaced(path: str, wrap: Any) -> Any:
@@ -148,7 +148,7 @@ def _nodes(rank: int) -> tuple[bool, bool]:
         while todo:
             node = todo.pop()
             if node is not None:
-                found = found or engine.is_unit_gatherer(node)
+                found = found or autograd_engine.is_unit_gatherer(node)
                 todo += [after for after, _ in node.next_functions]
         return found
 

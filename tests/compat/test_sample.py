@@ -12,10 +12,10 @@ from importlib.util import find_spec
 import pytest
 
 from nbtrain import registry
-from tests.absent import absent
-from tests.alike import ACCURACY, ALONE, CAME_HOME, FAR, RANKS, TRAINING, WAYS, trains_as_one_process
-from tests.kernels import running_kernel
-from tests.notebook import LOOP, Notebook
+from tests.support.absent import absent
+from tests.support.alike import ACCURACY, ALONE, CAME_HOME, FAR, RANKS, TRAINING, WAYS, trains_as_one_process
+from tests.support.kernels import running_kernel
+from tests.support.notebook import LOOP, Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(300)]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.hygiene import describe
-from tests.kernels import Kernel
+from tests.support.hygiene import describe
+from tests.support.kernels import Kernel
 
 ALLOWED = {
     "kernel's threads": 1,  # one that is just ending

@@ -32,7 +32,7 @@ from nbtrain import registry
 from nbtrain.specs import Needs
 from tests.faults import world
 from tests.faults.census import Census, role_of
-from tests.kernels import Error, Kernel, Result, running_kernel
+from tests.support.kernels import Error, Kernel, Result, running_kernel
 
 SETTLES = 8.0
 """Seconds in which what has ended must be gone; far more than it takes."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults.catalogue import FAULTS, Fault
 from tests.faults.scene import COMBINATIONS, SETTLES, Combination, Scene, one_of_each
-from tests.kernels import Result
+from tests.support.kernels import Result
 
 SEED = int(os.environ.get("SEED", "0"))
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(120)]

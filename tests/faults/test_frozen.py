@@ -15,9 +15,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.hygiene import marked
-from tests.kernels import MARK, Kernel, Result
-from tests.notebook import Notebook
+from tests.support.hygiene import marked
+from tests.support.kernels import MARK, Kernel, Result
+from tests.support.notebook import Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(300)]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hygiene import GRACE, LIBRARY_FILES, describe, gone_within, marked
-from tests.kernels import MARK, Kernel, Result
-from tests.notebook import TRAIN, Notebook
+from tests.support.hygiene import GRACE, LIBRARY_FILES, describe, gone_within, marked
+from tests.support.kernels import MARK, Kernel, Result
+from tests.support.notebook import TRAIN, Notebook
 
 pytestmark = pytest.mark.kernel
 

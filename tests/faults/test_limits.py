@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hygiene import gone_within, marked
-from tests.kernels import MARK, Kernel, running_kernel
-from tests.notebook import TRAIN, Notebook
+from tests.support.hygiene import gone_within, marked
+from tests.support.kernels import MARK, Kernel, running_kernel
+from tests.support.notebook import TRAIN, Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(300)]
 

@@ -1,6 +1,6 @@
 """Random notebooks, each run twice: with `%%distributed` cells on real ranks, and in one process. Both must end alike.
 
-Random object graphs (tests/test_fuzz.py):
+Random object graphs (tests/ranks/test_fuzz.py):
 
 form.py        a namespace as plain data: values, types, who is identical with whom, who shares memory
 statements.py  what a cell may do with the objects there are
@@ -8,7 +8,7 @@ values.py      expressions for new objects, and for those there are
 programs.py    whole notebooks; each is run in one process while it is made, so that it fits what it meets
 sessions.py    the same cells in an IPython shell with real ranks
 
-Random training programs (tests/test_fuzz_training.py, `python -m tests.fuzz`):
+Random training programs (tests/ranks/test_fuzz_training.py, `python -m tests.fuzz`):
 
 architectures.py  small models of every kind
 loops.py          forms of a loop, and optimizers

@@ -9,7 +9,7 @@ from typing import Any
 
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.magics import extension
-from tests.shells import bare_shell
+from tests.support.shells import bare_shell
 
 
 class Live:

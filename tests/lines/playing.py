@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels import Kernel, Result, running_kernel
-from tests.notebook import Notebook
+from tests.support.kernels import Kernel, Result, running_kernel
+from tests.support.notebook import Notebook
 
 
 def numbers(found: Any, at: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import BinaryIO, cast
 
 from nbtrain.errors import PoolError
-from nbtrain.worker.process.channel import address
+from nbtrain.worker.process.rank_channel import address
 
 LONGEST = 80
 """A socket's path may have about 100 bytes; the rest is for its name."""

@@ -170,7 +170,7 @@ class Nursery:
         return self._child(config.generation, config.info.rank, lambda: Rank(config, self.shell).serve())
 
     def _fork_scratch(self) -> None:
-        from nbtrain.worker.process.scratch import serve
+        from nbtrain.worker.process.scratch_job import serve
 
         _, (end,), _, _ = socket.recv_fds(self.sock, 1, 1)
         self._child(0, 0, lambda: serve(end, self.shell))

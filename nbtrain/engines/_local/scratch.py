@@ -7,10 +7,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nbtrain.awake_time import Stopwatch
 from nbtrain.engines._local.warm import Warm, warm
 from nbtrain.errors import PoolError
 from nbtrain.messages import KernelEnvironment
-from nbtrain.patience import Stopwatch
 
 LONG = 2.0
 """Seconds from which on one wonders what is waited for."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.probes as probes
+from nbtrain.defer_interrupts import shielded
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
-from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
     from nbtrain.worker.process.start import RankConfig

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state
 from nbtrain.exchange.kinds.base import Kind, Node
 from nbtrain.exchange.kinds.module_state import MISSING, Place
@@ -17,7 +17,7 @@ _CONTENT = ("storage", "array")
 """Kinds whose records bring the content along."""
 
 
-def own(place: Place, made: Any, kind: Kind, table: Table) -> Any:
+def own(place: Place, made: Any, kind: Kind, table: ObjectTable) -> Any:
     """This side's object in that place of the file, where it can become what was `made` of the record."""
     obj = module_state.made_at(place)
     if obj is MISSING or type(obj) is not type(made) or kind.identity(obj) in table.by_id:

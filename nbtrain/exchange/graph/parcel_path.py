@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.graph.cargo import Cargo
+from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.object_path import step
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Make, Node, Packed, Ref
 
 Step = tuple[int, str]
 """A key, and what is appended to the holder's address to come to it."""
 
 
-def path_to(key: int, cargo: Cargo, table: Table, namespace: dict[str, Any]) -> str:
+def path_to(key: int, cargo: Changes, table: ObjectTable, namespace: dict[str, Any]) -> str:
     """`cfg.tags[3]`, or a sentence when nothing leads there."""
     ahead: deque[Step] = deque()
     for name, value in cargo.names.items():
@@ -47,7 +47,7 @@ def path_to(key: int, cargo: Cargo, table: Table, namespace: dict[str, Any]) -> 
     return "an object that no name leads to"
 
 
-def _kind_of(key: int, cargo: Cargo) -> str:
+def _kind_of(key: int, cargo: Changes) -> str:
     return next((r.kind for r in cargo.records if type(r) is Make and r.key == key), "")
 
 

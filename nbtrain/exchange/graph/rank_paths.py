@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Union
 
+from nbtrain.exchange.graph.held_objects import Members
 from nbtrain.exchange.graph.object_path import step
-from nbtrain.exchange.graph.table import Table
-from nbtrain.exchange.graph.visit import Members
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import long_constants, module_state
 from nbtrain.exchange.kinds.base import ATOMS, Node
 
@@ -22,7 +22,7 @@ Trail = Union[str, "tuple[Node, Trail]"]
 class Ways:
     """How to come to objects that the other ranks made for themselves when the lead made its own."""
 
-    def __init__(self, table: Table, namespace: dict[str, Any]) -> None:
+    def __init__(self, table: ObjectTable, namespace: dict[str, Any]) -> None:
         self.table = table
         self.namespace = namespace
         self._members: dict[tuple[int | str, bool], list[Any]] = {}
@@ -82,7 +82,7 @@ def by_value(value: Any) -> bool:
     return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= long_constants.TEXT)
 
 
-def find_all(table: Table, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
+def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
     """Every object of these types below some names, by an address a person understands; of a model, not its parts."""
     found: dict[str, Any] = {}
     parts: set[int] = set()

@@ -1,22 +1,22 @@
 """How each kind of object is looked at, made on the other side, and edited in place.
 
-    dispatch.py    which kind an object is
-    base.py        what a kind is; atoms, references; what a kind sees of sender and receiver
-    containers.py  lists, dicts, sets, tuples
-    long_constants.py      long strings, bytes and tuples of values
-    container_subclasses.py     those with attributes of their own: ordered dicts, classes below them
-    functions.py        functions of the notebook, and what wraps them
-    classes.py     its classes
-    hooks.py       hooks on the gradients of tensors
-    objects.py     instances; whatever only its own pickle can move
-    not_sendable.py     what belongs to one process; its streams and its shell
-    arrays.py      NumPy arrays
-    tensors.py     tensors and the memory they show
-    split_tensors.py       those whose content is in pieces here
-    numeric.py     which of them are dense memory
+    dispatch.py               which kind an object is
+    base.py                   what a kind is; atoms, references; what a kind sees of sender and receiver
+    containers.py             lists, dicts, sets, tuples
+    long_constants.py         long strings, bytes and tuples of values
+    container_subclasses.py   those with attributes of their own: ordered dicts, classes below them
+    functions.py              functions of the notebook, and what wraps them
+    classes.py                its classes
+    gradient_hooks.py         hooks on the gradients of tensors
+    objects.py                instances; whatever only its own pickle can move
+    not_sendable.py           what belongs to one process; its streams and its shell
+    arrays.py                 NumPy arrays
+    tensors.py                tensors and the memory they show
+    split_tensors.py          those whose content is in pieces here
+    numeric.py                which of them are dense memory
     random_generators.py      random generators
-    modules_and_optimizers.py    modules, optimizers, schedulers, loaders
-    module_state.py  what was changed in modules of Python
+    modules_and_optimizers.py modules, optimizers, schedulers, loaders
+    module_state.py           what was changed in modules of Python
 
 None in place of a kind: an object travels as it is, by value or by name.
 """

@@ -265,7 +265,7 @@ class Stay:
 
 
 class Nodes(Protocol):
-    """The nodes of one side (`exchange/graph/table.py`)."""
+    """The nodes of one side (`exchange/graph/object_table.py`)."""
 
     nodes: dict[int, Node]
     apart: dict[int, Any]
@@ -277,7 +277,7 @@ class Nodes(Protocol):
 
 
 class Sender(ABC):
-    """Asks kinds what objects hold (`exchange/graph/visit.py`).
+    """Asks kinds what objects hold (`exchange/graph/held_objects.py`).
 
     A kind calls `encode` for each object that its own leads to, in an order that is always the same.
     """
@@ -315,7 +315,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """Makes and edits objects as a parcel says (`exchange/graph/arrival.py`)."""
+    """Makes and edits objects as a parcel says (`exchange/graph/open_parcel.py`)."""
 
     table: Nodes
     namespace: dict[str, Any]

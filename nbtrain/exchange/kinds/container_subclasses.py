@@ -26,7 +26,7 @@ class _Items:
         self.seen = seen
 
 
-class Derived(Kind):
+class ContainerSubclass(Kind):
     """What a plain container of its base holds, and what an instance holds."""
 
     items: Kind
@@ -110,16 +110,16 @@ def _fill_ordered(obj: Any, items: Any) -> None:
         OrderedDict.__setitem__(obj, key, value)
 
 
-ORDERED: Derived = Derived(OrderedDict, lambda obj: dict(OrderedDict.items(obj)), _fill_ordered)
+ORDERED: ContainerSubclass = ContainerSubclass(OrderedDict, lambda obj: dict(OrderedDict.items(obj)), _fill_ordered)
 """`model.state_dict()` keeps its versions in an attribute."""
 
-KINDS: dict[type, Derived] = {  # derived ones before their bases
+KINDS: dict[type, ContainerSubclass] = {  # derived ones before their bases
     OrderedDict: ORDERED,
-    defaultdict: Derived(defaultdict, dict.copy, _fill_dict),
-    dict: Derived(dict, dict.copy, _fill_dict),
-    list: Derived(list, list.copy, _fill_list),
-    set: Derived(set, lambda obj: list(set.__iter__(obj)), _fill_set),
-    deque: Derived(deque, lambda obj: list(deque.__iter__(obj)), _fill_deque),
+    defaultdict: ContainerSubclass(defaultdict, dict.copy, _fill_dict),
+    dict: ContainerSubclass(dict, dict.copy, _fill_dict),
+    list: ContainerSubclass(list, list.copy, _fill_list),
+    set: ContainerSubclass(set, lambda obj: list(set.__iter__(obj)), _fill_set),
+    deque: ContainerSubclass(deque, lambda obj: list(deque.__iter__(obj)), _fill_deque),
 }
 
 

@@ -17,7 +17,7 @@ ITEMS = 256
 """The same for tuples."""
 
 
-class Frozen(Kind):
+class LongConstant(Kind):
     name = "frozen"
     whole = constant = True
 
@@ -38,7 +38,7 @@ class Frozen(Kind):
         return None
 
 
-FROZEN = Frozen()
+FROZEN = LongConstant()
 
 
 def is_long(value: tuple[Any, ...]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle as cp
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make, Node, Receiver, Sender
@@ -350,7 +350,7 @@ class KeptOnRanks(Kind):
     def look(self, node: Node, walk: Sender) -> Any:
         if type(node.obj) is Handle:
             if node.obj.lost and not walk.quiet:
-                raise CannotTravel(f"{words.ranks(sorted(node.obj.lost))} {REPLACED}")
+                raise CannotTravel(f"{humanize.ranks(sorted(node.obj.lost))} {REPLACED}")
             return None
         held = walk.known_inside(node.obj)
         keys = [one.key for one in held]

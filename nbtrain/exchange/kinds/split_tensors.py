@@ -1,7 +1,7 @@
 """Tensors whose content this side keeps in pieces, or otherwise than the other side has it.
 
-The other side has an ordinary tensor and never hears of it. Here the tensor only says the shape; `Table.apart` knows
-whether its content has changed, and how all of it is had.
+The other side has an ordinary tensor and never hears of it. Here the tensor only says the shape; `ObjectTable.apart`
+knows whether its content has changed, and how all of it is had.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds import hooks
+from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import Kind, Later, Node, Nodes, Receiver, Sender
 from nbtrain.exchange.kinds.tensors import STORAGE, decoded_hooks, shown
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 
-class Apart:
+class SplitTensor:
     """One of them."""
 
     def __init__(
-        self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, fetch: Callable[[Apart], memoryview]
+        self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, fetch: Callable[[SplitTensor], memoryview]
     ) -> None:
         self.tensor = tensor
         """held, so that no other one can take over its id"""
@@ -47,7 +47,7 @@ class Apart:
 class MemoryPlace:
     """Stands for the memory that the other side's tensor shows."""
 
-    def __init__(self, of: Apart) -> None:
+    def __init__(self, of: SplitTensor) -> None:
         self.of = of
 
 
@@ -71,7 +71,7 @@ class PlaceKind(Kind):
         return None
 
 
-class ApartKind(Kind):
+class SplitTensorKind(Kind):
     """Made as a tensor there."""
 
     name = "apart"
@@ -83,7 +83,7 @@ class ApartKind(Kind):
 
         apart = walk.table.apart[id(node.obj)]
         ref = walk.encode(apart.place)
-        hung = hooks.encoded(node.obj, walk)
+        hung = gradient_hooks.encoded(node.obj, walk)
         if walk.quiet:
             return None
         node.seen = _state(node, apart, hung)
@@ -93,7 +93,7 @@ class ApartKind(Kind):
 
     def look(self, node: Node, walk: Sender) -> Any:
         apart = walk.table.apart[id(node.obj)]
-        hung = hooks.encoded(node.obj, walk)
+        hung = gradient_hooks.encoded(node.obj, walk)
         state = _state(node, apart, hung)
         known = node.seen
         same = known is not None and (known[:3], known[4]) == (state[:3], state[4])
@@ -121,22 +121,22 @@ class ApartKind(Kind):
             node.fixed = [arrival.node(memory[0].key)]
         if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
             node.obj.requires_grad_(seen[2])
-        if seen[4] != hooks.NONE or hooks.hooked(node.obj):
-            hooks.hang(node.obj, decoded_hooks(hung, arrival))
+        if seen[4] != gradient_hooks.NONE or gradient_hooks.hooked(node.obj):
+            gradient_hooks.hang(node.obj, decoded_hooks(hung, arrival))
         node.seen = seen
 
 
-def _state(node: Node, apart: Apart, hung: hooks.Hooks | None) -> tuple[Any, ...]:
+def _state(node: Node, apart: SplitTensor, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
     """As `tensors` has it; who receives it finds the checksum."""
     grown = node.obj.requires_grad and node.obj.is_leaf
-    return apart.shape, apart.dtype, grown, None, hooks.keys_of(hung)
+    return apart.shape, apart.dtype, grown, None, gradient_hooks.keys_of(hung)
 
 
 PLACE: Kind = PlaceKind()
-APART: Kind = ApartKind()
+APART: Kind = SplitTensorKind()
 
 
-def part(table: Nodes, apart: Apart) -> None:
+def part(table: Nodes, apart: SplitTensor) -> None:
     """From here on its content is in pieces. What memory it had is let go."""
     table.apart[id(apart.tensor)] = apart
     node = table.find(apart.tensor)
@@ -148,7 +148,7 @@ def part(table: Nodes, apart: Apart) -> None:
     empty(table, node, apart)
 
 
-def empty(table: Nodes, node: Node, apart: Apart) -> None:
+def empty(table: Nodes, node: Node, apart: SplitTensor) -> None:
     """No longer hold the memory that the other side's tensor shows."""
     held = [one for one in node.fixed or () if one.kind is STORAGE]
     for one in held:

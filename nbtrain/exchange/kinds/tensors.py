@@ -9,7 +9,7 @@ from typing import Any
 
 from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds import hooks
+from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.bulk_compare import MemoryForm, form_of
@@ -74,7 +74,7 @@ class Tensor(Kind):
         ref = walk.encode(tensor.untyped_storage())
         storage = walk.children[-1] if walk.children else None
         notes = walk.encode(vars(tensor)) if _noted(tensor) else None
-        hung = hooks.encoded(tensor, walk)
+        hung = gradient_hooks.encoded(tensor, walk)
         if walk.quiet or storage is None:
             return None
         seen = _state_of(tensor, hung)
@@ -96,7 +96,7 @@ class Tensor(Kind):
         if notes is not None:
             tensor.__dict__ = arrival.decode(notes)
         if hung is not None:
-            hooks.hang(tensor, decoded_hooks(hung, arrival))
+            gradient_hooks.hang(tensor, decoded_hooks(hung, arrival))
         return tensor
 
     def made(self, node: Node, args: Any, arrival: Receiver) -> None:
@@ -112,7 +112,7 @@ class Tensor(Kind):
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
         notes = vars(tensor)
         noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
-        hung = hooks.encoded(tensor, walk)
+        hung = gradient_hooks.encoded(tensor, walk)
         moved = _moved(node)
         if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hung):
             return None
@@ -146,7 +146,7 @@ class Tensor(Kind):
         node.fixed = [held, *(node.fixed or ())[1:]]
         return held
 
-    def _seen(self, node: Node, hung: hooks.Hooks | None) -> tuple[Any, ...]:
+    def _seen(self, node: Node, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
         if node.memo is None or node.memo.form != form_of(tensor):
             node.memo = MemoryForm(tensor)
@@ -180,8 +180,8 @@ class Tensor(Kind):
             tensor.requires_grad_(grown)
         if notes is not None and (own := arrival.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
-        if hooked != hooks.NONE or hooks.hooked(tensor):
-            hooks.hang(tensor, decoded_hooks(hung, arrival))
+        if hooked != gradient_hooks.NONE or gradient_hooks.hooked(tensor):
+            gradient_hooks.hang(tensor, decoded_hooks(hung, arrival))
         node.seen = _complete(tensor, seen)
         node.memo = MemoryForm(tensor)
 
@@ -245,16 +245,16 @@ def _noted(tensor: Any) -> bool:
     return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
 
 
-def decoded_hooks(hung: hooks.Hooks | None, arrival: Receiver) -> hooks.Hooks | None:
+def decoded_hooks(hung: gradient_hooks.Hooks | None, arrival: Receiver) -> gradient_hooks.Hooks | None:
     if hung is None:
         return None
     *tables, held = hung
     return [*([(number, arrival.decode(hook)) for number, hook in table] for table in tables), arrival.decode(held)]
 
 
-def _state_of(tensor: Any, hung: hooks.Hooks | None) -> tuple[Any, ...]:
+def _state_of(tensor: Any, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
     grown = tensor.requires_grad and tensor.is_leaf
-    return tuple(tensor.shape), tensor.dtype, grown, checksum(tensor), hooks.keys_of(hung)
+    return tuple(tensor.shape), tensor.dtype, grown, checksum(tensor), gradient_hooks.keys_of(hung)
 
 
 def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -262,13 +262,13 @@ def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
     return seen if seen[3] is not None else (*seen[:3], checksum(tensor), *seen[4:])
 
 
-def _as_it_was(tensor: Any, before: tuple[Any, ...], hung: hooks.Hooks | None) -> bool:
+def _as_it_was(tensor: Any, before: tuple[Any, ...], hung: gradient_hooks.Hooks | None) -> bool:
     """A large tensor whose memory nobody here has written to; a checksum would read all of it."""
     if tensor.nbytes < SMALL or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     if (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf) != before[:3]:
         return False
-    if hooks.keys_of(hung) != before[4]:
+    if gradient_hooks.keys_of(hung) != before[4]:
         return False
     return untouched(tensor.data_ptr(), tensor.nbytes)
 

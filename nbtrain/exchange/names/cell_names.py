@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from nbtrain.compat import namespaces, python
-from nbtrain.exchange.gc_paused import calm
-from nbtrain.exchange.names.flow import UNSEEN, NameFlow
-from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.names.object_globals import ObjectSearch
+from nbtrain.exchange.names.read_before_bound import UNSEEN, NameFlow
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")
@@ -69,7 +69,7 @@ def private(name: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-@calm()
+@gc_paused()
 def analyse(source: str) -> CellNames:
     """`source`: the cell after IPython's transformation, so that magics are calls. SyntaxError as from `compile`."""
     flow = NameFlow()
@@ -84,9 +84,9 @@ def analyse(source: str) -> CellNames:
     )
 
 
-@calm()
+@gc_paused()
 def reach(
-    names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = (), places: Places | None = None
+    names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = (), places: NameOrder | None = None
 ) -> Captured:
     """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`. `places`: of
     this namespace, kept from call to call by whoever asks often."""
@@ -98,7 +98,7 @@ def reach(
     # what the cell assigns is set aside at first: its present value may never be used, nor what only that leads to
     hard = _follow(asked, names.writes, objects, namespace)
     every = hard | _follow(asked, hard, objects, namespace)
-    ordered = (places or Places(namespace)).ordered(every)
+    ordered = (places or NameOrder(namespace)).ordered(every)
     return Captured(
         hard=tuple(name for name in ordered if name in hard),
         soft=tuple(name for name in ordered if name not in hard),

@@ -12,7 +12,7 @@ FEW = 1000
 """So many names are remembered, gone ones among them, before anybody looks which are still there."""
 
 
-class Places:
+class NameOrder:
     """Of the names that were asked for in one namespace. One that was deleted and bound again may keep its place."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:

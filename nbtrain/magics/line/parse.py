@@ -10,8 +10,8 @@ from typing import Any
 from nbtrain.errors import UsageError
 from nbtrain.magics.line import values
 from nbtrain.magics.line.options import BY_FLAG, BY_NAME
+from nbtrain.magics.line.split_line import Word, split
 from nbtrain.magics.line.values import Namespace
-from nbtrain.magics.line.words import Word, split
 
 
 @dataclass(frozen=True, slots=True)

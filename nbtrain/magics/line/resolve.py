@@ -15,8 +15,8 @@ from nbtrain.magics.line import flags, values
 from nbtrain.magics.line.flags import Flag
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.line.values import DeviceSpec, Namespace, similar
-from nbtrain.magics.line.words import Word
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.line.words import Word
+from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.own_strategies import is_strategy, kind_of
 from nbtrain.strategies import presets
 

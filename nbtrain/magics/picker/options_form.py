@@ -15,8 +15,8 @@ from nbtrain.errors import UsageError
 from nbtrain.magics.line import flags
 from nbtrain.magics.line.flags import Flag
 from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.split_line import Word, split
 from nbtrain.magics.line.values import Namespace
-from nbtrain.magics.line.words import Word, split
 
 KINDS = ("switch", "choice", "number", "text")
 

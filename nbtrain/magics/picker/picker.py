@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import UsageError
-from nbtrain.magics import cells, plan
+from nbtrain.magics import cells, plan_verb
 from nbtrain.magics.line.parse import Request
-from nbtrain.magics.picker.choice import Choice
+from nbtrain.magics.picker.picker_state import PickerState
 from nbtrain.magics.picker.wishes import Wish
 from nbtrain.magics.state import MagicsState
 from nbtrain.planning.plan.plan import Plan
-from nbtrain.shield import shielded
+from nbtrain.runs import run_folder
 from nbtrain.views import no_widget
-from nbtrain.watch import shelf
 
 if TYPE_CHECKING:
     from nbtrain.planning.compare.comparison import Comparison
@@ -51,9 +51,9 @@ def picker(
     if state is None:
         raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
     notebook = state.notebook
-    names = [plan.named(model, "model", notebook), plan.named(batch, "batch", notebook)]
+    names = [plan_verb.named(model, "model", notebook), plan_verb.named(batch, "batch", notebook)]
     given = {name: value for name, value in options.items() if value is not None}
-    line = " ".join(f"--{name} {plan.typed(value)}" for name, value in given.items())
+    line = " ".join(f"--{name} {plan_verb.typed(value)}" for name, value in given.items())
     return Picker(state, names[0], state.read(f"{line} --batch {names[1]}" if names[1] else line), plain)
 
 
@@ -64,7 +64,9 @@ class Picker:
         if getattr(state.shell, "kernel", None) is None:
             raise UsageError("pick needs a notebook, and this is a terminal; %distributed plan says the same as text")
         self._shell = state.shell
-        self._choice = Choice(state, Notebook(state, model, request), request, _magic(state.shell), shelf.kernel())
+        self._choice = PickerState(
+            state, Notebook(state, model, request), request, _magic(state.shell), run_folder.kernel()
+        )
         self._view, self._bundle, self._metadata = _shown(
             self._choice, _in_main_thread(state.shell, self._choice), plain
         )
@@ -99,12 +101,12 @@ class Notebook:
 
         state = self._state
         base = self._request.over(state.defaults)
-        found = plan.subject_of(state.notebook, self._model, base.value("batch"))
+        found = plan_verb.subject_of(state.notebook, self._model, base.value("batch"))
         self._loop = loop(found, state.notebook)
         if wish.batch is not None:
             found = replace(found, batch=resized(found.batch, wish.batch))
         wanted = state.read(f"--devices {wish.devices} --precision {wish.precision}").over(base)
-        return plan.plan_of(found, state.notebook, wanted, plan.ranks_of(state), wish.goal, wish.loss)
+        return plan_verb.plan_of(found, state.notebook, wanted, plan_verb.ranks_of(state), wish.goal, wish.loss)
 
     def cell(self) -> str:
         last = self._state.last_cell
@@ -121,23 +123,23 @@ class Notebook:
     def measure(
         self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
     ) -> Comparison:
-        from nbtrain.magics import trials
-        from nbtrain.session.trials.compare import Question
+        from nbtrain.magics import trial_options
+        from nbtrain.session.trials.compare_trials import Question
 
         cell, state = self._cell(), self._state
-        ways = [trials.way(state, name, state.read(line), state.defaults) for name, line in candidates]
+        ways = [trial_options.way(state, name, state.read(line), state.defaults) for name, line in candidates]
         question = Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
         with shielded():
             session = state.opened()
         return session.compare(ways, cell, question, told)
 
     def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
-        from nbtrain.magics import trials
+        from nbtrain.magics import trial_options
 
         cell, state = self._cell(), self._state
         with shielded():
             session = state.opened()
-        return session.verify(trials.way(state, name, state.read(line), state.defaults), cell, STEPS, told)
+        return session.verify(trial_options.way(state, name, state.read(line), state.defaults), cell, STEPS, told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:
@@ -147,7 +149,7 @@ class Notebook:
         return cells.locate(self._state.shell, "distributed", "", self._loop, None)
 
 
-def _shown(choice: Choice, do: Do, plain: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _shown(choice: PickerState, do: Do, plain: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The view, and the bundle and metadata that show it."""
     if not plain and not no_widget():
         from nbtrain.views.picker import Picker as Widget
@@ -162,7 +164,7 @@ def _shown(choice: Choice, do: Do, plain: bool) -> tuple[Any, dict[str, Any], di
     return form, *form.bundle
 
 
-def _in_main_thread(shell: Any, choice: Choice) -> Do:
+def _in_main_thread(shell: Any, choice: PickerState) -> Do:
     """A newer kernel hears the page in threads of its own. What is asked for starts ranks and changes defaults, so it
     waits for the cell that runs."""
 
@@ -175,7 +177,7 @@ def _in_main_thread(shell: Any, choice: Choice) -> Do:
     return do
 
 
-def _interruptible(choice: Choice, message: Mapping[str, Any]) -> None:
+def _interruptible(choice: PickerState, message: Mapping[str, Any]) -> None:
     """■ reaches what the kernel itself has not begun, too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nbtrain.planning.compare import table
+from nbtrain.planning.compare import comparison_table
 
 STATES = ("waiting", "running", "done", "failed")
 
@@ -101,10 +101,10 @@ class Comparison:
             ],
             "line": best.line if best is not None else "",
         }
-        return found | table.shown(found)
+        return found | comparison_table.shown(found)
 
     def __repr__(self) -> str:
-        return table.text(self.data())
+        return comparison_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return table.html(self.data())
+        return comparison_table.html(self.data())

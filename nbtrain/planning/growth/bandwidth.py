@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from nbtrain.words import size
+from nbtrain.humanize import size
 
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _FORM = re.compile(r"(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)(bits?|bytes?|b)\s*(?:/\s*s|ps)?)?", re.I)

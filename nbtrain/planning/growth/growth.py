@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nbtrain.errors import UsageError
-from nbtrain.planning.growth import table
+from nbtrain.planning.growth import growth_table
 
 COUNTS = (8, 64, 512)
 PER_NODE = 8
@@ -220,13 +220,13 @@ class Outlook:
                 for check in growth.checks
             ],
         }
-        return found | {"assumes": list(table.assumptions(found))}
+        return found | {"assumes": list(growth_table.assumptions(found))}
 
     def __repr__(self) -> str:
-        return table.text(self.data())
+        return growth_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return table.html(self.data())
+        return growth_table.html(self.data())
 
 
 def ring(size: float) -> Volume:

@@ -6,21 +6,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import nbtrain.machine.probes as probes
-from nbtrain.planning.plan.device_room import Room, in_memory, room
+from nbtrain.planning.plan.device_room import DeviceRoom, in_memory, room
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec
-from nbtrain.strategies.estimates import World
+from nbtrain.strategies.memory_estimate import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ground:
+class DeviceMemory:
     """The devices of a plan, read once, with the options that memory depends on."""
 
     pool: PoolSpec
     precision: str
     accumulate: int
-    alone: Room
+    alone: DeviceRoom
     """memory for a single rank on the first device"""
-    each: tuple[Room, ...]
+    each: tuple[DeviceRoom, ...]
     """memory for one rank on each device"""
     host: int | None = None
     """bytes of CPU memory per rank, with as many ranks as devices; None: the devices are not GPUs"""
@@ -44,7 +44,7 @@ class Ground:
             accumulate=self.accumulate,
         )
 
-    def room(self, world: World) -> Room:
+    def room(self, world: World) -> DeviceRoom:
         """Memory of the rank that may use the least."""
         if world.ranks == 1 and world.devices == 1:
             return self.alone
@@ -52,10 +52,10 @@ class Ground:
             return self.alone
         return min(self.each, key=lambda one: (one.bytes, not one.known))
 
-    def at_most(self, limit: int, why: str) -> Ground:
+    def at_most(self, limit: int, why: str) -> DeviceMemory:
         """The same devices, with at most so many bytes per rank."""
 
-        def less(one: Room) -> Room:
+        def less(one: DeviceRoom) -> DeviceRoom:
             if one.known and one.bytes <= limit:
                 return one
             return replace(one, bytes=limit, known=True, why=f"{why} is what a rank may come to have")
@@ -85,12 +85,14 @@ class Ground:
         return " ".join(filter(None, words))
 
 
-def ground(pool: PoolSpec, precision: str = PRECISIONS[0], accumulate: int = 1, own: Collection[int] = ()) -> Ground:
+def ground(
+    pool: PoolSpec, precision: str = PRECISIONS[0], accumulate: int = 1, own: Collection[int] = ()
+) -> DeviceMemory:
     """`own`: pids of the current ranks, whose memory counts as free."""
     kind, names = pool.kind, pool.devices
     alone, each = room(kind, names[:1], 1, own)[0], room(kind, names, len(names), own)
     host = in_memory(probes.memory(), len(names), 0).bytes if kind == "cuda" else None
-    return Ground(pool=pool, precision=precision, accumulate=accumulate, alone=alone, each=each, host=host)
+    return DeviceMemory(pool=pool, precision=precision, accumulate=accumulate, alone=alone, each=each, host=host)
 
 
 def devices(pool: PoolSpec, count: int) -> str:

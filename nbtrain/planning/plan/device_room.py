@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.devices as devices
 import nbtrain.machine.probes as probes
-import nbtrain.words as words
 from nbtrain.machine.probes import Gpu
 
 INTERPRETER = 120 * 10**6
@@ -18,7 +18,7 @@ CONTEXT = 600 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class DeviceRoom:
     """Memory that one rank may use, and why."""
 
     device: str
@@ -35,7 +35,7 @@ class Room:
     """False: the size of the device is not known, and `bytes` means nothing"""
 
 
-def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ()) -> tuple[Room, ...]:
+def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ()) -> tuple[DeviceRoom, ...]:
     """Memory for each rank, or for each device of a single rank. `names`: the devices, as torch calls them. `own`: pids
     of the current ranks, whose memory counts as free."""
     if kind == "cuda":
@@ -45,36 +45,40 @@ def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ())
     return (in_memory(probes.memory(), ranks, held),) * ranks
 
 
-def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> Room:
+def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
     """Memory per rank on the CPU. `own`: bytes that the current ranks hold."""
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free
     each = max(0, free // ranks - INTERPRETER)
-    limit = words.size(memory.limit)
+    limit = humanize.size(memory.limit)
     of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
-    why = f"{words.size(others)} of {of} are held by others, the notebook among them"
-    return Room(device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
+    why = f"{humanize.size(others)} of {of} are held by others, the notebook among them"
+    return DeviceRoom(
+        device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
+    )
 
 
-def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> Room:
+def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> DeviceRoom:
     """Memory per rank on one GPU, which so many `ranks` share."""
     if card is None or not card.total:
         why = f"the driver does not say how much {name} has"
-        return Room(device=name, total=0, others=0, bytes=0, why=why, known=False)
+        return DeviceRoom(device=name, total=0, others=0, bytes=0, why=why, known=False)
     ours = sum(user.memory or 0 for user in card.users if user.pid in own)
     others = max(0, card.used - ours)
     free = card.total - others
     each = max(0, free // ranks - CONTEXT)
-    why = f"{words.size(others)} of the {words.size(card.total)} of {name} are held by others"
+    why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are held by others"
     if mine := sum(user.memory or 0 for user in card.users if user.pid == os.getpid()):
-        why += f", {words.size(mine)} of it by the notebook itself"
-    return Room(device=name, total=card.total, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}")
+        why += f", {humanize.size(mine)} of it by the notebook itself"
+    return DeviceRoom(
+        device=name, total=card.total, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
+    )
 
 
 def _left(free: int, each: int, ranks: int) -> str:
     if ranks == 1:
-        return f"a rank may come to have {words.size(each)}"
-    return f"{words.size(free)} among {ranks} ranks are {words.size(each)} for each"
+        return f"a rank may come to have {humanize.size(each)}"
+    return f"{humanize.size(free)} among {ranks} ranks are {humanize.size(each)} for each"
 
 
 def _card(name: str, cards: Sequence[Gpu]) -> Gpu | None:

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.plan.rows import make
+from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.profile import profile
 from nbtrain.planning.profile.recompute import recomputed, repeated
 from nbtrain.planning.profile.subject import Subject
-from nbtrain.strategies.estimates import Profile
+from nbtrain.strategies.memory_estimate import Profile
 
 
 def plan(
     found: Subject,
-    ground: Ground,
+    ground: DeviceMemory,
     *,
     own: Mapping[str, Any] | None = None,
     given: Mapping[str, Mapping[str, Any]] | None = None,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain import registry
-from nbtrain.planning.plan import guide, table
-from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan import guide, plan_table
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.guide import TrainingWay
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 TIGHT = 0.9
 """share of the memory above which fragmentation may be too much"""
@@ -78,14 +78,14 @@ class Planned:
     @property
     def may_have(self) -> str:
         """The memory that a rank may use, in words."""
-        return "nobody knows how much" if self.room is None else words.size(self.room)
+        return "nobody knows how much" if self.room is None else humanize.size(self.room)
 
     @property
     def needs(self) -> str:
         """`fsdp needs 1.2 GB per rank`"""
         assert self.estimate is not None
         of = "per rank" if self.world.devices == 1 else "per device"
-        return f"{self.name} needs {words.size(self.estimate.peak)} {of}"
+        return f"{self.name} needs {humanize.size(self.estimate.peak)} {of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Plan:
     """All rows for one model on these devices."""
 
     profile: Profile
-    ground: Ground
+    ground: DeviceMemory
     rows: tuple[Planned, ...]
     bandwidth: float | None = None
     """bytes per second between ranks, if the user said so"""
@@ -214,14 +214,14 @@ class Plan:
         said = f"Nothing fits: {least.needs}, the least of all, and a rank may have {least.may_have}."
         activations = least.estimate.activations
         if activations > 0.2 * least.estimate.peak:
-            return f"{said} {words.size(activations)} of it are activations, which a smaller batch makes less."
+            return f"{said} {humanize.size(activations)} of it are activations, which a smaller batch makes less."
         return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
 
     def __repr__(self) -> str:
-        return table.text(self.data())
+        return plan_table.text(self.data())
 
     def _repr_html_(self) -> str:
-        return table.html(self.data())
+        return plan_table.html(self.data())
 
 
 def _fastest(plan: Plan) -> Planned | None:
@@ -267,7 +267,7 @@ def _compared(row: Planned) -> str:
 
 def _sends(row: Planned) -> str:
     assert row.estimate is not None
-    return f", and a rank sends {words.size(row.estimate.sent)} in a step" if row.estimate.sent else ""
+    return f", and a rank sends {humanize.size(row.estimate.sent)} in a step" if row.estimate.sent else ""
 
 
 def _way(row: Planned) -> TrainingWay:

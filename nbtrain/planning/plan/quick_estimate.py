@@ -9,14 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import Ground
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.plan.rows import candidates, planned
+from nbtrain.planning.plan.plan_rows import candidates, planned
 from nbtrain.planning.profile.optimizer_state import step
-from nbtrain.planning.profile.units import places_of
+from nbtrain.planning.profile.unit_memory import places_of
 from nbtrain.strategies.base import is_lazy
-from nbtrain.strategies.estimates import Profile, Unit, Weight
-from nbtrain.strategies.kit.units import find_units
+from nbtrain.strategies.kit.sharding_units import find_units
+from nbtrain.strategies.memory_estimate import Profile, Unit, Weight
 
 
 def weighed(
@@ -73,7 +73,7 @@ def _units(models: Sequence[nn.Module]) -> tuple[tuple[Unit, ...], dict[int, int
     return tuple(units), places
 
 
-def instead_of(name: str, profile: Profile, ground: Ground) -> tuple[Planned, Planned] | None:
+def instead_of(name: str, profile: Profile, ground: DeviceMemory) -> tuple[Planned, Planned] | None:
     """The row of this strategy and the guide's first row that fits. None: this strategy fits, or none does."""
     known: Mapping[str, Planned] = {
         candidate.name: planned(candidate, profile, ground)

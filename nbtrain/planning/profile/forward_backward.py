@@ -1,4 +1,4 @@
-"""Runs one forward and backward while `nbtrain.planning.profile.trace` counts memory and operations."""
+"""Runs one forward and backward while `nbtrain.planning.profile.memory_trace` counts memory and operations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline
 from nbtrain.planning.profile.model_call import ModelCall, find_loss
-from nbtrain.planning.profile.trace import LiveBytes, Timeline
-from nbtrain.planning.profile.units import Units
-from nbtrain.strategies.estimates import Moment, Unit
-from nbtrain.training.precision.activation_checkpointing import Recompute
+from nbtrain.planning.profile.unit_memory import UnitMemory
+from nbtrain.strategies.memory_estimate import Moment, Unit
+from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.training.precision.autocast import HALVES, Format, changed
 
 
@@ -38,8 +38,8 @@ def trace(
     given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
     call.changed(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
     memory = LiveBytes(given)
-    units = Units(model, memory)
-    again = Recompute()
+    units = UnitMemory(model, memory)
+    again = ActivationCheckpointing()
     again.begin(recompute, [model])
     timeline = Timeline(memory, model.parameters(), keeps=not real)
     again.on()

@@ -14,7 +14,7 @@ from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from nbtrain.compat import python
-from nbtrain.compat.fake import FakeTensor
+from nbtrain.compat.fake_tensors import FakeTensor
 from nbtrain.planning.profile.lend_model import attributes
 
 ROUNDS = 5

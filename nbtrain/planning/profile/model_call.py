@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.planning.profile.trace import CannotProfile, tensors
+from nbtrain.planning.profile.memory_trace import CannotProfile, tensors
 from nbtrain.training.precision.autocast import changed
 
 TARGETS = ("target", "targets", "label", "labels", "y")

@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.compat import modules
-from nbtrain.planning.profile.trace import LiveBytes, size, tensors
+from nbtrain.planning.profile.memory_trace import LiveBytes, size, tensors
 from nbtrain.training.precision.autocast import changed
 
 
 @dataclass(slots=True)
-class Stepped:
+class OptimizerStep:
     """What one step of an optimizer takes."""
 
     name: str
@@ -34,7 +34,7 @@ class Stepped:
     notes: tuple[str, ...] = ()
 
 
-def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor]) -> Stepped:
+def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor]) -> OptimizerStep:
     """One step. `weights`: by the id of the real one, of its shape and dtype, with a gradient if it gets one."""
     on_meta = {key: _on_meta(weight) for key, weight in weights.items()}
     if optimizer is None:
@@ -63,8 +63,8 @@ def _sparse(weight: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(places, values, weight.shape, device="meta", check_invariants=False)
 
 
-def _stepped(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> Stepped:
-    found = Stepped(type(optimizer).__name__)
+def _stepped(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> OptimizerStep:
+    found = OptimizerStep(type(optimizer).__name__)
     try:
         found.state, found.step = _run(optimizer, weights, together=False)
     except Exception as error:  # it wants a closure, or numbers that are not there

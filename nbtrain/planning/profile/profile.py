@@ -14,18 +14,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.compat.fake import FakeTensorMode, quiet
+from nbtrain.compat.fake_tensors import FakeTensorMode, quiet
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.forward_backward import Traced, trace
 from nbtrain.planning.profile.left_in_caches import FakeTensorCleanup
 from nbtrain.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
+from nbtrain.planning.profile.memory_trace import CannotProfile, size
 from nbtrain.planning.profile.model_call import ModelCall, find_call
-from nbtrain.planning.profile.optimizer_state import Stepped, step
+from nbtrain.planning.profile.optimizer_state import OptimizerStep, step
 from nbtrain.planning.profile.real_run import run_for_real
-from nbtrain.planning.profile.trace import CannotProfile, size
-from nbtrain.planning.profile.units import places_of
+from nbtrain.planning.profile.unit_memory import places_of
 from nbtrain.specs import PRECISIONS
-from nbtrain.strategies.estimates import Profile, Weight
+from nbtrain.strategies.memory_estimate import Profile, Weight
 from nbtrain.training.precision.autocast import FORMATS, Format
 
 __all__ = ["CannotProfile", "profile"]
@@ -115,7 +115,7 @@ class _Measured:
     """What the forward, backward and step gave, with the size of each weight."""
 
     traced: Traced
-    stepped: Stepped
+    stepped: OptimizerStep
     sizes: dict[int, int]
     """bytes by the weight's id"""
 

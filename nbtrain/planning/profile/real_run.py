@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nbtrain.compat import fake
+from nbtrain.compat import fake_tensors
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.forward_backward import Traced, trace
 from nbtrain.planning.profile.lend_model import stand_ins
+from nbtrain.planning.profile.memory_trace import CannotProfile
 from nbtrain.planning.profile.model_call import ModelCall
-from nbtrain.planning.profile.trace import CannotProfile
-from nbtrain.strategies.estimates import Moment, Unit
+from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.training.precision.autocast import Format
 
 
@@ -34,7 +34,7 @@ def run_for_real(
         raise
     except Exception as error:
         # If shapes do not fit, report those of the whole batch rather than of its first samples.
-        told = error if fake.is_of_shapes(why) else why
+        told = error if fake_tensors.is_of_shapes(why) else why
         raise CannotProfile(f"{name} cannot be run with this batch: {_named(told)}") from error
     traced = _scaled(runs, counts, call.samples)
     samples = "one sample" if counts[0] == 1 else f"{counts[0]} samples"
@@ -91,7 +91,7 @@ def _scaled(runs: list[Traced], counts: list[int], samples: int) -> Traced:
 
 
 def _because(error: Exception) -> str:
-    if fake.wants_numbers(error):
+    if fake_tensors.wants_numbers(error):
         return f"its forward looks at numbers ({str(error).removeprefix('aten.').split('.')[0].lstrip('_')})"
     return f"shapes alone do not go through it ({_named(error)})"
 

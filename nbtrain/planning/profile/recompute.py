@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nbtrain.strategies.estimates import Moment, Profile, Unit
+from nbtrain.strategies.memory_estimate import Moment, Profile, Unit
 
 WORTH = 0.1
 """share of the activations that it must save to be worth it"""

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.errors import UsageError
-from nbtrain.training.ranks.default_generators import capture, restore
+from nbtrain.training.random_states.default_generators import capture, restore
 
 GUESS = 32
 """samples of a batch, where a batch sampler does not say how many"""

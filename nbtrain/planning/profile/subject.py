@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from nbtrain.errors import UsageError
 from nbtrain.planning.profile.sample_batch import first_batch
 from nbtrain.strategies.base import is_lazy
-from nbtrain.strategies.kit.units import callable_by_itself
+from nbtrain.strategies.kit.sharding_units import callable_by_itself
 
 PAIRS = (
     ("xb", "yb"),

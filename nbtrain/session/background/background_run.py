@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from nbtrain.compat import kernel
+from nbtrain.defer_interrupts import presses
 from nbtrain.errors import UsageError
-from nbtrain.session.background.name_conflicts import Conflicts
+from nbtrain.session.background.name_conflicts import NameConflicts
 from nbtrain.session.background.weight_reads import WeightReads
 from nbtrain.session.report.report import listed
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.shield import presses
-from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.pack_changes import Home
 
 PAUSE = 0.05
 
@@ -152,7 +152,7 @@ class Going:
         self._failure: BaseException | None = None
         """while it was watched"""
         self._whole = ExitStack()
-        self._conflicts = Conflicts(run)
+        self._conflicts = NameConflicts(run)
 
     def start(self, watch: Callable[[], None]) -> None:
         run = self.run
@@ -187,7 +187,7 @@ class Going:
                 run.finish()
 
     def _compare(self, home: Home) -> None:
-        traffic = self.run.held.traffic
+        traffic = self.run.ranks.traffic
         if traffic is not None:
             self.overwritten = traffic.changed_since(home, {})
 

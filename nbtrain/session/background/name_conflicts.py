@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 UNCHANGING = (*ATOMS, FunctionType, ModuleType, type)
 
 
-class Conflicts:
+class NameConflicts:
     """Made when the run begins."""
 
     def __init__(self, run: CellRun) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.registry as registry
-from nbtrain.exchange.graph.residence import find_all
+from nbtrain.defer_interrupts import shielded
+from nbtrain.exchange.graph.rank_paths import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.session.report.report import listed
-from nbtrain.shield import shielded
 
 if TYPE_CHECKING:
     from nbtrain.session.run.cell_run import CellRun
@@ -29,18 +29,18 @@ class WeightReads:
         from torch.optim import Optimizer
         from torch.optim.lr_scheduler import LRScheduler
 
-        from nbtrain.training.checkpoints.live_weights import Wishes
+        from nbtrain.training.checkpoints.live_weights import LiveWeights
 
         self._run = run
         self._said: set[str] = set()
         self._namespace = run.shell.user_ns
-        traffic, pool = run.held.traffic, run.held.pool
+        traffic, pool = run.ranks.traffic, run.ranks.pool
         assert traffic is not None
         assert pool is not None
         names = {name: self._namespace[name] for name in (*run.names.hard, *run.names.soft) if name in self._namespace}
         kinds = (nn.Module, Optimizer, LRScheduler)
         objects = find_all(traffic.table, names, kinds)
-        self._wishes = Wishes(pool.board, run.number, run.aside, objects)
+        self._wishes = LiveWeights(pool.board, run.number, run.aside, objects)
         leads = [value for value in names.values() if find_all(traffic.table, {"it": value}, kinds)]
         self._trained: dict[int, Any] = {id(value): value for value in (*leads, *objects.values())}
         """what the run trains, and what leads to it"""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.exchange.graph.residence import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.worker.process.start import RankConfig
 from nbtrain.worker.rank import Rank
 
 
-def body(shell: Any, table: Table) -> Callable[[RankConfig], None]:
+def body(shell: Any, table: ObjectTable) -> Callable[[RankConfig], None]:
     def live(config: RankConfig) -> None:
         from nbtrain.worker.shell.shell import make_shell
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 MINUTES = 30
 
 
-class Idle:
+class IdleRelease:
     """A clock that runs between cells."""
 
     def __init__(

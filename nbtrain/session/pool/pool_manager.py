@@ -9,25 +9,25 @@ from typing import Any
 
 import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
+from nbtrain.awake_time import Patience
 from nbtrain.compat import kernel
+from nbtrain.defer_interrupts import shielded
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
-from nbtrain.exchange.graph.arrival import Unmakeable
+from nbtrain.exchange.graph.open_parcel import Unmakeable
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
-from nbtrain.patience import Patience
-from nbtrain.session.pool.idle_release import MINUTES, Idle
-from nbtrain.session.report import failure
+from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
+from nbtrain.session.report import exception_message
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.session.report.report import drop_ahead, mourn, mourn_some
 from nbtrain.session.report.stacks import where
 from nbtrain.session.sync.handles import SLOW, Fetch
 from nbtrain.session.sync.kept_handles import handles, kept
-from nbtrain.session.sync.kernel_environment import Mirror
-from nbtrain.session.sync.notebook_side import Traffic
-from nbtrain.shield import shielded
+from nbtrain.session.sync.kernel_environment import EnvironmentMirror
+from nbtrain.session.sync.notebook_side import NotebookSide
 from nbtrain.specs import PoolSpec, difference
-from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.pack_changes import Home
 
 BEAT = 0.05
 """Seconds between two looks at the clock while nothing happens."""
@@ -47,15 +47,15 @@ def starting(count: int) -> str:
     return f"starting {count} rank{'s' * (count > 1)} …"
 
 
-class Ranks:
+class PoolManager:
     """At most one pool at a time. All calls come from the kernel's main thread."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.pool: Pool | None = None
-        self.traffic: Traffic | None = None
+        self.traffic: NotebookSide | None = None
         self.fetch: Fetch | None = None
-        self.mirror = Mirror(self.shell)
+        self.mirror = EnvironmentMirror(self.shell)
         self.deaths: list[Death] = []
         """ranks that died and were not spoken of yet"""
         self.on_idle: Callable[[], None] = lambda: None
@@ -71,7 +71,7 @@ class Ranks:
         """under which strategy and options the ranks keep models in pieces; None: they do not"""
         self.running = False
         """a cell is on its way through them"""
-        self._idle: Idle | None = None
+        self._idle: IdleRelease | None = None
         self._adopting: set[int] = set()
         self._ready: set[int] = set()
         self._replaced = False
@@ -162,7 +162,7 @@ class Ranks:
         return f"{self.deaths[0]} since the last cell"
 
     def open(self, spec: PoolSpec) -> None:
-        self.mirror = Mirror(self.shell)
+        self.mirror = EnvironmentMirror(self.shell)
         self._adopting, self._ready, self.deaths = set(), set(), []
         self._replaced = False
         if spec.start == "fork":
@@ -176,17 +176,17 @@ class Ranks:
             raise
         self._new_traffic()
         if spec.kind == "cuda":
-            self._idle = Idle(self._give_back, after=self.on_idle)
+            self._idle = IdleRelease(self._give_back, after=self.on_idle)
 
-    def fork(self, spec: PoolSpec, traffic: Traffic) -> None:
+    def fork(self, spec: PoolSpec, traffic: NotebookSide) -> None:
         """Ranks that are copies of this process, made after `traffic` knows what they hold."""
         from nbtrain.session.pool.fork_child import body
 
         self.pool = registry.engine(spec.engine).load()(spec, body(self.shell, traffic.table))
         self.traffic = traffic
 
-    def fork_traffic(self, spec: PoolSpec) -> Traffic:
-        return Traffic(self.shell.user_ns, "", range(spec.world_size), self.numbers())
+    def fork_traffic(self, spec: PoolSpec) -> NotebookSide:
+        return NotebookSide(self.shell.user_ns, "", range(spec.world_size), self.numbers())
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -235,7 +235,7 @@ class Ranks:
     ) -> Exception:
         """What to raise for them. `less`: says what needs less memory."""
         killed = self.out_of_memory_kills
-        return failure.died(deaths, tails or {}, self.numbers(), killed, held, less)
+        return exception_message.died(deaths, tails or {}, self.numbers(), killed, held, less)
 
     def _new_traffic(self, spared: bool = False) -> None:
         """`spared`: the ranks still have what the notebook has handles for."""
@@ -244,7 +244,7 @@ class Ranks:
         if self.traffic is not None:
             self.traffic.close()
         ranks = [info.rank for info in self.pool.ranks]
-        self.traffic = Traffic(self.shell.user_ns, self.pool.directory, ranks, self.numbers())
+        self.traffic = NotebookSide(self.shell.user_ns, self.pool.directory, ranks, self.numbers())
         if spared and traffic is not None:
             self.traffic.inherit(traffic)
         if fetch is not None:
@@ -285,7 +285,7 @@ class Ranks:
         """After a failure the ranks' twins are no longer what the notebook has."""
         assert self.pool is not None
         assert self.traffic is not None
-        self.traffic.let_go()
+        self.traffic.release_dropped()
         table = self.traffic.table
         spare = tuple(node.key for node in handles(table, worth=True))
         known = table.nodes.keys() - set(table.unreachable(spare)) - {node.key for node in handles(table)}
@@ -307,7 +307,9 @@ class Ranks:
         self._adopting -= anew
         self._replaced |= bool(anew)
         if anew:
-            self.mirror = Mirror(self.shell)  # the new ones have been told nothing of the kernel's surroundings
+            self.mirror = EnvironmentMirror(
+                self.shell
+            )  # the new ones have been told nothing of the kernel's surroundings
         if anew == {info.rank for info in self.pool.ranks}:
             mourn(self.traffic, self.shell.user_ns)
         elif anew:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Container
 from typing import Any
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
-import nbtrain.words as words
 from nbtrain.engines.base import Pool
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 
-def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()) -> str:
+def report(pool: Pool | None, traffic: NotebookSide | None, dead: Container[int] = ()) -> str:
     """`dead`: who is to be replaced."""
     if pool is None:
         return "no ranks are running; the next distributed cell starts them"
@@ -27,7 +27,7 @@ def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()
         state = f"process {pid}" if pid is not None else "starting"
         if info.rank in dead:
             state = "has died; the next cell replaces it"
-        used = f" · {words.size(memory)} of its own" if memory is not None else ""
+        used = f" · {humanize.size(memory)} of its own" if memory is not None else ""
         where = spec.where if spec.together else info.device
         node = f" · node {info.node}" if spec.nodes > 1 else ""
         lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
@@ -41,7 +41,7 @@ def report(pool: Pool | None, traffic: Traffic | None, dead: Container[int] = ()
 def _kernel_holds() -> list[str]:
     """What this very process has of the cards, and how to park it."""
     return [
-        f"  the kernel itself holds {words.size(user.memory)} of GPU {gpu.index}; "
+        f"  the kernel itself holds {humanize.size(user.memory)} of GPU {gpu.index}; "
         "model.cpu() and torch.cuda.empty_cache() give it to the ranks"
         for gpu in probes.gpus()
         for user in gpu.users
@@ -49,12 +49,12 @@ def _kernel_holds() -> list[str]:
     ]
 
 
-def _resident(traffic: Traffic) -> str:
+def _resident(traffic: NotebookSide) -> str:
     names = traffic.names()
     if not names:
         return "  nothing of the notebook's is resident"
     size = sum(_size(node.obj) for node in traffic.table.nodes.values() if node.kind.name in ("storage", "array"))
-    return f"  resident: {', '.join(names)} ({words.size(size)} in {len(traffic.table.nodes):,} objects)"
+    return f"  resident: {', '.join(names)} ({humanize.size(size)} in {len(traffic.table.nodes):,} objects)"
 
 
 def _size(obj: Any) -> int:

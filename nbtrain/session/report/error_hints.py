@@ -6,11 +6,11 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
-import nbtrain.words as words
 from nbtrain.events import Failed
 from nbtrain.exchange.names.cell_names import private
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 _MISSING = (
     re.compile(r"name '(\w+)' is not defined"),
@@ -31,7 +31,7 @@ DEVICES = (
 )
 
 
-def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: Traffic) -> str:
+def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: NotebookSide) -> str:
     """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
     if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
         return room
@@ -54,7 +54,7 @@ def _no_room(failed: Failed) -> str:
     """What is full, where the error itself does not say it."""
     if "[Errno 28]" in failed.text and any("synchronize.py" in block for block in failed.lines):
         space = probes.shared_memory()
-        large = f" of {words.size(space.total)}" if space is not None else ""
+        large = f" of {humanize.size(space.total)}" if space is not None else ""
         return (
             f"/dev/shm{large} is full: a DataLoader's workers keep their locks and batches there. Write num_workers=0, "
             "or give the container more (docker run --shm-size=1g)."

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import nbtrain.humanize as humanize
 import nbtrain.registry as registry
-import nbtrain.words as words
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import Ground, ground
+from nbtrain.planning.plan.device_memory import DeviceMemory, ground
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.specs import Needs, RunSpec
@@ -52,10 +52,10 @@ def instead(
     return " ".join(filter(None, [first, better, f"{batch}.", LESS]))
 
 
-def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Ground) -> str:
+def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: DeviceMemory) -> str:
     """With figures."""
     from nbtrain.planning.plan import make_plan
-    from nbtrain.planning.plan.rows import Candidate, make, planned
+    from nbtrain.planning.plan.plan_rows import Candidate, make, planned
     from nbtrain.planning.profile.recompute import recomputed, repeated
     from nbtrain.planning.profile.subject import subject
 
@@ -82,15 +82,15 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Gro
         return _guided(run, at)
     assert better.estimate is not None
     of = "rank" if better.world.devices == 1 else "device"
-    least, most = words.size(better.estimate.peak), words.size(failed.estimate.peak)
+    least, most = humanize.size(better.estimate.peak), humanize.size(failed.estimate.peak)
     line = " ".join([better.line, *_rest(run)])
     said = f"The plan for {found.name}: {better.name} needs about {least} per {of} instead of {most}"
     return f"{said}: %%distributed {line}."
 
 
-def _guided(run: RunSpec, at: Ground) -> str:
+def _guided(run: RunSpec, at: DeviceMemory) -> str:
     """What the guide names next, of what can be used here."""
-    from nbtrain.planning.plan.rows import candidates, lacking
+    from nbtrain.planning.plan.plan_rows import candidates, lacking
 
     known = {one.name: one for one in candidates({}, {}, at.pool.nodes) if not lacking(one, at)}
     for way in guide.less_than(run.strategy, bool(run.checkpoint_activations)):
@@ -100,7 +100,7 @@ def _guided(run: RunSpec, at: Ground) -> str:
     return ""
 
 
-def _saves(way: TrainingWay, at: Ground) -> bool:
+def _saves(way: TrainingWay, at: DeviceMemory) -> bool:
     """On these devices."""
     if way.recompute:  # of which classes, nobody has looked
         return False
@@ -109,12 +109,12 @@ def _saves(way: TrainingWay, at: Ground) -> bool:
     return at.count > 1
 
 
-def _typed(run: RunSpec, at: Ground) -> str:
+def _typed(run: RunSpec, at: DeviceMemory) -> str:
     """The line as it was, for trying it."""
     entry = registry.find_strategy(run.strategy)
     again = f"{guide.RECOMPUTE} {','.join(run.checkpoint_activations)}" if run.checkpoint_activations else ""
     world = at.world(entry.needs if entry is not None else Needs())
-    return " ".join([at.line(run.strategy, world, (words.flags(run.options), again)), *_rest(run, tried=True)])
+    return " ".join([at.line(run.strategy, world, (humanize.flags(run.options), again)), *_rest(run, tried=True)])
 
 
 def _rest(run: RunSpec, tried: bool = False) -> Sequence[str]:
@@ -122,7 +122,9 @@ def _rest(run: RunSpec, tried: bool = False) -> Sequence[str]:
     plain = {one.name: one.default for one in fields(RunSpec)}
     names = FLAGS[:1] if tried else FLAGS
     said = {name: getattr(run, name) for name in names if getattr(run, name) != plain[name]}
-    found = [words.flags({name: f"{value:g}" if isinstance(value, float) else value}) for name, value in said.items()]
+    found = [
+        humanize.flags({name: f"{value:g}" if isinstance(value, float) else value}) for name, value in said.items()
+    ]
     if not run.sampler:
         found.append("--no-sampler")
     if not tried and (run.save_steps is not None or run.save_seconds is not None):

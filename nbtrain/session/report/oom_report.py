@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
-import nbtrain.words as words
 from nbtrain.events import Failed, Memory
 
 _ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
@@ -30,22 +30,22 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
         said = last.get(rank)
         parts = []
         if said is not None:
-            parts.append(f"{words.size(said.process)} a moment ago")
+            parts.append(f"{humanize.size(said.process)} a moment ago")
         if peak is not None:
-            parts.append(f"{words.size(peak)} at most")
+            parts.append(f"{humanize.size(peak)} at most")
         if said is not None and said.reserved:
-            parts.append(f"{words.size(said.allocated)} of its GPU, {words.size(said.peak)} at most")
+            parts.append(f"{humanize.size(said.allocated)} of its GPU, {humanize.size(said.peak)} at most")
         if parts:
             ranks.append(f"rank {rank} had {', '.join(parts)}")
     memory = probes.memory()
-    here = f"{words.size(memory.limit)} may be used here, {words.size(memory.available)} of it are free now"
+    here = f"{humanize.size(memory.limit)} may be used here, {humanize.size(memory.available)} of it are free now"
     return f"Memory: {'; '.join([*ranks, here])}. {less}"
 
 
 def of_the_dead(peak: int, killer: bool, less: str = LESS) -> str:
     """After a SIGKILL. `killer`: the system has ended something for want of memory since."""
     memory = probes.memory()
-    share = f"it had {words.size(peak)} at most, of {words.size(memory.limit)} that may be used here"
+    share = f"it had {humanize.size(peak)} at most, of {humanize.size(memory.limit)} that may be used here"
     if killer:
         return f"The system's out-of-memory killer did that: {share}. {less}"
     return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {less}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
 from nbtrain.events import GROUP, Finished
 from nbtrain.session.cell import Cell
 from nbtrain.session.report.loop_variables import loop_variables
-from nbtrain.session.report.rank_differences import compared
+from nbtrain.session.report.same_work_report import compared
 from nbtrain.session.sync.kept_handles import kept
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 SHOWN = 8
 """Names in one line."""
@@ -43,7 +43,7 @@ OWN_RATES = (
 )
 
 
-def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, said: Said) -> None:
+def report(traffic: NotebookSide, finished: Mapping[int, Finished], lead: int, said: Said) -> None:
     """After a cell that came home. What differs between ranks is also sent anew, from the notebook."""
     done, say = finished[lead], said.say
     for note in done.notes:
@@ -65,25 +65,27 @@ def report(traffic: Traffic, finished: Mapping[int, Finished], lead: int, said: 
             say(f"differ between ranks: {listed(names)}; the notebook has rank {lead}'s")
     if disagreements := _disagreements(finished, lead):
         say("\n".join(disagreements))
-        traffic.distrust()
+        traffic.resend()
 
 
-def mourn(traffic: Traffic | None, namespace: Mapping[str, Any]) -> None:
+def mourn(traffic: NotebookSide | None, namespace: Mapping[str, Any]) -> None:
     """The ranks end: what lives nowhere else is gone."""
     if traffic is not None and (lost := kept(traffic.table, namespace)):
         print(f"{listed(lost)}: lived on these ranks only, which are ended; to be made again")
     drop_ahead(traffic)
 
 
-def mourn_some(traffic: Traffic, namespace: Mapping[str, Any], ranks: Iterable[int]) -> None:
+def mourn_some(traffic: NotebookSide, namespace: Mapping[str, Any], ranks: Iterable[int]) -> None:
     """So do these, and the others live on."""
     if held := kept(traffic.table, namespace):
         first = next(iter(held))
-        said = f"{words.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
+        said = (
+            f"{humanize.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
+        )
         print(f"{listed(held)}: {said}")
 
 
-def drop_ahead(traffic: Traffic | None) -> None:
+def drop_ahead(traffic: NotebookSide | None) -> None:
     """The ranks take the notebook's objects anew."""
     if traffic is not None and traffic.ahead:
         names = listed(sorted(traffic.ahead))
@@ -91,11 +93,11 @@ def drop_ahead(traffic: Traffic | None) -> None:
         traffic.ahead.clear()
 
 
-def check_ahead(traffic: Traffic, parted_as: tuple[Any, ...]) -> None:
+def check_ahead(traffic: NotebookSide, parted_as: tuple[Any, ...]) -> None:
     """Nobody's work goes because of an option."""
     if traffic.ahead:
         strategy, options, precision = parted_as
-        given = f" {words.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
+        given = f" {humanize.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
         names = listed(sorted(traffic.ahead))
         raise UsageError(
             f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "

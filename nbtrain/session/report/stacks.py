@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from nbtrain.engines.base import Frame, Pool
+from nbtrain.humanize import ranks as ranks_in_words
 from nbtrain.training.loop.shared_board import OPEN
-from nbtrain.words import ranks as ranks_in_words
 
 OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 TORCH = f"{os.sep}torch{os.sep}"

@@ -1,4 +1,4 @@
-"""One run of one cell: sent, watched until all ranks have ended, and then brought home (homecoming.py)."""
+"""One run of one cell: sent, watched until all ranks have ended, and then brought home (bring_home.py)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
+from nbtrain.awake_time import Standing
+from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
-from nbtrain.patience import Standing
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.blocked_kernel import BlockedKernel
 from nbtrain.session.output.relay import Relay
 from nbtrain.session.output.screens import CellScreen, NullScreen, OriginCellScreen
-from nbtrain.session.pool.pool_manager import BEAT, Ranks, starting
+from nbtrain.session.pool.pool_manager import BEAT, PoolManager, starting
 from nbtrain.session.report.report import check_ahead, slow
+from nbtrain.session.run.bring_home import Homecoming
 from nbtrain.session.run.controls import Controls
-from nbtrain.session.run.discard_trial import Unkept
-from nbtrain.session.run.ending import Ending
-from nbtrain.session.run.homecoming import Homecoming
-from nbtrain.session.run.observers import Audience
-from nbtrain.session.run.outcome import Outcome
+from nbtrain.session.run.discard_trial import DiscardTrial
+from nbtrain.session.run.observers import Observers
+from nbtrain.session.run.run_outcome import Outcome
 from nbtrain.session.run.run_state import RunState
+from nbtrain.session.run.stop_ranks import StopRanks
 from nbtrain.session.sync.handles import SLOW
-from nbtrain.session.sync.notebook_side import Outgoing, Traffic
-from nbtrain.shield import presses
+from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.specs import PRECISIONS, RunSpec
 
 STIR = 30.0
@@ -39,7 +39,9 @@ STIR = 30.0
 class CellRun(RunState):
     """One run."""
 
-    def __init__(self, shell: Any, ranks: Ranks, run: RunSpec, cell: Cell, names: Captured, kernel: str = "") -> None:
+    def __init__(
+        self, shell: Any, ranks: PoolManager, run: RunSpec, cell: Cell, names: Captured, kernel: str = ""
+    ) -> None:
         """`kernel`: its id, as a server knows it."""
         count = run.pool.world_size
         outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
@@ -49,7 +51,7 @@ class CellRun(RunState):
         relay = Relay(screen, run.output, outcome.lead, outcome.ranks)
         super().__init__(shell, ranks, run, cell, names, outcome, relay)
         self.controls = Controls(self)
-        self.audience = Audience(shell, run, cell, self.controls, kernel, relay.say, screen)
+        self.audience = Observers(shell, run, cell, self.controls, kernel, relay.say, screen)
         self._asked = None if run.background else BlockedKernel(shell, self.audience.shows_through)
         self._running = False
         """the lead has begun"""
@@ -63,7 +65,7 @@ class CellRun(RunState):
         """what it raised"""
         self._ok = False
         """every rank has come to the end of the cell"""
-        self.home = (Homecoming if run.trial is None else Unkept)(self, self.take)
+        self.home = (Homecoming if run.trial is None else DiscardTrial)(self, self.take)
 
     def run(self) -> None:
         """All of it; raises what the cell raised."""
@@ -82,20 +84,20 @@ class CellRun(RunState):
         except BaseException as error:
             self._said = str(error).partition("\n")[0]
             if not self.over:  # a view or the screen failed, or Stop was pressed and pressed
-                self.held.lose()
+                self.ranks.lose()
             raise
         finally:
             self.close()
 
     def begin(self) -> None:
         """Send the cell."""
-        held = self.held
-        self._early = held.settle()
-        if held.deaths:
-            self.relay.say(held.have(self.spec.pool))
+        ranks = self.ranks
+        self._early = ranks.settle()
+        if ranks.deaths:
+            self.relay.say(ranks.have(self.spec.pool))
         self._send()
         self.audience.opened("")
-        held.running = True
+        ranks.running = True
 
     def watch(self) -> None:
         """Until every rank has ended, in whatever thread: nobody else may speak with them meanwhile."""
@@ -104,29 +106,29 @@ class CellRun(RunState):
 
     def finish(self) -> None:
         """Bring home what the cell did; raises what it raised. In the main thread."""
-        self.held.running = False
+        self.ranks.running = False
         self.home.end(self._ok)
 
     def close(self) -> None:
-        held = self.held
-        held.running = False
+        ranks = self.ranks
+        ranks.running = False
         self.controls.close()
         self.audience.closed(self._ok, self._said)
         self.relay.close()
         if self.spec.pool.start == "fork":
-            held.stop()
-        held.rest()
+            ranks.stop()
+        ranks.rest()
 
     def _send(self) -> None:
-        held, spec = self.held, self.spec
+        ranks, spec = self.ranks, self.spec
         forks = spec.pool.start == "fork"
-        traffic = held.fork_traffic(spec.pool) if forks else held.traffic
+        traffic = ranks.fork_traffic(spec.pool) if forks else ranks.traffic
         assert traffic is not None
         sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
-        if held.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
-            check_ahead(traffic, held.parted_as)
-            held.forget()
-            traffic = held.traffic
+        if ranks.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
+            check_ahead(traffic, ranks.parted_as)
+            ranks.forget()
+            traffic = ranks.traffic
             assert traffic is not None
         said = set(traffic.slow)
         try:
@@ -142,18 +144,18 @@ class CellRun(RunState):
         except CannotTravel:
             raise  # the walk has taken back what it had noted
         except BaseException as error:  # what was not sent must not be taken for sent
-            held.lose() if forks or isinstance(error, PoolError) else held.forget()
+            ranks.lose() if forks or isinstance(error, PoolError) else ranks.forget()
             raise
 
-    def _post(self, out: Outgoing, sources: list[CellSource], fork_with: Traffic | None) -> None:
-        held, spec = self.held, self.spec
+    def _post(self, out: Outgoing, sources: list[CellSource], fork_with: NotebookSide | None) -> None:
+        ranks, spec = self.ranks, self.spec
         if fork_with is not None:
-            held.fork(spec.pool, fork_with)
+            ranks.fork(spec.pool, fork_with)
         self._sent = time.monotonic()
-        assert held.pool is not None
-        number = self.number = held.next_run()
-        self.ending = Ending(held.pool, number, self._say_where)
-        self.aside = held.pool.directory if spec.background else ""
+        assert ranks.pool is not None
+        number = self.number = ranks.next_run()
+        self.ending = StopRanks(ranks.pool, number, self._say_where)
+        self.aside = ranks.pool.directory if spec.background else ""
         run = RunCell(
             number=number,
             spec=replace(spec, options={}, aside=self.aside),
@@ -168,12 +170,12 @@ class CellRun(RunState):
             released=out.released,
             streams=out.streams,
             sources=(*sources, *out.sources),
-            surroundings=held.mirror.changes(spec.strategy in ("none", "single")),
+            surroundings=ranks.mirror.changes(spec.strategy in ("none", "single")),
         )
-        for line in held.mirror.notes:
+        for line in ranks.mirror.notes:
             self.relay.say(line)
         self.over = False
-        held.send(run, range(spec.pool.world_size))
+        ranks.send(run, range(spec.pool.world_size))
 
     # -- while it runs -------------------------------------------------------------------
 
@@ -187,14 +189,14 @@ class CellRun(RunState):
         return self.outcome.cut or any(board.waits(rank, number) is not None for rank in self.open)
 
     def _watch(self, events: list[Event]) -> None:
-        held, ending = self.held, self.ending
+        ranks, ending = self.ranks, self.ending
         assert ending is not None
         while True:
             for event in events:
                 self.take(event)
             if self._asked is not None:
                 self._asked.answer()
-            self.audience.dead([death.rank for death in held.deaths])
+            self.audience.dead([death.rank for death in ranks.deaths])
             if not self.open or self.presses.count > 1:  # a second press: no more waiting
                 return
             if self.presses.count and not ending.stopped:
@@ -207,7 +209,7 @@ class CellRun(RunState):
                 self._say_slow()
             if ending.tick(self.open, self.fault or self._left_alone, self.fault):
                 return
-            events = held.listen(BEAT)
+            events = ranks.listen(BEAT)
 
     def take(self, event: Event) -> None:
         if isinstance(event, Output):
@@ -221,7 +223,7 @@ class CellRun(RunState):
                 if event.began is not None:
                     self.take(event.began)
             elif isinstance(event, Failed):
-                if self.held.is_ready(event.rank):  # else it could not start: it is about to end, which says so
+                if self.ranks.is_ready(event.rank):  # else it could not start: it is about to end, which says so
                     self.outcome.failed[event.rank] = event
             elif isinstance(event, Memory):
                 self.memory[event.rank] = event
@@ -242,7 +244,7 @@ class CellRun(RunState):
         ranks = self.outcome.ranks
         only = "" if self.outcome.everybody else f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} only"
         precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
-        strategy = f"{self.spec.strategy} {words.flags(self.spec.options)}".rstrip()
+        strategy = f"{self.spec.strategy} {humanize.flags(self.spec.options)}".rstrip()
         summary = " · ".join(part for part in (strategy, count, pool.where, precision, only, *notes) if part)
         self.audience.opened(summary)
         if self.spec.monitor != "off":
@@ -250,11 +252,11 @@ class CellRun(RunState):
 
     def _say_slow(self) -> None:
         """What takes so long, once, before the cell has begun."""
-        pool = self.held.pool
+        pool = self.ranks.pool
         if self._said_slow or pool is None or time.monotonic() - self._sent < SLOW:
             return
         self._said_slow = True
-        if not self.held.everybody_ready:
+        if not self.ranks.everybody_ready:
             self.relay.say(starting(self.spec.pool.world_size))
         else:
             self.relay.say("the ranks are putting in place what the cell reads …")
@@ -269,7 +271,7 @@ class CellRun(RunState):
     def _say_where(self, ranks: set[int]) -> None:
         """Stop takes long."""
         self.relay.say(
-            "\n".join(["still running:", *self.held.where(ranks), "Press Stop once more to end these ranks."])
+            "\n".join(["still running:", *self.ranks.where(ranks), "Press Stop once more to end these ranks."])
         )
 
     def _say_hang(self) -> None:
@@ -282,4 +284,4 @@ class CellRun(RunState):
         if longest > self.spec.hang_after:
             self._said_hang = True
             said = f"ranks have waited for each other for {longest:.0f} s (--hang-after {self.spec.hang_after:g}):"
-            self.relay.say("\n".join([said, *self.held.where(), "The cell goes on; Stop ends it."]))
+            self.relay.say("\n".join([said, *self.ranks.where(), "The cell goes on; Stop ends it."]))

@@ -27,10 +27,10 @@ class Controls:
         run = self._run
         if command not in COMMANDS:
             return False, f"there is no command {command!r}; there are {', '.join(COMMANDS)}"
-        if run is None or run.over or not run.held.running:
+        if run is None or run.over or not run.ranks.running:
             return False, "the run is over"
         if command == "stacks":
-            return True, "\n".join(run.held.where())
+            return True, "\n".join(run.ranks.where())
         if command == "kill":
             run.presses.count = max(run.presses.count, 2)
             return True, "the ranks are ended; the notebook is as it was before the run"

@@ -10,7 +10,7 @@ from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, Tried
 from nbtrain.session.report.oom_report import ran_out
-from nbtrain.session.run.homecoming import Homecoming
+from nbtrain.session.run.bring_home import Homecoming
 
 if TYPE_CHECKING:
     from nbtrain.session.run.run_state import RunState
@@ -21,7 +21,7 @@ LINE = 200
 """characters of an error's text in a table"""
 
 
-class Unkept(Homecoming):
+class DiscardTrial(Homecoming):
     """One trial's."""
 
     def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:
@@ -38,21 +38,21 @@ class Unkept(Homecoming):
         return found if len(found) == len(self.outcome.ranks) and not self.why else []
 
     def end(self, ok: bool) -> None:
-        held, run = self.held, self.run
+        ranks, run = self.ranks, self.run
         if not ok:
             self._read_failure()
-        dead, stuck = held.gone, run.open
+        dead, stuck = ranks.gone, run.open
         sound = ok and all(done.grouped for done in self.outcome.finished.values())
         self.outcome.without(dead)
         try:
-            if self.spec.pool.start == "fork" or any(death.said for death in held.deaths):  # new ones would not start
-                held.lose()
+            if self.spec.pool.start == "fork" or any(death.said for death in ranks.deaths):  # new ones would not start
+                ranks.lose()
             elif dead or stuck or not (sound or run.quiet):
-                held.regroup(dead | stuck)
-            if held.pool is not None:
-                held.forget()
+                ranks.regroup(dead | stuck)
+            if ranks.pool is not None:
+                ranks.forget()
         except PoolError:  # a rank takes no message
-            held.lose()
+            ranks.lose()
         run.over = True
         if run.stopped:
             raise KeyboardInterrupt("stopped; the notebook is as it was before this cell")
@@ -60,11 +60,11 @@ class Unkept(Homecoming):
     def _wanted_memory(self, death: Death) -> bool:
         """Code that is not told by an exception that there is no more ends its process, by a signal or an exit code."""
         if death.signal == signal.SIGKILL:
-            return self.held.out_of_memory_kills
+            return self.ranks.out_of_memory_kills
         return death.signal in (signal.SIGABRT, signal.SIGSEGV) or death.code in EXITS
 
     def _read_failure(self) -> None:
-        deaths = self.held.deaths
+        deaths = self.ranks.deaths
         if deaths:
             self.no_memory = any(map(self._wanted_memory, deaths))
             self.why = str(deaths[0])

@@ -14,11 +14,13 @@ from nbtrain import intercept
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.events import Event
-from nbtrain.exchange.graph.residence import Table, Walk, find_all
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.rank_paths import find_all
 from nbtrain.exchange.kinds import numeric
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.screens import CellScreen
-from nbtrain.session.run.observers import Audience
+from nbtrain.session.run.observers import Observers
 from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
 
 
@@ -32,7 +34,7 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
         devices=pool.devices if pool.together else (),
     )  # fmt: skip
-    audience = Audience(shell, spec, cell, None, "", print, CellScreen(shell))
+    audience = Observers(shell, spec, cell, None, "", print, CellScreen(shell))
     precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
     summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
     if spec.monitor != "off":
@@ -65,7 +67,7 @@ def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
     from nbtrain.training.setup.components import PREPARABLE
 
     numeric.learn_atoms()
-    walk = Walk(Table(0), namespace, keep_home=True)
+    walk = Walk(ObjectTable(0), namespace, keep_home=True)
     for name in (*names.hard, *names.soft):
         walk.name(name, namespace[name])
     return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, PREPARABLE)

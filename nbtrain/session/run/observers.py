@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.events import Event, RankState, Sink
+from nbtrain.runs.write_run_file import Recorder, settings
 from nbtrain.views import choose
 from nbtrain.watch.feed import Feed
-from nbtrain.watch.history import Recorder, settings
-from nbtrain.watch.logto import LogTo
+from nbtrain.watch.log_to import LogTo
 from nbtrain.watch.series import points
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nbtrain.specs import RunSpec
 
 
-class Audience:
+class Observers:
     """One run's. All calls come from the one thread that watches the run."""
 
     def __init__(

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.probes as probes
 from nbtrain.beacon import Beacon
+from nbtrain.runs.run_folder import notebook
 from nbtrain.session.run.controls import Answer, Controls
-from nbtrain.watch.shelf import notebook
 
 if TYPE_CHECKING:
-    from nbtrain.session.pool.pool_manager import Ranks
+    from nbtrain.session.pool.pool_manager import PoolManager
     from nbtrain.session.run.cell_run import CellRun
 
 IDLE = "no cell runs on the ranks"
 
 
-class Outside:
+class PublicRecord:
     """One session's. `about` and `do` are called from the beacon's threads."""
 
-    def __init__(self, namespace: dict[str, Any], ranks: Ranks) -> None:
+    def __init__(self, namespace: dict[str, Any], ranks: PoolManager) -> None:
         self._namespace = namespace
         self._ranks = ranks
         self._run: dict[str, Any] | None = None

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbtrain.defer_interrupts import Presses
 from nbtrain.events import Memory
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.relay import Relay
-from nbtrain.session.pool.pool_manager import Ranks
-from nbtrain.session.run.ending import Ending
-from nbtrain.session.run.outcome import Outcome
-from nbtrain.shield import Presses
+from nbtrain.session.pool.pool_manager import PoolManager
+from nbtrain.session.run.run_outcome import Outcome
+from nbtrain.session.run.stop_ranks import StopRanks
 from nbtrain.specs import RunSpec
 
 
@@ -22,7 +22,7 @@ class RunState:
     """What `CellRun` shares with its controls and with what brings its work home."""
 
     shell: Any
-    held: Ranks
+    ranks: PoolManager
     spec: RunSpec
     cell: Cell
     names: Captured
@@ -35,7 +35,7 @@ class RunState:
     memory: dict[int, Memory] = field(default_factory=dict)
     """what each rank has said last"""
     presses: Presses = field(default_factory=Presses)
-    ending: Ending | None = None
+    ending: StopRanks | None = None
     """once the ranks have been sent the cell"""
     over: bool = True
     """no rank runs the cell, or those that did are gone"""
@@ -51,12 +51,12 @@ class RunState:
     @property
     def open(self) -> set[int]:
         """Who has not ended."""
-        return self.outcome.silent - self.held.gone
+        return self.outcome.silent - self.ranks.gone
 
     @property
     def fault(self) -> bool:
         """Something else than Stop."""
-        return bool(self.held.deaths) or self.outcome.fault
+        return bool(self.ranks.deaths) or self.outcome.fault
 
     @property
     def quiet(self) -> bool:

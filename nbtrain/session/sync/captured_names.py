@@ -11,7 +11,7 @@ from typing import Any
 from nbtrain.compat import namespaces
 from nbtrain.errors import MissingName, UsageError
 from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, reach
-from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.session.cell import Cell
 
 ON_RANKS = frozenset(
@@ -40,7 +40,7 @@ def captured(
     namespace: dict[str, Any],
     extra: Iterable[str],
     cell: Cell,
-    places: Places,
+    places: NameOrder,
     options: Iterable[object] = (),
 ) -> Captured:
     """The notebook's names that this cell needs. Raises where it surely reads one that does not exist. `options`:

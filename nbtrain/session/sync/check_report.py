@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
-from nbtrain.exchange.graph.residence import Cargo, Culprit, Node, Table, Walk
+from nbtrain.exchange.graph.changes import Changes, Culprit
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.kinds.base import ATOMS, Node
 from nbtrain.exchange.kinds.remedies import GENERAL
 from nbtrain.exchange.names.cell_names import CellNames, private, reach
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.records import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
 from nbtrain.session.sync import trial_unpickling
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 HEAVY = 16 << 20
 """Bytes from which on it is worth a line that nobody asked for them."""
@@ -31,7 +33,7 @@ OWN = (
 
 
 @dataclass(slots=True)
-class Report:
+class CheckReport:
     """True when everything can travel; shown as text."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -61,10 +63,10 @@ class Report:
             largest = sorted(self.sizes, key=lambda name: -self.sizes[name])
             total = sum(self.sizes.values())
             worth = [name for name in largest[:SHOWN] if self.sizes[name] >= total / 100] or largest[:1]
-            listed = [f"{name} {words.size(self.sizes[name])}" for name in worth]
+            listed = [f"{name} {humanize.size(self.sizes[name])}" for name in worth]
             if more := largest[len(worth) :]:
-                listed.append(f"{len(more)} more {words.size(sum(self.sizes[name] for name in more))}")
-            parts.append(f"{words.size(total)} would be sent: {', '.join(listed)}")
+                listed.append(f"{len(more)} more {humanize.size(sum(self.sizes[name] for name in more))}")
+            parts.append(f"{humanize.size(total)} would be sent: {', '.join(listed)}")
         if self.resident:
             parts.append(f"on the ranks already: {_some(self.resident)}")
         if self.by_name:
@@ -73,7 +75,9 @@ class Report:
         return " · ".join([head, *parts])
 
 
-def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[str, int], asked: list[str]) -> Report:
+def check(
+    namespace: dict[str, Any], traffic: NotebookSide | None, numbers: Mapping[str, int], asked: list[str]
+) -> CheckReport:
     """`asked`: names; none means every name that a cell could read."""
     for name in asked:
         if name not in namespace:
@@ -106,13 +110,13 @@ def check(namespace: dict[str, Any], traffic: Traffic | None, numbers: Mapping[s
 class _CheckWalk:
     """The walk that a cell would make, its result taken apart by names."""
 
-    def __init__(self, namespace: dict[str, Any], traffic: Traffic | None, wanted: list[str]) -> None:
-        self.report = Report()
+    def __init__(self, namespace: dict[str, Any], traffic: NotebookSide | None, wanted: list[str]) -> None:
+        self.report = CheckReport()
         self.broken: list[Finding] = []
         able = list(wanted)
         while True:
-            self.walk = Walk(traffic.table if traffic is not None else Table(0), namespace)
-            self.report = Report()
+            self.walk = Walk(traffic.table if traffic is not None else ObjectTable(0), namespace)
+            self.report = CheckReport()
             failed = self._names(namespace, able)
             if failed is None:
                 return
@@ -130,7 +134,7 @@ class _CheckWalk:
             records, buffers, culprits = len(walk.cargo.records), len(walk.cargo.buffers), len(walk.culprits)
             try:
                 walk.name(name, value)
-                part = Cargo(walk.cargo.records[records:], [], {name: walk.cargo.names[name]})
+                part = Changes(walk.cargo.records[records:], [], {name: walk.cargo.names[name]})
                 stream = 0 if len(walk.culprits) > culprits else len(dump(part))
             except Exception as error:  # whatever a class does when it is looked at or packed
                 walk.undo()
@@ -180,17 +184,17 @@ def _views(walk: Walk) -> Iterable[str]:
         path = path_of(Culprit(views[0].obj, "", [*trail, views[0].obj]))
         copy = "clone()" if views[0].kind.name == "tensor" else "copy()"
         yield (
-            f"{path} shows {words.size(used)} of {words.size(whole)} of memory, and all of it travels: "
+            f"{path} shows {humanize.size(used)} of {humanize.size(whole)} of memory, and all of it travels: "
             f"{path} = {path}.{copy} sends what is shown"
         )
 
 
-def _dragged(report: Report, asked: list[str], namespace: dict[str, Any]) -> Iterable[str]:
+def _dragged(report: CheckReport, asked: list[str], namespace: dict[str, Any]) -> Iterable[str]:
     """Names that nobody asked for and that functions read."""
     for name, size in report.sizes.items():
         if not asked or name in asked or size < HEAVY:
             continue
         for one in asked:
             if name in reach(CellNames(reads=frozenset({one})), namespace).hard:
-                yield f"{one} reads {name}, so {words.size(size)} come along: give it what it needs as an argument"
+                yield f"{one} reads {name}, so {humanize.size(size)} come along: give it what it needs as an argument"
                 break

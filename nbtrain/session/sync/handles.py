@@ -9,11 +9,10 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.events import Event, Pulled
-from nbtrain.exchange.graph.residence import Handle, Node
-from nbtrain.exchange.kinds.base import GONE
+from nbtrain.exchange.kinds.base import GONE, Handle, Node
 from nbtrain.messages import Message, Pull, Serve
 from nbtrain.session.sync import kept_handles
-from nbtrain.session.sync.notebook_side import Traffic
+from nbtrain.session.sync.notebook_side import NotebookSide
 
 SLOW = 2.0
 """Seconds after which something that is not the cell itself says what it is."""
@@ -23,7 +22,7 @@ class Fetch:
     """Asks the ranks of one pool for copies."""
 
     def __init__(
-        self, traffic: Traffic, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
+        self, traffic: NotebookSide, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
         listen: Callable[[Iterable[int]], list[Event]], dead: Callable[[], set[int]], together: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`listen` raises when one of these ranks is gone. `dead`: who has died since the last cell. `together`:

@@ -11,11 +11,12 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from nbtrain.exchange.graph.object_path import way
-from nbtrain.exchange.graph.residence import Handle, Node, Table
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.kinds.base import Handle, Node
 from nbtrain.exchange.names.cell_names import private
 
 
-def handles(table: Table, worth: bool = False) -> list[Node]:
+def handles(table: ObjectTable, worth: bool = False) -> list[Node]:
     """Those whose ranks live. `worth`: only what could travel, and so nobody lets go of unasked."""
     return [
         node
@@ -29,7 +30,7 @@ def held(node: Node) -> bool:
     return sys.getrefcount(node.obj) > ALONE
 
 
-def kept(table: Table, namespace: Mapping[str, Any]) -> dict[str, int]:
+def kept(table: ObjectTable, namespace: Mapping[str, Any]) -> dict[str, int]:
     """How the notebook comes to each: a name, or a way such as `results['big']` → its key."""
     found: dict[str, int] = {}
     nodes = handles(table, worth=True)

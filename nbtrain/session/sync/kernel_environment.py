@@ -15,7 +15,7 @@ from nbtrain.worker.process.library_settings import Settings, read
 from nbtrain.worker.process.rank_environment import torch_flags
 
 
-class Mirror:
+class EnvironmentMirror:
     """What the ranks of one pool were told last."""
 
     def __init__(self, shell: Any) -> None:

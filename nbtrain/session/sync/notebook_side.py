@@ -14,17 +14,20 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.residence import Arrival, Culprit, Handle, Node, Table, Walk, remember
+from nbtrain.exchange.graph.changes import Culprit
+from nbtrain.exchange.graph.find_changes import Walk, remember
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, Make, keys_in
+from nbtrain.exchange.kinds.base import ATOMS, Handle, Make, Node, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
-from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync import kept_handles
-from nbtrain.worker.home.homecoming import Home
+from nbtrain.worker.home.pack_changes import Home
 from nbtrain.worker.home.random_states import States, capture, restore
 from nbtrain.worker.home.rank_side import OPTION
 
@@ -49,15 +52,15 @@ class Outgoing:
     sources: tuple[CellSource, ...]
 
 
-class Traffic:
+class NotebookSide:
     """Belongs to one pool. When its ranks forget, it is thrown away."""
 
     def __init__(
         self, namespace: dict[str, Any], directory: str, readers: Iterable[int], numbers: Mapping[str, int]
     ) -> None:
         self.namespace = namespace
-        self.table = Table(0)
-        self._places = Places(namespace)
+        self.table = ObjectTable(0)
+        self._places = NameOrder(namespace)
         self.packer = Packer(directory)
         self.readers = tuple(readers)
         self._openers: dict[int, Opener] = {rank: Opener() for rank in self.readers}
@@ -103,7 +106,7 @@ class Traffic:
         `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
         """
         numeric.learn_atoms()
-        self.let_go()
+        self.release_dropped()
         self._running = running
         wanted = {*hard, *self._travelling(soft)}
         walk = Walk(self.table, self.namespace, keep_home=everything_goes)
@@ -209,7 +212,7 @@ class Traffic:
         """Everything is opened before anything of the notebook's is touched. Returns what is new or changed."""
         numeric.learn_atoms()
         cargo, buffer = self._openers[rank].open(home.parcel)
-        arrival = Arrival(self.table, self.namespace, cargo, buffer, _place, lenient=True)
+        arrival = OpenedParcel(self.table, self.namespace, cargo, buffer, _place, lenient=True)
         touched = arrival.commit()
         self.unchanged = arrival.left
         names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
@@ -284,14 +287,14 @@ class Traffic:
                 node.seen = None
                 todo += node.children
 
-    def distrust(self) -> None:
+    def resend(self) -> None:
         """The ranks disagree: the notebook's tensors and random streams go to all of them before their next use."""
         self._streams = None
         for node in self.table.nodes.values():
             if node.kind.name == "tensor":
                 node.seen = None
 
-    def inherit(self, before: Traffic) -> None:
+    def inherit(self, before: NotebookSide) -> None:
         """After a failure: what the ranks did not forget. What kept objects hold is sent anew before it is used."""
         self.table = before.table
         handles = set(kept_handles.handles(self.table, worth=True))
@@ -319,7 +322,7 @@ class Traffic:
         cargo, buffer = self._openers[rank].open(parcel)
         here = name in self.namespace
         try:
-            return Arrival(self.table, self.namespace, cargo, buffer, _place).names[name]
+            return OpenedParcel(self.table, self.namespace, cargo, buffer, _place).names[name]
         finally:
             if not here:  # code that ran while it was opened may have needed the name; the notebook has no such name
                 self.namespace.pop(name, None)
@@ -334,7 +337,7 @@ class Traffic:
 
     # -- letting go ----------------------------------------------------------------------
 
-    def let_go(self) -> None:
+    def release_dropped(self) -> None:
         """Objects that the notebook dropped or holds no longer under their name must not live on because of us.
 
         Also called between cells; the ranks are told with the next one.

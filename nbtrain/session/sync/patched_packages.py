@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from nbtrain.compat import pickling, python
-from nbtrain.worker.modules.local_files import local
+from nbtrain.local_files import local
 
 _MAY_SET = re.compile(r"\.\s*\w+\s*(?::[^=\n]+)?[-+*/|&^%@<>]{0,2}=(?!=)|\bsetattr\b")
 _FOLLOWS = frozenset((
@@ -25,7 +25,7 @@ _FOLLOWS = frozenset((
 SHOWN = 4
 
 
-class Patched:
+class PatchedPackages:
     """One notebook's. The texts of its cells are read, once each."""
 
     def __init__(self, shell: Any) -> None:

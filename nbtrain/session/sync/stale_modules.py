@@ -7,16 +7,16 @@ import sys
 from typing import Any
 
 from nbtrain.compat import kernel
-from nbtrain.worker.modules.installed_packages import Change, Packages
-from nbtrain.worker.modules.local_files import Stamp, local_modules, stamp
+from nbtrain.local_files import Stamp, local_modules, stamp
+from nbtrain.worker.modules.installed_packages import Change, InstalledPackages
 
 
-class Aging:
+class StaleModules:
     """The kernel's. Python's import is the user's here, so it looks after each cell; on a rank it listens."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self.packages = Packages()
+        self.packages = InstalledPackages()
         self._loaded: frozenset[str] = frozenset()
         self._files: dict[str, tuple[str, Any, Stamp | None]] = {}
         """local module → file, what Python made anew if it was loaded again, and the file as it was then"""

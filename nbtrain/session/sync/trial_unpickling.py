@@ -13,12 +13,14 @@ from typing import Any
 
 from nbtrain.engines._local import scratch
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.residence import Cargo, Node, Table, Walk
-from nbtrain.exchange.kinds.base import keys_in
+from nbtrain.exchange.graph.changes import Changes
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.kinds.base import Node, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.parcel import Packer
-from nbtrain.session.sync.kernel_environment import Mirror
+from nbtrain.session.sync.kernel_environment import EnvironmentMirror
 from nbtrain.worker.home.trial_opening import open_parcel
 
 PATIENCE = 20.0
@@ -76,16 +78,16 @@ def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | N
     packer = Packer(tempfile.gettempdir(), numbers=numbers)
     try:
         parcel = packer.pack(_cargo(namespace, names), (0,))
-        environment = Mirror(SimpleNamespace(colors=None)).changes(False)
+        environment = EnvironmentMirror(SimpleNamespace(colors=None)).changes(False)
         said: str | None = scratch.ask(open_parcel, parcel, environment, PATIENCE, _takes_long)
         return said
     finally:
         packer.close()
 
 
-def _cargo(namespace: dict[str, Any], names: list[str]) -> Cargo:
+def _cargo(namespace: dict[str, Any], names: list[str]) -> Changes:
     """As a cell would send it. What cannot travel is said elsewhere."""
-    table = Table(0)
+    table = ObjectTable(0)
     walk = Walk(table, namespace)
     for name in names:
         walk.name(name, namespace[name])
@@ -96,7 +98,7 @@ def _cargo(namespace: dict[str, Any], names: list[str]) -> Cargo:
     for state in modules:
         walk.name(MODULE + state.name, state)
     cargo = walk.finish()
-    return Cargo() if walk.culprits else cargo
+    return Changes() if walk.culprits else cargo
 
 
 def _takes_long() -> None:

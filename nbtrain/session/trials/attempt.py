@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.probes as probes
 import nbtrain.registry as registry
-import nbtrain.words as words
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.exchange.names.name_order import Places
+from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.session.cell import Cell
-from nbtrain.session.pool.pool_manager import Ranks
+from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.run.discard_trial import Unkept
+from nbtrain.session.run.discard_trial import DiscardTrial
 from nbtrain.session.sync.captured_names import captured
 from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.specs import RunSpec, Trial
@@ -38,10 +38,10 @@ class RunWay:
     """otherwise `auto` is called by what it became"""
 
 
-class Tries:
+class Attempt:
     """Of one cell. Nothing of them comes home, and other cells know nothing of them."""
 
-    def __init__(self, shell: Any, ranks: Ranks, cell: Cell, memory: int) -> None:
+    def __init__(self, shell: Any, ranks: PoolManager, cell: Cell, memory: int) -> None:
         """`memory`: bytes that a rank may come to have; 0: what the device has."""
         self._shell = shell
         self._ranks = ranks
@@ -71,14 +71,14 @@ class Tries:
         names = self.reads(_own(spec), spec.options.values())
         return _bare(advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)[0])
 
-    def play(self, spec: RunSpec, trial: Trial) -> tuple[Unkept, RunSpec]:
+    def play(self, spec: RunSpec, trial: Trial) -> tuple[DiscardTrial, RunSpec]:
         """Run it; what has become of it, and what was run."""
         self._have(spec)
         spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
         names = self.reads(_own(spec), spec.options.values())
         run = CellRun(self._shell, self._ranks, spec, self._cell, names)
         run.run()
-        assert isinstance(run.home, Unkept)
+        assert isinstance(run.home, DiscardTrial)
         return run.home, spec
 
     def check(self, name: str) -> None:
@@ -101,7 +101,7 @@ class Tries:
 
     def reads(self, extra: Iterable[str] = (), options: Iterable[object] = ()) -> Captured:
         namespace = self._shell.user_ns
-        return captured(self._cell.code, namespace, extra, self._cell, Places(namespace), options)
+        return captured(self._cell.code, namespace, extra, self._cell, NameOrder(namespace), options)
 
     def _have(self, spec: RunSpec) -> None:
         """The right ranks, with nothing on them."""
@@ -134,7 +134,7 @@ def _bare(spec: RunSpec) -> RunSpec:
     )  # fmt: skip
 
 
-def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
+def _told(home: DiscardTrial, spec: RunSpec, asked: int) -> dict[str, Any]:
     """`asked`: what a rank may have, as the user said it. The system lets it have what was mapped before, too."""
     found = home.tried
     ranks = spec.pool.world_size
@@ -144,7 +144,7 @@ def _told(home: Unkept, spec: RunSpec, asked: int) -> dict[str, Any]:
     seconds = max(one.seconds for one in found)
     steps = min(one.steps for one in found)
     if 0 < asked < max(memory):
-        why = f"out of memory: it took {words.size(max(memory))}"
+        why = f"out of memory: it took {humanize.size(max(memory))}"
         return {"state": "failed", "ranks": ranks, "memory": memory, "why": why, "no_memory": True}
     if not steps:
         why = "the loop has taken no optimizer step, so there is nothing to measure"

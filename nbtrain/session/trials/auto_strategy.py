@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.specs import PoolSpec, RunSpec
 
@@ -92,7 +92,7 @@ def _instead(
 
 def _said(name: str, ddp: Planned, best: Planned) -> str:
     assert best.estimate is not None
-    least = words.size(best.estimate.peak)
+    least = humanize.size(best.estimate.peak)
     return (
         f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
         f"for {ddp.may_have}; so it is trained under {best.name} from now on, which takes {least} "

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.estimate_kit import by_wire, replicated
+from nbtrain.strategies.kit.allreduce import AllReduce, Sending
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Sending, Wire
+from nbtrain.strategies.kit.profile_arithmetic import by_wire, replicated
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class DDP(Strategy):
@@ -31,4 +31,4 @@ class DDP(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
             return Prepared(component)
-        return Replicated(component, self.options.bucket_mb, Wire(self.options.comm_dtype))
+        return Replicated(component, self.options.bucket_mb, AllReduce(self.options.comm_dtype))

@@ -23,13 +23,13 @@ from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import CutCall, CutCalls, cut, flatten
-from nbtrain.strategies.kit.collective_errors import MESH
-from nbtrain.strategies.kit.estimate_kit import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.allreduce import AllReduce, Sending
+from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Sending, Wire
-from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.own_random import OwnRandom
+from nbtrain.strategies.kit.profile_arithmetic import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class _GatheredParts(torch.autograd.Function):
@@ -65,12 +65,12 @@ def _stand() -> list[torch.Tensor]:
 class InNode(Replicated):
     """A component whose models are called in parts by the ranks of a node."""
 
-    def __init__(self, component: Component, bucket_mb: float, wire: Wire, place: RankInfo, group: Any) -> None:
+    def __init__(self, component: Component, bucket_mb: float, wire: AllReduce, place: RankInfo, group: Any) -> None:
         super().__init__(component, bucket_mb, wire)
         self.place = place
         self.group = group
         self.count = place.world_size // place.nodes
-        self.stream = OwnStream(place.local_rank + 1)  # none goes on with the one outside: that stays equal on all
+        self.stream = OwnRandom(place.local_rank + 1)  # none goes on with the one outside: that stays equal on all
         self.drew = False
         """a model has drawn random numbers in this cell"""
         self.calls = CutCalls("ddp2", self.count, self._run, place.device.startswith("cuda"))
@@ -90,8 +90,8 @@ class InNode(Replicated):
         self.calls.off()
         super().close()
 
-    def let_go(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.let_go()
+    def release_modules(self) -> Callable[[], Prepared]:
+        hold_again = self.calls.release_modules()
 
         def again() -> Prepared:
             hold_again()
@@ -159,7 +159,7 @@ class DDP2(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):
             return Prepared(component)
-        wire = Wire(self.options.comm_dtype)
+        wire = AllReduce(self.options.comm_dtype)
         if self.place.world_size == self.place.nodes:  # one rank in each: that is ddp
             return Replicated(component, self.options.bucket_mb, wire)
         return InNode(component, self.options.bucket_mb, wire, self.place, self._group())

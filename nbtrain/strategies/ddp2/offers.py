@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
-from nbtrain.strategies.kit.batch_cut import CutCall, CutPlan
+from nbtrain.strategies.kit.split_batch import CutCall, CutPlan
 
 NUMBERS = 253
 """that a rank sends. As many as no cell is likely to gather by itself"""

@@ -21,7 +21,7 @@ from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed.estimate import estimate
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
@@ -82,8 +82,8 @@ class DeepSpeed(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("the strategy deepspeed needs ranks: write --devices 2, or --strategy single for one")
-        from nbtrain.strategies.deepspeed.engine import Engined
-        from nbtrain.strategies.kit.gradient_average import Averaged, GradSync
+        from nbtrain.strategies.deepspeed.engine import EngineComponent
+        from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage
 
         settings, precision = config.build(self.options, precision)
         device = next((p.device for p in component.parameters()), torch.device("cpu"))
@@ -96,9 +96,9 @@ class DeepSpeed(Strategy):
         if not component.optimizers:
             # A teacher, or a model that is only evaluated: nothing to shard, kept whole on every rank. Should the cell
             # train it by hand, its gradients are averaged as under ddp.
-            return Averaged(component, GradSync(component.parameters()))
+            return Averaged(component, GradientAverage(component.parameters()))
         folder = os.path.abspath(os.path.expanduser(self.options.nvme_path)) if self.options.nvme_path else ""
-        prepared = Engined(component, settings, precision, self.scale, folder)
+        prepared = EngineComponent(component, settings, precision, self.scale, folder)
         if note := config.decided(self.options):
             prepared.notes.append(note)
         return prepared

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.compat.engine import nodes_below
+from nbtrain.compat.autograd_engine import nodes_below
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.deepspeed import messages
+from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.kit.call_arguments import by_name, called_with
 
@@ -22,13 +22,13 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
     def grad(*args: Any, **kwargs: Any) -> Any:
         again = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
         if again and _through_gathered(args[0] if args else kwargs.get("outputs")):
-            raise NotSupported(messages.SPENT)
+            raise NotSupported(error_texts.SPENT)
         try:
             return old(*args, **kwargs)
         except NbtrainError:
             raise
         except Exception as error:
-            sentence = messages.of_backward(error, max(owner.stage for owner in asked.owners))
+            sentence = error_texts.of_backward(error, max(owner.stage for owner in asked.owners))
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error
@@ -43,7 +43,7 @@ def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
         if known and isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters()):
             own = dict(module.named_parameters(remove_duplicate=False))
             if any(name in own and value is not own[name] for name, value in by_name(weights).items()):
-                raise NotSupported(messages.OTHER_WEIGHTS)
+                raise NotSupported(error_texts.OTHER_WEIGHTS)
         return old(*args, **kwargs)
 
     return functional_call

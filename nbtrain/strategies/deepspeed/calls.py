@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.compat.engine import in_backward
+from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_map
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts

@@ -1,7 +1,7 @@
 """One component behind one of DeepSpeed's engines: set up, entered and left, and whole again at the end.
 
-The engine and what belongs to it are built in engine_parts.py. What the engine takes for the model is a `Core`
-(wrapped_module.py), and calls of the models go through it (calls.py). The optimizer it steps is an `Inner` one
+The engine and what belongs to it are built in engine_parts.py. What the engine takes for the model is a `WrappedModule`
+(wrapped_module.py), and calls of the models go through it (calls.py). The optimizer it steps is an `InnerOptimizer` one
 (inner_optimizer.py). What happens between `loss.backward()` and `optimizer.step()` is in gradients.py; where parameters
 and the optimizer's state are, in pieces, and what the notebook sees of them, in weights.py and optimizer_state.py.
 """
@@ -20,24 +20,24 @@ import torch.distributed as dist
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
-from nbtrain.strategies.deepspeed import config, messages
+from nbtrain.strategies.deepspeed import config, error_texts
 from nbtrain.strategies.deepspeed.autograd_refusals import asked
 from nbtrain.strategies.deepspeed.calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
-from nbtrain.strategies.deepspeed.gradients import Gradients
-from nbtrain.strategies.deepspeed.inner_optimizer import Inner, check
+from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
+from nbtrain.strategies.deepspeed.gradients import EngineGradients
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.messages import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
-from nbtrain.strategies.deepspeed.release_modules import let_go
+from nbtrain.strategies.deepspeed.release_modules import release_modules
 from nbtrain.strategies.deepspeed.shares import SharePart
 from nbtrain.strategies.deepspeed.state_dicts import whole_dicts, whole_state
 from nbtrain.strategies.deepspeed.wrapped_module import LOW, outermost
 
 
-class Engined(Prepared):
+class EngineComponent(Prepared):
     """`skipped`: steps left out because a gradient was infinite."""
 
     hooks_see_own_gradients = True
@@ -75,7 +75,7 @@ class Engined(Prepared):
             component, user, self.settings, self.precision, self.loss_scale, self.place, self.device, self.models,
             self.shapes, self.notes,
         )  # fmt: skip
-        self.gradients = Gradients(parts)
+        self.gradients = EngineGradients(parts)
         self.reader = self.gradients.reader
         self.calls = EngineCalls(parts, self.reader, self.outputs)
         for module in modules_of(component):
@@ -93,7 +93,7 @@ class Engined(Prepared):
         if not held and [p.requires_grad for p in self.parts.parameters] != self.parts.requires:
             self.close()
             self._build(self.parts.user)
-        if isinstance(self.parts.inner, Inner):
+        if isinstance(self.parts.inner, InnerOptimizer):
             self.parts.state.take()
             if self.parts.state.uneven:
                 if held:
@@ -130,7 +130,7 @@ class Engined(Prepared):
                 put_on.callback(linear.off, self)
             for handle in whole_dicts(parts.models, parts.deepspeed.zero.GatheredParameters, parts.weights.load):
                 put_on.callback(handle.remove)
-        if isinstance(parts.inner, Inner):
+        if isinstance(parts.inner, InnerOptimizer):
             for handle in whole_state(parts.state, parts.device):
                 put_on.callback(handle.remove)
             parts.state.close_to_cell()
@@ -157,9 +157,9 @@ class Engined(Prepared):
         if not parts.entered:
             return
         if self.calls.busy:
-            raise NotSupported(messages.MIDST)
+            raise NotSupported(error_texts.MIDST)
         if parts.has_another_layer():
-            raise NotSupported(messages.ANOTHER_LAYER)
+            raise NotSupported(error_texts.ANOTHER_LAYER)
         parts.entered = False
         self.surroundings.close()
         self.calls.pause()
@@ -174,22 +174,22 @@ class Engined(Prepared):
         parts = self.parts
         parts.attachments.take_off()
         parts.weights.show(parts.parameters)
-        if isinstance(parts.inner, Inner):
+        if isinstance(parts.inner, InnerOptimizer):
             parts.state.show()
 
     def _put_on(self) -> None:
         self.parts.attachments.put_back()
         self.parts.weights.put_back(self.parts.parameters)
 
-    def let_go(self) -> Callable[[], Prepared | None]:
+    def release_modules(self) -> Callable[[], Prepared | None]:
         parts = self.parts
         entered = parts.entered
         if entered:  # between cells nothing of this is on
             self.surroundings.close()
             parts.attachments.take_off()
-        take_back = let_go(self, parts, self.gradients)
+        take_back = release_modules(self, parts, self.gradients)
 
-        def hold_again() -> Engined | None:
+        def hold_again() -> EngineComponent | None:
             owner = take_back()
             if owner is not None and entered:
                 owner.parts.attachments.put_back()
@@ -230,7 +230,7 @@ class Engined(Prepared):
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
         yield from self.parts.weights.pieces(self.parts.parameters)
-        if isinstance(self.parts.inner, Inner):
+        if isinstance(self.parts.inner, InnerOptimizer):
             yield from self.parts.state.pieces(self.parts.trained)
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -248,7 +248,7 @@ class Engined(Prepared):
     def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
         parts = self.parts
         if not self.knows(optimizer) and (optimizer is parts.user or not held_by(optimizer).isdisjoint(parts.held)):
-            sentence = messages.OTHER_GROUPS if optimizer is parts.user else messages.ANOTHER_OPTIMIZER
+            sentence = error_texts.OTHER_GROUPS if optimizer is parts.user else error_texts.ANOTHER_OPTIMIZER
             raise NotSupported(sentence.format(name=type(optimizer).__name__))
 
     def grow(self, component: Component) -> bool:
@@ -279,7 +279,7 @@ class Engined(Prepared):
     def close(self) -> None:
         """One tensor at a time: what is gathered becomes the parameter's own."""
         if self.gradients.held:
-            raise NotSupported(messages.HELD)
+            raise NotSupported(error_texts.HELD)
         for tensor, piece in [*self.pieces()]:
             flat = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=tensor.device)
             for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):

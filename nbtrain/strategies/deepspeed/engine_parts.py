@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat.brought import DEEPSPEED
+from nbtrain.compat.training_libraries import DEEPSPEED
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import original
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.deepspeed import compile_ops, config, messages
+from nbtrain.strategies.deepspeed import compile_ops, config, error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
-from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, Inner, adam_kind, unhooked
+from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, InnerOptimizer, adam_kind, unhooked
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.nvme_folder import Folder
+from nbtrain.strategies.deepspeed.nvme_folder import NvmeFolder
 from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, once
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.shares import EngineLayout
-from nbtrain.strategies.deepspeed.weights import Weights, unreadable
-from nbtrain.strategies.deepspeed.wrapped_module import LOW, Core
+from nbtrain.strategies.deepspeed.weights import EngineWeights, unreadable
+from nbtrain.strategies.deepspeed.wrapped_module import LOW, WrappedModule
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
 """id of a parameter → its shape and dtype in the notebook"""
@@ -50,16 +50,16 @@ class EngineParts:
     device: torch.device
     deepspeed: Any
     attachments: Attachments
-    core: Core
+    core: WrappedModule
     inner: Any
-    """the optimizer that the engine steps: an `Inner`, or one of the config's"""
+    """the optimizer that the engine steps: an `InnerOptimizer`, or one of the config's"""
     sources: list[int]
     engine: Any
     layout: EngineLayout
     state: EngineOptimizerState
-    weights: Weights
+    weights: EngineWeights
     kernel: CpuAdam | None
-    folder: Folder | None
+    folder: NvmeFolder | None
     entered: bool = False
     """a cell runs"""
     inside: bool = False
@@ -75,7 +75,7 @@ class EngineParts:
     def tell_of_layers(self, error: Exception) -> None:
         """DeepSpeed has not found what it hangs on parameters."""
         if isinstance(error, AttributeError) and self.has_another_layer():
-            raise NotSupported(messages.ANOTHER_LAYER) from error
+            raise NotSupported(error_texts.ANOTHER_LAYER) from error
 
 
 def build(
@@ -117,10 +117,10 @@ def build(
     if precision in LOW:
         kept = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
         frozen = {id(p): p.data.clone() for p in kept}
-    core = Core(models, precision, device, stage != 3)
+    core = WrappedModule(models, precision, device, stage != 3)
     mine = set(map(id, trained))
     kinds = once(trained, user.state) if own else {}
-    inner: Any = Inner.make(user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
+    inner: Any = InnerOptimizer.make(user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
     inner.kernel = kernel
     sources = inner.sources
     if own and device.type == "cuda" and decoupled is not None and kernel is None:
@@ -138,7 +138,7 @@ def build(
     state = EngineOptimizerState(user, inner, layout)
     if own:
         state.take()
-    weights = Weights(layout, state, attachments, shapes, frozen, parameters)
+    weights = EngineWeights(layout, state, attachments, shapes, frozen, parameters)
     return EngineParts(
         component=component, user=user, held=held, settings=settings, stage=stage, precision=precision,
         loss_scale=loss_scale, models=models, shapes=shapes, parameters=parameters, requires=requires, trained=trained,
@@ -147,12 +147,12 @@ def build(
     )  # fmt: skip
 
 
-def _offload_to_disk(deepspeed: Any, settings: config.Settings, place: str, notes: list[str]) -> Folder | None:
+def _offload_to_disk(deepspeed: Any, settings: config.Settings, place: str, notes: list[str]) -> NvmeFolder | None:
     if "nvme" not in {config.offload(settings, "offload_param"), config.offload(settings, "offload_optimizer")}:
         return None
     compile_ops.load(deepspeed, "AsyncIOBuilder")
     places = [section.get("nvme_path") for _, section in config.sections(settings)]
-    folder = Folder(place or next(filter(None, places)))
+    folder = NvmeFolder(place or next(filter(None, places)))
     for _, section in config.sections(settings):
         section["nvme_path"] = folder.path
     notes.append("what is smaller than 1 MiB on a rank stays in memory: DeepSpeed does not swap it to nvme")
@@ -172,7 +172,7 @@ def _configure_activations(deepspeed: Any, settings: config.Settings) -> None:
         )
 
 
-def _fuse(inner: Inner, user: torch.optim.Optimizer, notes: list[str]) -> None:
+def _fuse(inner: InnerOptimizer, user: torch.optim.Optimizer, notes: list[str]) -> None:
     """On a GPU torch's own fused step is what FusedAdam would be, and needs no compiling."""
     if any(g.get("foreach") or g.get("capturable") or g.get("fused") is False for g in user.param_groups):
         return
@@ -190,7 +190,7 @@ def _fitted(settings: config.Settings, trained: list[torch.Tensor]) -> config.Se
     return {**settings, "zero_optimization": {**zero, "reduce_bucket_size": min(zero["reduce_bucket_size"], total)}}
 
 
-def _initialize(core: Core, inner: Any, settings: config.Settings, own: bool) -> tuple[Any, Any]:
+def _initialize(core: WrappedModule, inner: Any, settings: config.Settings, own: bool) -> tuple[Any, Any]:
     """The engine, and the optimizer that it steps."""
     make = original(DEEPSPEED)
     if own:

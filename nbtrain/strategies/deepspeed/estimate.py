@@ -9,8 +9,8 @@ from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed.estimate_quantities import Quantities
 from nbtrain.strategies.deepspeed.estimate_stage_3 import walk_three
 from nbtrain.strategies.deepspeed.estimate_stages_1_2 import walk_two
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit import estimate_kit
+from nbtrain.strategies.kit import profile_arithmetic
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 ON_DISK = "what is kept on nvme is not counted, nor are the buffers through which it comes and goes"
 CUT = "what partition_activations and cpu_checkpointing save of activations is not counted"
@@ -20,7 +20,7 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of DeepSpeed."""
     settings, precision = config.build(options, world.precision)
     if world.ranks == 1 and world.devices == 1:
-        return estimate_kit.estimate(profile, world)
+        return profile_arithmetic.estimate(profile, world)
     known = Quantities(settings, precision, profile, world)
     walk = walk_three(known) if known.stage == 3 else walk_two(known)
     activations = max(found for found, _ in known.course)

@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from nbtrain.strategies.deepspeed import config
-from nbtrain.strategies.estimates import Profile, Weight, World
-from nbtrain.strategies.kit.estimate_kit import largest, moments, trainable
+from nbtrain.strategies.kit.profile_arithmetic import largest, moments, trainable
+from nbtrain.strategies.memory_estimate import Profile, Weight, World
 
 FULL = 4
 """bytes of a number that the optimizer steps: of those there is a copy, whatever the model computes with"""

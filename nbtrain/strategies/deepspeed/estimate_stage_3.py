@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbtrain.strategies.deepspeed.estimate_quantities import FULL, Quantities, StepBytes
-from nbtrain.strategies.kit.estimate_kit import ring
+from nbtrain.strategies.kit.profile_arithmetic import ring
 
 DEFAULTS = {
     "stage3_prefetch_bucket_size": 50_000_000,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nbtrain.strategies.deepspeed.estimate_quantities import FULL, Quantities, StepBytes
-from nbtrain.strategies.kit.estimate_kit import ring
+from nbtrain.strategies.kit.profile_arithmetic import ring
 
 DOUBLE = 8
 """bytes of a number of which a norm is taken"""

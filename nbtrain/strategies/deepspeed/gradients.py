@@ -22,18 +22,18 @@ import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
-from nbtrain.strategies.deepspeed import gradient_buffers, messages
+from nbtrain.strategies.deepspeed import error_texts, gradient_buffers
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
-from nbtrain.strategies.deepspeed.inner_optimizer import Inner
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
 from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 
 TRAINABLE = attrgetter("requires_grad")
 
 
-class Gradients:
+class EngineGradients:
     """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -119,7 +119,7 @@ class Gradients:
         def noted(p: torch.Tensor, *args: Any) -> Any:
             if not self.opened:  # by a way on which no output of a new forward lay
                 if self.stage == 3 and not self.parts.inside:  # inside: by a method that trains
-                    raise NotSupported(messages.SPENT)
+                    raise NotSupported(error_texts.SPENT)
                 prologue()
             arrived.add(id(p))
             self.came = True
@@ -169,9 +169,9 @@ class Gradients:
                 emptied += 1
             else:
                 p.grad = None
-                raise NotSupported(messages.BY_HAND)
+                raise NotSupported(error_texts.BY_HAND)
         if emptied and kept:
-            raise NotSupported(messages.SOME_SET_TO_NONE)
+            raise NotSupported(error_texts.SOME_SET_TO_NONE)
         if emptied:
             self.discard()
 
@@ -223,14 +223,14 @@ class Gradients:
         self.take_back()
         if self.stepped:  # and nobody has thrown them away since
             self.discard()
-            raise NotSupported(messages.NOT_ZEROED)
+            raise NotSupported(error_texts.NOT_ZEROED)
         if not self.held:
             if any(p.grad is not None for p in self.trained):
-                raise NotSupported(messages.BY_HAND)
+                raise NotSupported(error_texts.BY_HAND)
             return  # no gradients: one process would leave everything as it is
         self._warn_of_missing()
         self.weights.follow_edits(self.trained)
-        if isinstance(parts.inner, Inner):
+        if isinstance(parts.inner, InnerOptimizer):
             parts.state.follow()
             parts.inner.take_options()
         zero.clip_grad = self.max_norm or self.clipping
@@ -252,7 +252,7 @@ class Gradients:
         if engine.lr_scheduler is not None:
             self._show_rates()
         self._done()
-        if isinstance(parts.inner, Inner):
+        if isinstance(parts.inner, InnerOptimizer):
             parts.state.begin()
         self.stepped = True
         self._stand_in()
@@ -277,7 +277,7 @@ class Gradients:
     def _check_frozen(self) -> None:
         parts = self.parts
         if not all(map(eq, map(TRAINABLE, parts.parameters), parts.requires)):
-            raise NotSupported(messages.THAWED)
+            raise NotSupported(error_texts.THAWED)
 
     def _warn_of_missing(self) -> None:
         if self._warned or len(self.arrived) >= len(self.trained):
@@ -286,12 +286,12 @@ class Gradients:
         missing = [p for p in self.trained if id(p) not in self.arrived]
         names = [n for m in self.parts.models for n, p in m.named_parameters() if any(p is one for one in missing)]
         if dist.get_rank() == 0:
-            warnings.warn(messages.without_gradient(names), stacklevel=5)
+            warnings.warn(error_texts.without_gradient(names), stacklevel=5)
 
     def _warn_of_skipping(self) -> None:
         if self.skipped > 1 or dist.get_rank():
             return
-        warnings.warn(messages.not_finite(self.stage), stacklevel=5)
+        warnings.warn(error_texts.not_finite(self.stage), stacklevel=5)
 
     # -- clipping, accumulating ----------------------------------------------------------
 
@@ -302,9 +302,9 @@ class Gradients:
         if not asked & mine:
             return None
         if not mine <= asked or asked - mine - {id(p) for p in self.parts.component.parameters()}:
-            raise NotSupported(messages.SOME_CLIPPED)
+            raise NotSupported(error_texts.SOME_CLIPPED)
         if float(norm_type) != 2.0:
-            raise NotSupported(messages.OTHER_NORM.format(norm_type=norm_type))
+            raise NotSupported(error_texts.OTHER_NORM.format(norm_type=norm_type))
         if not self.held or all(p.grad is None or getattr(p.grad, "zeroed", False) for p in self.trained):  # nothing is
             return torch.zeros(())
         finite = math.isfinite(max_norm)
@@ -341,7 +341,7 @@ class Gradients:
     def _clip_now(self) -> None:
         """More is to be added to what was clipped."""
         if self.reduced:
-            raise NotSupported(messages.CLIPPED)
+            raise NotSupported(error_texts.CLIPPED)
         if self.held and self.max_norm:
             self.multiply(min(1.0, self.max_norm / (self.norm + 1e-6)))
             self.max_norm = 0.0
@@ -386,7 +386,7 @@ class Gradients:
         except Exception as error:
             self.parts.tell_of_layers(error)
             moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
-            sentence = MOVED if moved else messages.of_backward(error, self.stage)
+            sentence = MOVED if moved else error_texts.of_backward(error, self.stage)
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error

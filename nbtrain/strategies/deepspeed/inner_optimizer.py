@@ -32,7 +32,7 @@ WHOLE = {
 }
 
 
-class Inner(Optimizer):
+class InnerOptimizer(Optimizer):
     """Made without `Optimizer.__init__`: to everybody else there is one optimizer, the user's."""
 
     user: Optimizer
@@ -40,14 +40,14 @@ class Inner(Optimizer):
     """of the user's class, over the groups and the state of this one"""
     sources: list[int]
     """of each group: which one of the user's it is of"""
-    kernel: Callable[[Inner], None] | None
+    kernel: Callable[[InnerOptimizer], None] | None
     overrides: dict[str, Any]
     """options that are others here than in the user's groups"""
 
     @classmethod
     def make(
         cls, user: Optimizer, trainable: Callable[[torch.Tensor], bool], kind: Callable[[torch.Tensor], Any]
-    ) -> Inner:
+    ) -> InnerOptimizer:
         """`kind`: parameters of different kinds are in different groups, even if they are in one of the user's."""
         inner = cls.__new__(cls)
         worker = type(user).__new__(type(user))
@@ -107,7 +107,7 @@ class CpuAdam:
         self.close = weakref.finalize(self, op.destroy_adam, self.number)
 
     @torch.no_grad()
-    def __call__(self, inner: Inner) -> None:
+    def __call__(self, inner: InnerOptimizer) -> None:
         for group in inner.param_groups:
             for p in group["params"]:
                 if p.grad is None:

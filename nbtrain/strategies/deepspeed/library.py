@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nbtrain import registry
 from nbtrain.compat import deepspeed as ds
-from nbtrain.compat import fit, python
+from nbtrain.compat import python, strategy_packages
 from nbtrain.compat.internals import find
 from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.intercept import Listeners, While, listening
@@ -83,7 +83,7 @@ def _put_right() -> None:
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    if reason := fit.refusal("deepspeed", ["deepspeed"], "fsdp"):
+    if reason := strategy_packages.refusal("deepspeed", ["deepspeed"], "fsdp"):
         raise VersionMismatch(reason)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, on every rank
         python.ignore_always(rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)

@@ -18,7 +18,7 @@ from nbtrain.errors import UsageError
 _PREFIX = "nbtrain-"
 
 
-class Folder:
+class NvmeFolder:
     def __init__(self, place: str) -> None:
         try:
             os.makedirs(place, exist_ok=True)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.gradient_stand_in import ClosedState, HeldState
-from nbtrain.strategies.deepspeed.inner_optimizer import Inner
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
 from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart
 
 UNEVEN = (
@@ -26,7 +26,7 @@ UNEVEN = (
 
 
 class EngineOptimizerState:
-    def __init__(self, user: Optimizer, inner: Inner, layout: EngineLayout) -> None:
+    def __init__(self, user: Optimizer, inner: InnerOptimizer, layout: EngineLayout) -> None:
         self.user, self.inner, self.layout = user, inner, layout
         self.shown: dict[tuple[int, str], torch.Tensor] = {}
         """(id of the parameter, key) → the tensor that stands for a piece"""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat import tensors
-from nbtrain.compat.engine import in_backward
+from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, READ
@@ -29,7 +29,7 @@ from nbtrain.strategies.kit.gradient_stand_in import StandIn
 from nbtrain.strategies.kit.owned_tensors import ANSWERED
 
 if TYPE_CHECKING:
-    from nbtrain.strategies.deepspeed.weights import Weights
+    from nbtrain.strategies.deepspeed.weights import EngineWeights
 
 OF_ITSELF = ANSWERED | {
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad=", "grad~",
@@ -51,7 +51,7 @@ _readers: dict[int, ParameterAccess] = {}
 class ParameterAccess:
     """Of one engine. `begin` and `end` with each cell; `aside` while the engine is at work."""
 
-    def __init__(self, weights: Weights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
+    def __init__(self, weights: EngineWeights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
         self.weights, self.opens = weights, opens
         self.parameters = [p for p in parameters if type(p) is nn.Parameter]

@@ -15,18 +15,18 @@ from weakref import ref
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
-from nbtrain.strategies.deepspeed.inner_optimizer import Inner
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
 
 if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-    from nbtrain.strategies.deepspeed.gradients import Gradients
+    from nbtrain.strategies.deepspeed.gradients import EngineGradients
 
 Owner = TypeVar("Owner")
 
 _HELD = "_nbtrain_engined"
 
 
-def let_go(owner: Owner, parts: EngineParts, gradients: Gradients) -> Callable[[], Owner | None]:
+def release_modules(owner: Owner, parts: EngineParts, gradients: EngineGradients) -> Callable[[], Owner | None]:
     """Between cells, or with nothing on that is on in one. What is returned takes it back, if it is still there."""
     hooks = [table for p in parts.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
     hung = [dict(table) for table in hooks]
@@ -38,7 +38,7 @@ def let_go(owner: Owner, parts: EngineParts, gradients: Gradients) -> Callable[[
     for module in modules:
         vars(module)[_HELD] = owner
     alive, built, user, handle = ref(owner), ref(parts), ref(parts.user), ref(gradients.handle)
-    steps, scale, number = isinstance(parts.inner, Inner), parts.loss_scale, id(gradients)
+    steps, scale, number = isinstance(parts.inner, InnerOptimizer), parts.loss_scale, id(gradients)
 
     def hold_again() -> Owner | None:
         owner, parts = alive(), built()

@@ -33,7 +33,7 @@ def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return torch.full((), 0 if counts else math.nan, dtype=kind, device=p.device).expand(p.shape)
 
 
-class Weights:
+class EngineWeights:
     """Made when the engine is. `frozen`: in full precision, what it has rounded and does not train."""
 
     def __init__(

@@ -17,7 +17,7 @@ LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class Core(nn.Module):
+class WrappedModule(nn.Module):
     """`target`: whose call it is that runs."""
 
     def __init__(self, models: list[nn.Module], precision: str, device: torch.device, whole: bool) -> None:

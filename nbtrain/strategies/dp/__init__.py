@@ -21,10 +21,10 @@ from torch import nn
 from nbtrain.compat import layers
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.batch_cut import CutCall, CutCalls, alike, cut, flatten
-from nbtrain.strategies.kit.estimate_kit import divided, estimate
 from nbtrain.strategies.kit.module_replicas import is_compiled, replica
+from nbtrain.strategies.kit.profile_arithmetic import divided, estimate
+from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, alike, cut, flatten
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class _Sent(torch.autograd.Function):
@@ -70,8 +70,8 @@ class Spread(Prepared):
     def close(self) -> None:
         self.leave()
 
-    def let_go(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.let_go()
+    def release_modules(self) -> Callable[[], Prepared]:
+        hold_again = self.calls.release_modules()
 
         def again() -> Prepared:
             hold_again()

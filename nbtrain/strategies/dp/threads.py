@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.compat import engine, fake
+from nbtrain.compat import autograd_engine, fake_tensors
 
 PATIENCE = 1.0
 """Seconds in which threads that were told to stop may do so; then they are left behind, and end by themselves."""
@@ -41,7 +41,7 @@ class ThreadContext:
 def carried() -> bool:
     """Whether all that surrounds this thread can be had in another: modes of torch's and hooks on what a graph saves
     cannot."""
-    return not (fake.function_modes() or fake.dispatch_modes() or engine.saves_by_hooks())
+    return not (fake_tensors.function_modes() or fake_tensors.dispatch_modes() or autograd_engine.saves_by_hooks())
 
 
 class _Job:

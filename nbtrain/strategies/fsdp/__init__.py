@@ -42,16 +42,15 @@ from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.fsdp import estimate, functional_call, whole_values
-from nbtrain.strategies.fsdp.fully_shard import Tree, prefetch_further
+from nbtrain.strategies.fsdp import estimate, full_values, functional_call
+from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
 from nbtrain.strategies.fsdp.refusals import Refusals, refuse_hooks
-from nbtrain.strategies.fsdp.undivided import check, kept_whole
-from nbtrain.strategies.kit.gradient_average import GradSync, replicas_of
+from nbtrain.strategies.fsdp.unshardable import check, kept_whole
+from nbtrain.strategies.kit.gradient_average import GradientAverage, replicas_of
 from nbtrain.strategies.kit.row_shards import (
-    Rows,
+    RowShards,
     as_parameter,
     cut,
     fresh_storage,
@@ -60,7 +59,8 @@ from nbtrain.strategies.kit.row_shards import (
     refuse_odd_state,
     whole,
 )
-from nbtrain.strategies.kit.units import check_rule, find_roots, find_units
+from nbtrain.strategies.kit.sharding_units import check_rule, find_roots, find_units
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
@@ -91,7 +91,7 @@ class ShardedComponent(Prepared):
         roots = find_roots(component.modules.values())
         kept = kept_whole(component, roots)
         check(component, kept)
-        self.trees: list[Tree] = []
+        self.trees: list[ShardedTree] = []
         self.copied = sum(COPY in name for name in component.modules)
         """how many copies were made"""
         self.ids: set[int] = set()
@@ -107,7 +107,7 @@ class ShardedComponent(Prepared):
             for part in root.modules()
             if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)
         }
-        self.sync = GradSync(kept, norms=norms.values())
+        self.sync = GradientAverage(kept, norms=norms.values())
         self.whole = kept
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.handles: list[Any] = []
@@ -127,7 +127,7 @@ class ShardedComponent(Prepared):
             if not p.is_contiguous():
                 p.data = p.data.contiguous()
         units = find_units(root, self.options.wrap)
-        tree = Tree(root, units, lambda is_root: self._policies(is_root, kept))
+        tree = ShardedTree(root, units, lambda is_root: self._policies(is_root, kept))
         new: dict[int, torch.Tensor] = {}
         for part, name, old in before:
             if id(old) not in new:
@@ -193,7 +193,7 @@ class ShardedComponent(Prepared):
         self.trees = let_copies_go(self.component.modules, self.trees)
         self.ids = {number for tree in self.trees for number in tree.ids}
 
-    def let_go(self) -> Callable[[], Prepared]:
+    def release_modules(self) -> Callable[[], Prepared]:
         # A unit that is dressed holds its tree.
         trees = [(ref(tree), None if tree.dress.worn else tree) for tree in self.trees]
         norms = [ref(norm) for norm in self.sync.norms]
@@ -217,7 +217,7 @@ class ShardedComponent(Prepared):
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.refusals.on()
         functional_call.on(self)
-        whole_values.on(self.mesh)
+        full_values.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -228,7 +228,7 @@ class ShardedComponent(Prepared):
     def leave(self) -> None:
         self._stop()
         for tree in self.trees:
-            tree.calm()
+            tree.reset()
             tree.undress()
         self.sync.reset()
 
@@ -242,7 +242,7 @@ class ShardedComponent(Prepared):
 
     def _stop(self) -> None:
         if self.handles:
-            whole_values.off(self.mesh)
+            full_values.off(self.mesh)
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -253,7 +253,7 @@ class ShardedComponent(Prepared):
     def reset(self) -> None:
         for tree in self.trees:
             if tree.dress.worn:
-                tree.calm()
+                tree.reset()
         self.sync.reset()
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -338,9 +338,9 @@ class ShardedComponent(Prepared):
     # --- between cells ---------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        yield from ((p, Rows(p)) for p in self._parameters())
+        yield from ((p, RowShards(p)) for p in self._parameters())
         for optimizer in self.component.optimizers.values():
-            yield from ((value, Rows(value)) for value in state_tensors(optimizer))
+            yield from ((value, RowShards(value)) for value in state_tensors(optimizer))
 
     def _parameters(self) -> list[DTensor]:
         found = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}

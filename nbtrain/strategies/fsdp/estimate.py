@@ -15,9 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.strategies.estimates import Estimate, Profile, Unit, Weight, World
-from nbtrain.strategies.kit import estimate_kit
-from nbtrain.strategies.kit.estimate_kit import moments, ring, step_bytes
+from nbtrain.strategies.kit import profile_arithmetic
+from nbtrain.strategies.kit.profile_arithmetic import moments, ring, step_bytes
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
 
 HALVES = ("bf16", "fp16")
 RULE = "--wrap is not looked at: units are taken to be the model's blocks and its other direct parts"
@@ -44,7 +44,7 @@ class GatheredUnit:
 def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of FSDP."""
     if world.ranks == 1:
-        return estimate_kit.estimate(profile, world)
+        return profile_arithmetic.estimate(profile, world)
     return StepWalk(options, profile, world).estimate()
 
 

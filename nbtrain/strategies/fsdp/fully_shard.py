@@ -34,28 +34,28 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.fsdp.mixed_compute import OTHER
+from nbtrain.strategies.fsdp.mixed_operands import OTHER
 from nbtrain.strategies.fsdp.rnn_weights import FlatWeights
-from nbtrain.strategies.fsdp.used_parameters import Usage
+from nbtrain.strategies.fsdp.used_parameters import UsedParameters
 from nbtrain.strategies.kit import tensor_views
-from nbtrain.strategies.kit.collective_errors import together
-from nbtrain.strategies.kit.library_attachments import Dress
+from nbtrain.strategies.kit.collective_calls import together
+from nbtrain.strategies.kit.library_attachments import LibraryAttachments
 from nbtrain.strategies.kit.row_shards import cut, rows
+from nbtrain.strategies.kit.sharding_units import callable_by_itself
 from nbtrain.strategies.kit.shared_random import one_stream
-from nbtrain.strategies.kit.units import callable_by_itself
 
 NOT_THROUGH = frozenset({"forward", "extra_repr"})
 """methods that need nothing gathered: torch does it for the first, and the second says shapes"""
 
 
-class Tree:
+class ShardedTree:
     """One root with its units. When made it is dressed, and ready to be trained."""
 
     def __init__(self, root: nn.Module, units: list[nn.Module], options: Callable[[bool], dict[str, Any]]) -> None:
         """`units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or another."""
         self.root = root
         self.units = units
-        self.dress = Dress()
+        self.dress = LibraryAttachments()
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         """what `copy.deepcopy` of a unit gives"""
         self.ids: set[int] = set()
@@ -74,7 +74,7 @@ class Tree:
         """Once all parameters have memory behind them."""
         fsdp2.set_up(self.root)
         self.states = [fsdp2.state(unit) for unit in self.units]
-        self.usage = Usage(self.states, self.device)
+        self.usage = UsedParameters(self.states, self.device)
         for weight in self.weights():
             tensor_views.know(weight)
         nested = set(map(id, self.units))
@@ -117,11 +117,11 @@ class Tree:
     def reshard(self) -> None:
         """Let go of what is gathered, where no forward or backward is under way."""
         for state in self.states:
-            fsdp2.let_go(state)
+            fsdp2.reshard(state)
 
-    def calm(self) -> None:
+    def reset(self) -> None:
         """Forget a forward or backward that is not to be ended, with the gradients it had gathered."""
-        fsdp2.calm_tree(self.root, self.states)
+        fsdp2.reset_tree(self.root, self.states)
         self.usage.forget()
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ class Tree:
         self.flat_weights.put_back()
         for unit in self.units:
             fsdp2.forget(unit)
-        self.dress = Dress()
+        self.dress = LibraryAttachments()
         self.flat_weights = FlatWeights(())
 
 
@@ -177,7 +177,7 @@ def _into_forward(state: Any) -> None:
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
         if written != tensor_views.counts[0]:
-            fsdp2.let_go(state)
+            fsdp2.reshard(state)
         if fsdp2.is_gathered(state):
             fsdp2.show_gathered(state)
 
@@ -192,28 +192,28 @@ def _before(state: Any) -> Callable[..., Any]:
     return before
 
 
-def _end_forward(state: Any, usage: Usage) -> None:
+def _end_forward(state: Any, usage: UsedParameters) -> None:
     usage.unit_ran(state)
     if not torch.is_grad_enabled():  # no backward will do it
-        fsdp2.let_go(state)
+        fsdp2.reshard(state)
     _between_forwards(state)
 
 
-def _after(state: Any, usage: Usage) -> Callable[..., Any]:
+def _after(state: Any, usage: UsedParameters) -> Callable[..., Any]:
     """Last of a unit's own hooks."""
 
     @outside_graphs
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if _raised(output):
             if fsdp2.in_forward(state):
-                fsdp2.calm(state)
+                fsdp2.reset_unit(state)
             return
         _end_forward(state, usage)
 
     return after
 
 
-def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _door(state: Any, usage: UsedParameters) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hooks for a part of a unit: called while the unit is not, it is the unit's forward."""
     opened: list[bool] = []
 
@@ -231,7 +231,7 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
             return None
         if _raised(output):
             if fsdp2.in_forward(state):  # not by a checkpoint that has recomputed enough
-                fsdp2.calm(state)
+                fsdp2.reset_unit(state)
             return None
         output = fsdp2.end_forward(state, module, args, output)
         _end_forward(state, usage)
@@ -240,7 +240,7 @@ def _door(state: Any, usage: Usage) -> tuple[Callable[..., Any], Callable[..., A
     return enter, leave
 
 
-def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usage) -> Callable[..., Any]:
+def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: UsedParameters) -> Callable[..., Any]:
     """A method that uses its unit's own parameters: called while the unit is not, it is the unit's forward."""
     watched: set[int] = set()
     writes = any(name == "data" or name[-1:] == "_" != name[-2:-1] for name in _names_in(method.__code__))
@@ -269,7 +269,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Usa
                     for weight in fsdp2.weights(group):
                         _where_gathered(weight)
         except BaseException:
-            fsdp2.calm(state)
+            fsdp2.reset_unit(state)
             raise
         _keep_written(state, stood, writes)
         output = fsdp2.end_forward(state, self, args, output)
@@ -365,7 +365,7 @@ class _Unit:
     """What a unit's class is while a cell runs, before torch's own and the user's."""
 
     _nbtrain_plain: type[nn.Module]
-    _nbtrain_tree: Tree
+    _nbtrain_tree: ShardedTree
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._nbtrain_plain(*args, **kwargs)  # a part of a Sequential is an ordinary Sequential

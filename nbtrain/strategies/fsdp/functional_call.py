@@ -1,7 +1,7 @@
 """`torch.func.functional_call(model, weights, x)`: a model that is in pieces, called with other weights.
 
 fully_shard's hooks would put the model's own in their place. So it is called without them: weights that are in pieces
-are whole when they meet the batch (`mixed_compute.py`).
+are whole when they meet the batch (`mixed_operands.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.fsdp.fully_shard import Tree
-from nbtrain.strategies.fsdp.mixed_compute import whole_of
+from nbtrain.strategies.fsdp.fully_shard import ShardedTree
+from nbtrain.strategies.fsdp.mixed_operands import whole_of
 from nbtrain.strategies.kit.call_arguments import called_with, with_weights
 
 
 class HasTrees(Protocol):
-    trees: list[Tree]
+    trees: list[ShardedTree]
 
 
 def on(owner: HasTrees) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbtrain.compat import dtensor
-from nbtrain.strategies.fsdp.mixed_compute import mean_of_ranks, part_of
+from nbtrain.strategies.fsdp.mixed_operands import mean_of_ranks, part_of
 
 NAMES = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
 UNUSED = (

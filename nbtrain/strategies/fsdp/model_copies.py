@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.modules import parameters
-from nbtrain.strategies.fsdp.fully_shard import Tree
+from nbtrain.strategies.fsdp.fully_shard import ShardedTree
 from nbtrain.strategies.kit.row_shards import as_parameter, places
 
 COPY = " (copy "
@@ -27,7 +27,7 @@ Shard = Callable[[nn.Module, list[torch.Tensor], dict[int, Any]], dict[int, torc
 Modules = dict[str, nn.Module]
 
 
-def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[Tree], shard: Shard) -> nn.Module:
+def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree], shard: Shard) -> nn.Module:
     """`trees`: those in which `module` may be; dressed. `shard(root, whole, pieces)`: sets up another root, all of
     whose parameters but the `whole` ones are without memory; `pieces` are to stand in their places, by their ids. They
     are the very copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
@@ -59,7 +59,7 @@ def add_copy(modules: Modules, twin: nn.Module, number: int) -> int:
     return number
 
 
-def let_copies_go(modules: Modules, trees: list[Tree]) -> list[Tree]:
+def let_copies_go(modules: Modules, trees: list[ShardedTree]) -> list[ShardedTree]:
     """Those that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. They are dressed, and `trees`
     is held by nobody but the caller; it is emptied. Returns the trees that are left."""
     held = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]

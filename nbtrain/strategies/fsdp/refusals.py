@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbtrain.compat import engine, tensors
+from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.fsdp.grad_by_name import gradients
-from nbtrain.strategies.fsdp.mixed_compute import whole_of
+from nbtrain.strategies.fsdp.mixed_operands import whole_of
 from nbtrain.strategies.kit.call_arguments import kept, listed
 
 
@@ -92,4 +92,4 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _through_units(outputs: Any) -> bool:
     roots = [one for one in outputs if isinstance(one, torch.Tensor)]
-    return any(engine.is_unit_gatherer(node) for root in roots for node in engine.nodes_below(root))
+    return any(autograd_engine.is_unit_gatherer(node) for root in roots for node in autograd_engine.nodes_below(root))

@@ -16,9 +16,9 @@ def explain(error: BaseException | None) -> None:
     """What a cell has raised, while models are in pieces still: in other words, if it is this error."""
     if error is None or not met_undivided(error):
         return
-    from nbtrain.strategies.fsdp import whole_values
+    from nbtrain.strategies.fsdp import full_values
 
-    if whole_values.active():
+    if full_values.active():
         error.args = (f"{_reason(_called(error.__traceback__))} (torch says: {str(error).splitlines()[0]})",)
 
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_errors import together
+from nbtrain.strategies.kit.collective_calls import together
 from nbtrain.strategies.kit.tensor_views import counts
 
 WORDS = 2**24
 """so many numbers a float32 holds exactly"""
 
 
-class Usage:
+class UsedParameters:
     """Of one tree."""
 
     def __init__(self, states: list[Any], device: str) -> None:

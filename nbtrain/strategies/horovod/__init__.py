@@ -13,19 +13,19 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
+from nbtrain.strategies.horovod.allreduce import HorovodAllReduce
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.horovod.wire import HorovodWire
-from nbtrain.strategies.kit.estimate_kit import replicated
+from nbtrain.strategies.kit.allreduce import BucketedAllReduce
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import InBuckets
+from nbtrain.strategies.kit.profile_arithmetic import replicated
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class ByHorovod(Replicated):
     """A component that is whole on every rank."""
 
     def __init__(self, component: Component, options: Horovod.Options, session: HorovodSession, number: int) -> None:
-        wire = HorovodWire(session, str(number), options.compression == "fp16")
+        wire = HorovodAllReduce(session, str(number), options.compression == "fp16")
         super().__init__(component, options.bucket_mb, wire)
 
 
@@ -33,7 +33,7 @@ class Horovod(Strategy):
     """Data parallel training of whole models by Horovod."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(InBuckets):
+    class Options(BucketedAllReduce):
         compression: Literal["none", "fp16"] = "none"
         """fp16: gradients are sent in 16 bits"""
 

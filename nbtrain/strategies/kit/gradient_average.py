@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbtrain.compat import engine, tensors
+from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared, is_lazy
-from nbtrain.strategies.kit.gradient_wire import Dtype, Wire
+from nbtrain.strategies.kit.allreduce import AllReduce, Dtype
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
@@ -49,7 +49,7 @@ class Bucket:
         self.shapes = [*parameters, self.all_used]
 
 
-class GradSync:
+class GradientAverage:
     """The averaging of one component's gradients. Lives until `close`."""
 
     def __init__(
@@ -58,11 +58,11 @@ class GradSync:
         bucket_mb: float = 25,
         norms: Iterable[NormLayer] = (),
         comm_dtype: Dtype = "none",
-        wire: Wire | None = None,
+        wire: AllReduce | None = None,
     ) -> None:
         """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model.
         `comm_dtype`: what gradients are averaged in, where it is not what they are in. `wire`: by what, otherwise."""
-        self.wire = wire or Wire(comm_dtype)
+        self.wire = wire or AllReduce(comm_dtype)
         self.parameters = list(parameters)
         self.norms = list(norms)
         self.ids = frozenset(map(id, self.parameters))
@@ -130,7 +130,7 @@ class GradSync:
                 self.pending.add(key)
                 return
             self.armed = True
-            engine.after_backward(self.finish)
+            autograd_engine.after_backward(self.finish)
         got = self.got
         index = self.where.get(key)
         if index is None or key in got:
@@ -310,7 +310,7 @@ class Averaged(Prepared):
 
     hooks_see_own_gradients = True
 
-    def __init__(self, component: Component, sync: GradSync) -> None:
+    def __init__(self, component: Component, sync: GradientAverage) -> None:
         super().__init__(component)
         self.sync = sync
 
@@ -343,9 +343,9 @@ class Replicated(Averaged):
 
     averages_before_step = True
 
-    def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
+    def __init__(self, component: Component, bucket_mb: float, wire: AllReduce) -> None:
         norms = norms_of(component.modules.values())
-        super().__init__(component, GradSync(component.parameters(), bucket_mb, norms, wire=wire))
+        super().__init__(component, GradientAverage(component.parameters(), bucket_mb, norms, wire=wire))
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         return replicas_of(self.component)

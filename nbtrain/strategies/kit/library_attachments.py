@@ -16,7 +16,7 @@ MISSING = object()
 Entries = list[tuple[Any, Any]]
 
 
-class Garment:
+class Attachment:
     """What one object wears. Tables are the dicts in its `__dict__` whose names say that they hold hooks."""
 
     def __init__(self, owner: Any) -> None:
@@ -80,16 +80,16 @@ class Garment:
         self.owner.__class__ = self.dressed
 
 
-class Dress:
+class LibraryAttachments:
     """What several objects wear."""
 
     def __init__(self) -> None:
-        self.garments: list[Garment] = []
+        self.garments: list[Attachment] = []
         self.worn = False
 
     def start(self, owners: Iterable[Any]) -> None:
         """Before the library does its work."""
-        self.garments = [Garment(owner) for owner in {id(owner): owner for owner in owners}.values()]
+        self.garments = [Attachment(owner) for owner in {id(owner): owner for owner in owners}.values()]
 
     def finish(self) -> None:
         """It is done."""

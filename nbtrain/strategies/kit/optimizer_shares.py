@@ -28,7 +28,7 @@ from nbtrain.compat import tensors
 from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.owned_reads import FetchedTensor, Shared, bring, hand_out, put_away, take_back
-from nbtrain.strategies.kit.owned_tensors import Owned, stand_in
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor, stand_in
 
 Described = tuple[tuple[Any, ...], ...]
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
@@ -65,7 +65,7 @@ class Ledger:
         return before is not None and before != self.options
 
 
-class SharedOut:
+class OptimizerShares:
     """Of one component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
 
     def __init__(self, strategy: str, owner: Callable[[torch.Tensor], int | None]) -> None:
@@ -258,12 +258,12 @@ class SharedOut:
 
     # -- between cells -------------------------------------------------------------------
 
-    def pieces(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, Owned]]:
+    def pieces(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, OwnedTensor]]:
         for optimizer in optimizers:
             found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
             for value, p in (*found.values(), *self._left(optimizer)):
                 mine = self.owner(p) == self.rank
-                yield value, Owned(lambda value=value: value, mine, mine)  # type: ignore[misc]
+                yield value, OwnedTensor(lambda value=value: value, mine, mine)  # type: ignore[misc]
 
     @torch.no_grad()
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
@@ -353,7 +353,10 @@ class ShareSteps:
     `ready(optimizer)`: called before it. Both are collective."""
 
     def __init__(
-        self, state: SharedOut, send: Callable[[Optimizer], None], ready: Callable[[Optimizer], None] = lambda _: None
+        self,
+        state: OptimizerShares,
+        send: Callable[[Optimizer], None],
+        ready: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:
         self.state, self.send, self.ready = state, send, ready
         self._trimmed: list[tuple[dict[str, Any], list[torch.Tensor]]] = []

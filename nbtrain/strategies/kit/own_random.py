@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 
-class OwnStream:
+class OwnRandom:
     """torch's default stream is this one inside of `with stream():`, and afterwards what it was."""
 
     def __init__(self, number: int) -> None:

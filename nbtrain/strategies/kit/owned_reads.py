@@ -29,7 +29,7 @@ TOGETHER = "copy the values on every rank (`state = copy.deepcopy(optimizer.stat
 
 
 class Shared:
-    """Who owns a tensor, of which `SharedOut`."""
+    """Who owns a tensor, of which `OptimizerShares`."""
 
     __slots__ = ("device", "owner", "strategy", "whole")
 

@@ -37,7 +37,7 @@ def stand_in(like: torch.Tensor) -> torch.Tensor:
     return torch.full((), empty, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-class Owned(Piece):
+class OwnedTensor(Piece):
     """`get` gives the tensor that this rank has in its place; `speaks`: it is the owner, or the first of several."""
 
     def __init__(self, get: Callable[[], torch.Tensor], mine: bool, speaks: bool) -> None:

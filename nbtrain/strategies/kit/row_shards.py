@@ -48,7 +48,7 @@ def by_rows(tensor: DTensor) -> bool:
     return local_part(tensor).shape == (stop - start, *tensor.shape[1:])
 
 
-class Rows(Piece):
+class RowShards(Piece):
     """What a rank keeps of a tensor that is divided by rows."""
 
     def __init__(self, tensor: DTensor) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from nbtrain.compat import dtensor, pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_errors import ODD
+from nbtrain.strategies.kit.collective_calls import ODD
 from nbtrain.strategies.kit.owned_tensors import stand_in
 
 ALONE = (
@@ -89,7 +89,7 @@ PLAIN_WRITES = frozenset({
 """Functions that write and draw no random number: a rank that has not the tensor need not run them."""
 
 
-class Placing:
+class StageTensors:
     """Of one component, on one rank, while a cell runs."""
 
     def __init__(self, rank: int, inside: Callable[[], bool], device: torch.device) -> None:
@@ -112,7 +112,7 @@ class Placing:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 continue
             plain = type(tensor)
-            kind = PlacedParameter if plain is nn.Parameter else Placed
+            kind = StageParameter if plain is nn.Parameter else StageTensor
             spot = TensorSpot(self, owner, strides)
             self._marked.append((tensor, plain, kind, spot))
             vars(tensor)[SPOT] = spot
@@ -172,7 +172,7 @@ class TensorSpot:
 
     __slots__ = ("owner", "placing", "sparse", "strides")
 
-    def __init__(self, placing: Placing, owner: int, strides: Any = None) -> None:
+    def __init__(self, placing: StageTensors, owner: int, strides: Any = None) -> None:
         self.placing, self.owner, self.strides = placing, owner, strides
         self.sparse = False
 
@@ -185,7 +185,7 @@ class TensorSpot:
 
 
 def is_placed(tensor: Any) -> bool:
-    return type(tensor) in (Placed, PlacedParameter)
+    return type(tensor) in (StageTensor, StageParameter)
 
 
 def spot_of(tensor: torch.Tensor) -> TensorSpot:
@@ -195,12 +195,12 @@ def spot_of(tensor: torch.Tensor) -> TensorSpot:
 
 def put(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
     """It lies there from now on."""
-    tensor.__class__ = Placed
+    tensor.__class__ = StageTensor
     vars(tensor)[SPOT] = spot
     return tensor
 
 
-def gradient_elsewhere(p: torch.Tensor, placing: Placing, owner: int, sparse: bool = False) -> torch.Tensor:
+def gradient_elsewhere(p: torch.Tensor, placing: StageTensors, owner: int, sparse: bool = False) -> torch.Tensor:
     """In the place of `p.grad`, which is on another rank."""
     found = put(stand_in(p.detach()), TensorSpot(placing, owner))
     spot_of(found).sparse = sparse
@@ -252,11 +252,11 @@ class _Placed:
         return iter(self.unbind(0))
 
 
-class Placed(_Placed, torch.Tensor):  # type: ignore[misc]
+class StageTensor(_Placed, torch.Tensor):  # type: ignore[misc]
     """A tensor on one rank."""
 
 
-class PlacedParameter(_Placed, nn.Parameter):  # type: ignore[misc]
+class StageParameter(_Placed, nn.Parameter):  # type: ignore[misc]
     """A parameter on one rank."""
 
 

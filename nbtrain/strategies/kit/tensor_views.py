@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbtrain.compat import dtensor, fsdp2
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit.new_tensors import computed, put_together, take
+from nbtrain.strategies.kit.draws_in_pieces import computed, put_together, take
 
 WRITE_TOO = frozenset({
     "__setitem__", "__imul__", "__iadd__", "__isub__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__",

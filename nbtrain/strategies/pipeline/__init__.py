@@ -21,23 +21,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.stage_tensors import Placing
-from nbtrain.strategies.kit.units import outermost
+from nbtrain.strategies.kit.sharding_units import outermost
+from nbtrain.strategies.kit.stage_tensors import StageTensors
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
-from nbtrain.strategies.pipeline.by_parts import OneByOne
+from nbtrain.strategies.pipeline.by_parts import ByParts
 from nbtrain.strategies.pipeline.calls import StageCalls
 from nbtrain.strategies.pipeline.criterion import Loss
-from nbtrain.strategies.pipeline.cut import Line, cut, describe, find_owners, make_lines, size
+from nbtrain.strategies.pipeline.cut_stages import Line, cut, describe, find_owners, make_lines, size
 from nbtrain.strategies.pipeline.estimate import estimate
-from nbtrain.strategies.pipeline.functional_call import Functional
+from nbtrain.strategies.pipeline.functional_call import FunctionalCall
 from nbtrain.strategies.pipeline.gradient_norm import clip_norm
-from nbtrain.strategies.pipeline.holding import Holding
-from nbtrain.strategies.pipeline.hooks import Hooks
+from nbtrain.strategies.pipeline.part_hooks import PartHooks
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_errors import is_everywhere
-from nbtrain.strategies.pipeline.state_dicts import Dicts
-from nbtrain.strategies.pipeline.tied_gradients import SharedGradients
+from nbtrain.strategies.pipeline.stage_parameters import StageParameters
+from nbtrain.strategies.pipeline.state_dicts import StateDicts
+from nbtrain.strategies.pipeline.tied_gradients import TiedGradients
 
 KEPT = "_nbtrain_staged"
 MIDST = (
@@ -68,7 +68,7 @@ class Staged(Prepared):
         self.lines, small = make_lines(roots, self.place.ranks, options.balance)
         for model in small:
             self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
-        self.hooks = Hooks(self.lines)
+        self.hooks = PartHooks(self.lines)
         self.promoted: set[int] = set()
         self.calls = [
             StageCalls(
@@ -93,11 +93,11 @@ class Staged(Prepared):
             for calls in self.calls:
                 calls.measure = options.balance
         self.handles: list[Any] = []
-        self.functional = Functional(line.root for line in self.lines)
+        self.functional = FunctionalCall(line.root for line in self.lines)
         self.stepping = False
         """a closure's backward runs inside of a step"""
         self.asked = AutogradRefusals(component.parameters(), self._inside)
-        self.placing = Placing(self.place.rank, self._inside, device)
+        self.placing = StageTensors(self.place.rank, self._inside, device)
         self.place.lifted, self.place.plain = self.placing.lifted, self.placing.plain
         self.steps: list[Any] = []
         """what ends with a step that is under way"""
@@ -109,17 +109,17 @@ class Staged(Prepared):
         component, place = self.component, self.place
         self.hooks.look()
         self.owners = find_owners(self.lines, component.parameters(), component.buffers(), self.promoted)
-        self.holding = Holding(self.owners, component.optimizers.values(), place.rank, self.placing)
+        self.holding = StageParameters(self.owners, component.optimizers.values(), place.rank, self.placing)
         self.holding.hide()
-        self.dicts = Dicts(self.holding)
+        self.dicts = StateDicts(self.holding)
         foreign = [p for p in component.parameters() if self.holding.foreign(p)]
         place.accumulates = lambda: self.asked.accumulates
         units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
         accumulates = place.accumulates
-        self.one_by_one = OneByOne(units, place.rank, self._busy, place.stream, accumulates, self._look)
+        self.one_by_one = ByParts(units, place.rank, self._busy, place.stream, accumulates, self._look)
         self.one_by_one.lifted, self.one_by_one.failures = self.placing.lifted, place.failures
         own = [p for p in component.parameters() if not self.holding.foreign(p)]
-        self.shared = SharedGradients(
+        self.shared = TiedGradients(
             self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
         )
         self.shared.failures = place.failures
@@ -199,7 +199,7 @@ class Staged(Prepared):
                     "how many there are of a batch"
                 )
 
-    def let_go(self) -> Callable[[], Prepared | None]:
+    def release_modules(self) -> Callable[[], Prepared | None]:
         inside = bool(self.handles)
         self._stop()  # what is open to all holds this one
         for line in self.lines:

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbtrain.compat import compiler, engine, layers, modules, pytree, tensors
+from nbtrain.compat import autograd_engine, compiler, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
-from nbtrain.strategies.pipeline.channel import pickled
-from nbtrain.strategies.pipeline.hooks import has_users_hook
-from nbtrain.strategies.pipeline.stage_errors import Failures, StageFailure
+from nbtrain.strategies.pipeline.part_hooks import has_users_hook
+from nbtrain.strategies.pipeline.stage_errors import StageErrors, StageFailure
+from nbtrain.strategies.pipeline.stage_messages import pickled
 
 ALONE = (
     "Under pipeline a model is spread over all ranks, so that calling it, or a part of it, needs every rank: evaluate "
@@ -51,7 +51,7 @@ HEAD = 1024
 """bytes that go before what a unit returned and say what that is; more of them if these do not do"""
 
 
-class OneByOne:
+class ByParts:
     """The units of a component. `enter` and `leave` with each cell; what was computed outlives a pause."""
 
     def __init__(
@@ -59,7 +59,7 @@ class OneByOne:
         units: Iterable[tuple[nn.Module, int]],
         rank: int,
         busy: Callable[[], bool],
-        stream: OwnStream,
+        stream: OwnRandom,
         accumulates: Callable[[], bool] = lambda: True,
         look: Callable[[], None] = lambda: None,
     ) -> None:
@@ -76,7 +76,7 @@ class OneByOne:
         """this rank runs a unit of its own, or its backward"""
         self.lifted: Callable[[], Any] = nullcontext
         """this rank's weights are ordinary tensors meanwhile"""
-        self.failures = Failures(rank)
+        self.failures = StageErrors(rank)
         self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
         self.take(units)
 
@@ -214,7 +214,7 @@ class PartCall:
 
     def __init__(
         self,
-        units: OneByOne,
+        units: ByParts,
         module: nn.Module,
         as_it_is: Callable[..., Any],
         owner: int,
@@ -356,7 +356,7 @@ class PartCall:
         assert self.kept is not None
         starts, outputs = self.kept
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        units, again = self.units, engine.keeps_graph()
+        units, again = self.units, autograd_engine.keeps_graph()
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:

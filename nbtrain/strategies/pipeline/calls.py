@@ -18,13 +18,13 @@ from nbtrain.compat import compiler, pytree
 from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route, unroute
 from nbtrain.strategies.kit.stage_tensors import gathered
 from nbtrain.strategies.pipeline.criterion import Loss, PendingOutput
-from nbtrain.strategies.pipeline.cut import Line, links
-from nbtrain.strategies.pipeline.flow import MicroBatchFlow, call, meet
-from nbtrain.strategies.pipeline.hooks import described
+from nbtrain.strategies.pipeline.cut_stages import Line, links
+from nbtrain.strategies.pipeline.forward_program import OutOfOrder, Program, chain_program
 from nbtrain.strategies.pipeline.micro_batch_check import evaluated, fits
 from nbtrain.strategies.pipeline.micro_batches import Cut
-from nbtrain.strategies.pipeline.program import OutOfOrder, Program, chain_program
-from nbtrain.strategies.pipeline.record import CannotRecord, NeedsWhole, record
+from nbtrain.strategies.pipeline.part_hooks import described
+from nbtrain.strategies.pipeline.record_forward import CannotRecord, NeedsWhole, record
+from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call, meet
 from nbtrain.strategies.pipeline.same_forward import form_of
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_costs import measured

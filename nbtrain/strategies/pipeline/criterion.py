@@ -22,8 +22,8 @@ from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
-from nbtrain.strategies.pipeline.flow import MicroBatchFlow, call, meet
 from nbtrain.strategies.pipeline.micro_batches import Cut, join, shares
+from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call, meet
 from nbtrain.strategies.pipeline.stage import Stretch
 
 SUMMED = (

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
-from nbtrain.strategies.kit import estimate_kit
-from nbtrain.strategies.kit.estimate_kit import largest, moments, output, ring, step_bytes
-from nbtrain.strategies.pipeline.cut import cut
+from nbtrain.strategies.kit import profile_arithmetic
+from nbtrain.strategies.kit.profile_arithmetic import largest, moments, output, ring, step_bytes
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
+from nbtrain.strategies.pipeline.cut_stages import cut
 
 LOSS = 3
 """times what the model returns: itself, what the loss makes of it, and the gradient of that"""
@@ -59,7 +59,7 @@ class StageBytes:
 def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of Pipeline."""
     if world.ranks == 1:
-        return estimate_kit.estimate(profile, world)
+        return profile_arithmetic.estimate(profile, world)
     held = [weight for weight in profile.weights if _owned(profile, weight)]
     shared = [weight for weight in profile.weights if not _owned(profile, weight)]
     found = [

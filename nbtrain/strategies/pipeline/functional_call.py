@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from nbtrain.compat import engine, pytree
+from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.kit.call_arguments import called_with
@@ -23,7 +23,7 @@ WRAPPED = (
 )
 
 
-class Functional:
+class FunctionalCall:
     """Of one component, between `on` and `off`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -48,7 +48,7 @@ def _put(listeners: Listeners) -> None:
         listeners.listen(f"torch.{name}.functional_call", "pipeline", _called)
 
 
-_while: While[Functional] = While(_put)
+_while: While[FunctionalCall] = While(_put)
 
 
 def _called(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,4 +70,4 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_lost(tensor: Any) -> bool:
     """A transform holds it, and looks at the numbers that this rank has."""
-    return not is_placed(tensor) and is_placed(engine.unwrapped(tensor, mapped=True))
+    return not is_placed(tensor) and is_placed(autograd_engine.unwrapped(tensor, mapped=True))

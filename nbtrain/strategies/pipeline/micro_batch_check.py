@@ -20,13 +20,13 @@ from torch import nn
 
 from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.batch_cut import alike
-from nbtrain.strategies.pipeline.channel import packed
-from nbtrain.strategies.pipeline.flow import meet, plan_of
+from nbtrain.strategies.kit.split_batch import alike
+from nbtrain.strategies.pipeline.forward_program import Program
 from nbtrain.strategies.pipeline.micro_batches import Cut, join
-from nbtrain.strategies.pipeline.program import Program
-from nbtrain.strategies.pipeline.record import attributes_of, restore
+from nbtrain.strategies.pipeline.record_forward import attributes_of, restore
+from nbtrain.strategies.pipeline.run_micro_batches import meet, plan_of
 from nbtrain.strategies.pipeline.stage import StagePlace
+from nbtrain.strategies.pipeline.stage_messages import packed
 
 COMPARED = 1
 """no plan of a call, but one that is looked at"""
@@ -128,7 +128,7 @@ def _coarse(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _nothing_stays(place: StagePlace, root: nn.Module) -> Iterator[None]:
-    """No random number, no print, no buffer or attribute. Where the user has hooks, nothing is compared (hooks.py)."""
+    """No random number, no print, no buffer or attribute. Where the user has hooks, nothing is compared."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None
     stream, place.stream.states = place.stream.states, list(place.stream.states)

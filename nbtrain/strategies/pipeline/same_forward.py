@@ -1,4 +1,4 @@
-"""What has to be equal for a model's forward to do the same: then what was written down of it (record.py) holds.
+"""What has to be equal for a model's forward to do the same: then its record (record_forward.py) holds.
 
 That is what it is given, and what its code reads besides: attributes of the modules whose forward is written down,
 globals and values of closures. Numbers of tensors are no part of it. Parts run as they are: what they read is not
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from nbtrain.compat import modules
-from nbtrain.installed import is_installed
+from nbtrain.installed_files import is_installed
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.pipeline.cut import Line
+from nbtrain.strategies.pipeline.cut_stages import Line
 
 PLAIN = frozenset({
     int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...),
@@ -91,7 +91,7 @@ def written(line: Line) -> Iterator[nn.Module]:
                 todo.append(inner)
 
 
-class Same(ref):
+class SameForward(ref):
     """Equal for the same object alone, as long as it lives: the next one may get its id."""
 
     __slots__ = ("number",)
@@ -105,7 +105,7 @@ class Same(ref):
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Same) and self.number == other.number and self() is other() is not None
+            isinstance(other, SameForward) and self.number == other.number and self() is other() is not None
         )
 
 
@@ -125,7 +125,7 @@ class _ForwardLook:
         cls = plain_class(module)
         self.found += (cls, module.training)
         for inner in modules.children(module).values():
-            self.found.append(None if inner is None else Same(inner))
+            self.found.append(None if inner is None else SameForward(inner))
         own = vars(module).get("forward")
         if own is not None and module is not root:
             self.at_function(own)
@@ -188,7 +188,7 @@ class _ForwardLook:
             return kind, value
         if kind is FunctionType or kind is MethodType:
             self.at_function(value)
-            return Same(value) if kind is FunctionType else (Same(value.__func__), id(value.__self__))
+            return SameForward(value) if kind is FunctionType else (SameForward(value.__func__), id(value.__self__))
         if kind in (list, tuple, dict, set) and depth <= DEEPEST:
             if len(value) > LONGEST:
                 return kind, id(value), len(value)
@@ -213,7 +213,7 @@ def _same(value: Any) -> Any:
     if isinstance(value, (int, float, complex, str)):  # of a subclass: enums, numpy's
         return type(value), value
     try:
-        return Same(value)
+        return SameForward(value)
     except TypeError:
         return type(value), id(value)
 

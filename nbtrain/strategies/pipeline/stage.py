@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from nbtrain import intercept
 from nbtrain.compat import pytree
-from nbtrain.strategies.kit.own_random import OwnStream
+from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
-from nbtrain.strategies.pipeline.channel import StageChannel, Wires, packed
-from nbtrain.strategies.pipeline.program import Program, Step
-from nbtrain.strategies.pipeline.stage_errors import Failures
+from nbtrain.strategies.pipeline.forward_program import Program, Step
+from nbtrain.strategies.pipeline.stage_errors import StageErrors
+from nbtrain.strategies.pipeline.stage_messages import StageChannel, Wires, packed
 
 
 class StagePlace:
@@ -30,8 +30,8 @@ class StagePlace:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.channel = StageChannel(device)
-        self.failures = Failures(self.rank)
-        self.stream = OwnStream(self.rank + 1)
+        self.failures = StageErrors(self.rank)
+        self.stream = OwnRandom(self.rank + 1)
         self.inside = False
         """a stage computes, or its backward does"""
         self.accumulates: Callable[[], bool] = lambda: True

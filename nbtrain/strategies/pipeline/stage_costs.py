@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat import pytree, tensors
-from nbtrain.strategies.pipeline.cut import Line, cut, size
-from nbtrain.strategies.pipeline.flow import MicroBatchFlow
-from nbtrain.strategies.pipeline.program import Step
+from nbtrain.strategies.pipeline.cut_stages import Line, cut, size
+from nbtrain.strategies.pipeline.forward_program import Step
+from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow
 from nbtrain.strategies.pipeline.stage import StagePlace
 
 REPEATS = 3

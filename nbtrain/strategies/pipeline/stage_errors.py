@@ -31,7 +31,7 @@ class StageFailure:
     """the error"""
 
 
-class Failures:
+class StageErrors:
     """One rank's part in it."""
 
     def __init__(self, rank: int) -> None:

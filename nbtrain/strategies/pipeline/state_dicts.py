@@ -11,13 +11,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.pipeline.holding import Holding
+from nbtrain.strategies.pipeline.stage_parameters import StageParameters
 
 
-class Dicts:
+class StateDicts:
     """Of one component, while a cell runs."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: StageParameters) -> None:
         self.holding = holding
 
     def on(self) -> None:
@@ -31,7 +31,7 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.optim.Optimizer.load_state_dict", "pipeline", _optimizer_load)
 
 
-_while: While[Dicts] = While(_put)
+_while: While[StateDicts] = While(_put)
 _open = _while.owners
 
 

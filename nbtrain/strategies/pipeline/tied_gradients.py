@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.pipeline.by_parts import ALONE
-from nbtrain.strategies.pipeline.stage_errors import Failures
+from nbtrain.strategies.pipeline.stage_errors import StageErrors
 
 DIRECT = (
     "a parameter was used directly (F.linear(h, model.embed.weight), or a loss term over model.parameters()), which "
@@ -40,7 +40,7 @@ HOOKED = (
 )
 
 
-class SharedGradients:
+class TiedGradients:
     """`enter` and `leave` with each cell; `backward` around each backward."""
 
     def __init__(
@@ -63,7 +63,7 @@ class SharedGradients:
         self.inside = inside
         self.roots = roots
         self.device = torch.device(device)
-        self.failures = Failures(rank)
+        self.failures = StageErrors(rank)
         self._hooks: list[Any] = []
 
     def enter(self) -> None:

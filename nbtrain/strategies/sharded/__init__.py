@@ -21,16 +21,16 @@ from torch.optim import LBFGS, Optimizer
 from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
+from nbtrain.strategies.kit.allreduce import AllReduce
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.estimate_kit import estimate, largest_share, ring, step_bytes, trainable
-from nbtrain.strategies.kit.gradient_average import GradSync, Replicated, norms_of, replicas_of
-from nbtrain.strategies.kit.gradient_wire import Wire
-from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
-from nbtrain.strategies.kit.owned_tensors import Owned
+from nbtrain.strategies.kit.gradient_average import GradientAverage, Replicated, norms_of, replicas_of
+from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor
+from nbtrain.strategies.kit.profile_arithmetic import estimate, largest_share, ring, step_bytes, trainable
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
-from nbtrain.strategies.sharded.reduce_to_owner import Reducing
+from nbtrain.strategies.sharded.reduce_to_owner import ReduceToOwner
 
 
 class Fair(Prepared):
@@ -48,14 +48,14 @@ class Fair(Prepared):
         self.parameters = [p for parameters in kinds for p in parameters]
         self.owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
         rest = [p for p in component.parameters() if id(p) not in self.owners]
-        self.norms = GradSync([], norms=norms_of(component.modules.values()))
-        self.sync = GradSync(rest)
+        self.norms = GradientAverage([], norms=norms_of(component.modules.values()))
+        self.sync = GradientAverage(rest)
         for p in self.parameters:
             p.grad = None
-        self.reducing = Reducing(
+        self.reducing = ReduceToOwner(
             make_parallel(parallel, self.parameters, self.oss), self.parameters, self.owners, self.norms
         )
-        self.state = SharedOut("sharded", lambda p: self.owners.get(id(p)))
+        self.state = OptimizerShares("sharded", lambda p: self.owners.get(id(p)))
         self.steps = ShareSteps(self.state, self._send, lambda optimizer: self.reducing.catch_up(held_by(optimizer)))
         self.entered = False
         for optimizer in self._divided():
@@ -160,7 +160,7 @@ class Fair(Prepared):
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         for p in self.parameters:  # they share their memory, which is nobody's business but FairScale's
-            yield p, Owned(lambda p=p: p, True, self.owners[id(p)] == self.rank)  # type: ignore[misc]
+            yield p, OwnedTensor(lambda p=p: p, True, self.owners[id(p)] == self.rank)  # type: ignore[misc]
         yield from self.state.pieces(self._divided())
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,7 +249,7 @@ class Sharded(Strategy):
         kinds = divisible(component)
         if kinds:
             return Fair(component, kinds)
-        whole = Replicated(component, 25, Wire())
+        whole = Replicated(component, 25, AllReduce())
         if component.optimizers:
             whole.notes.append("there is nothing that sharded can divide: it is trained as under ddp")
         return whole

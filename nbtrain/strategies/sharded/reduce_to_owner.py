@@ -16,19 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat import engine, fairscale, tensors
+from nbtrain.compat import autograd_engine, fairscale, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradSync
+from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradientAverage
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 
 REDUCED = "nbtrain_reduced"
 """The attribute of a gradient that is averaged, and here: it goes with it."""
 
 
-class Reducing:
+class ReduceToOwner:
     """Of one ShardedDataParallel."""
 
-    def __init__(self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: GradSync) -> None:
+    def __init__(
+        self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: GradientAverage
+    ) -> None:
         self.parallel, self.parameters, self.owners, self.norms = parallel, parameters, owners, norms
         self.rank = dist.get_rank()
         self.on = True
@@ -117,7 +119,7 @@ class Reducing:
         if not self.armed:
             self.armed = True
             fairscale.begin(self.parallel)
-            engine.after_backward(self._finish)
+            autograd_engine.after_backward(self._finish)
         self.got.add(id(p))
         while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:
             self._send()

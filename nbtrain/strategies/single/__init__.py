@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.estimate_kit import estimate
+from nbtrain.strategies.kit.profile_arithmetic import estimate
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class Single(Strategy):

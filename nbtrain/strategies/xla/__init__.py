@@ -21,9 +21,9 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.modules import buffers, parameters
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
-from nbtrain.strategies.estimates import Estimate, Profile, World
-from nbtrain.strategies.kit.estimate_kit import estimate, ring
+from nbtrain.strategies.kit.profile_arithmetic import estimate, ring
 from nbtrain.strategies.kit.row_shards import rebind
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.xla import library
 
 SPARSE = (

@@ -20,8 +20,11 @@ from torch.optim import LBFGS, Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.estimates import Estimate, Profile, Weight, World
-from nbtrain.strategies.kit.estimate_kit import (
+from nbtrain.strategies.kit.allreduce import AllReduce, Sending
+from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor, dealt_out
+from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
     by_wire,
     estimate,
@@ -31,10 +34,7 @@ from nbtrain.strategies.kit.estimate_kit import (
     trainable,
     width,
 )
-from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.gradient_wire import Sending, Wire
-from nbtrain.strategies.kit.optimizer_shares import SharedOut, ShareSteps, as_bytes, held_by
-from nbtrain.strategies.kit.owned_tensors import Owned, dealt_out
+from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 
 AHEAD = 3
 """so many buckets of parameters are under way"""
@@ -45,7 +45,7 @@ Parcels = list[tuple[int, list[torch.Tensor]]]
 class Shares(Replicated):
     """A component whose parameters and gradients are whole on every rank."""
 
-    def __init__(self, component: Component, bucket_mb: float, wire: Wire) -> None:
+    def __init__(self, component: Component, bucket_mb: float, wire: AllReduce) -> None:
         super().__init__(component, bucket_mb, wire)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         parameters = component.parameters()
@@ -55,7 +55,7 @@ class Shares(Replicated):
             owners = dealt_out([p.numel() for p in some], self.world_size)
             self.owners |= {id(p): owner for p, owner in zip(some, owners, strict=True)}
         self.parameters = parameters  # held, so that no new one can take over an id
-        self.state = SharedOut("zero1", lambda p: self.owners.get(id(p)))
+        self.state = OptimizerShares("zero1", lambda p: self.owners.get(id(p)))
         self.capacity = int(bucket_mb * 2**20)
         self.steps = ShareSteps(self.state, self._send)
         self.entered = False
@@ -132,7 +132,7 @@ class Shares(Replicated):
 
     # -- between cells -------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[tuple[torch.Tensor, Owned]]:
+    def pieces(self) -> Iterator[tuple[torch.Tensor, OwnedTensor]]:
         return self.state.pieces(self._divided())
 
     def grow(self, component: Component) -> bool:
@@ -214,4 +214,4 @@ class Zero1(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with
             return Prepared(component)
-        return Shares(component, self.options.bucket_mb, Wire(self.options.comm_dtype))
+        return Shares(component, self.options.bucket_mb, AllReduce(self.options.comm_dtype))

@@ -23,8 +23,8 @@ from typing import Any
 
 from nbtrain.errors import NbtrainError
 from nbtrain.training.checkpoints import folder, full_format, ownership, sharded_format
+from nbtrain.training.checkpoints.disk_full import room_told
 from nbtrain.training.checkpoints.rank_parts import Described, RankPart
-from nbtrain.training.ranks.disk_full import room_told
 
 PAUSE = 0.01
 LOOK = 0.1
@@ -61,7 +61,7 @@ class Job:
         return sum(part.data.nbytes for part in self.parts)
 
 
-class Writing:
+class BackgroundWrite:
     """One at a time: `start`, then `finish` before the next and at the end."""
 
     def __init__(self) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nbtrain.shield import shielded
+from nbtrain.defer_interrupts import shielded
 from nbtrain.training.checkpoints import find_source, folder, uninterrupted
 from nbtrain.training.checkpoints.content import CheckpointObjects
-from nbtrain.training.checkpoints.rollback import Before
+from nbtrain.training.checkpoints.rollback import Rollback
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.loop.shared_board import ASIDE, ASIDE_AT, OPEN, STEPS, UNKNOWN, WISHES, Board
 
@@ -25,7 +25,7 @@ PAUSE = 0.01
 NAME = "aside-"
 
 
-class Wishes:
+class LiveWeights:
     """The notebook's, of one run: one at a time. A wish that is not met stays: ranks may be on their way to it, and who
     is past the step of one would miss another."""
 
@@ -35,7 +35,7 @@ class Wishes:
         self._run = run
         self._directory = Path(directory)
         self._objects = CheckpointObjects.of(objects)
-        self._before: Before | None = None
+        self._before: Rollback | None = None
         self._open: tuple[int, int] | None = None
         """its number, and the step after which it is met"""
         self._still: list[int] | None = None
@@ -69,7 +69,7 @@ class Wishes:
             time.sleep(PAUSE)
         try:
             with shielded():  # half a model is none
-                self._before = self._before or Before(self._objects)
+                self._before = self._before or Rollback(self._objects)
                 _Bringing().bring(place, self._objects)
         finally:
             self._clear()

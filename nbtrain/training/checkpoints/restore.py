@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from nbtrain.compat.modules import EXTRA_STATE
 from nbtrain.strategies.base import Piece
-from nbtrain.training.checkpoints.compare import Match
 from nbtrain.training.checkpoints.content import TENSOR, CheckpointObjects, Name, ParameterNames, entries, whole
 from nbtrain.training.checkpoints.find_source import CheckpointSource
+from nbtrain.training.checkpoints.matches_objects import Match
 
 Pieces = dict[int, Piece]
 """id of a tensor → what this rank keeps of it"""
@@ -62,7 +62,7 @@ def same_state(
     return True
 
 
-class Restoring:
+class Restore:
     """One load."""
 
     def __init__(

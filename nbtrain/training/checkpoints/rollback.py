@@ -10,7 +10,7 @@ import torch
 from nbtrain.training.checkpoints.content import CheckpointObjects
 
 
-class Before:
+class Rollback:
     """Made before; it holds a copy of all tensors."""
 
     def __init__(self, objects: CheckpointObjects) -> None:

@@ -28,23 +28,24 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training.checkpoints import find_source, folder, ownership, uninterrupted
 from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints.background_write import Job, Writing, give_up, owe
-from nbtrain.training.checkpoints.compare import Match, compare
+from nbtrain.training.checkpoints.background_write import BackgroundWrite, Job, give_up, owe
 from nbtrain.training.checkpoints.content import CheckpointObjects, Content, ParameterNames
 from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, CheckpointSource, agree
+from nbtrain.training.checkpoints.matches_objects import Match, compare
 from nbtrain.training.checkpoints.rank_parts import Described, Holdings, RankPart, owners, snapshot
-from nbtrain.training.checkpoints.restore import Restoring, make_state, same_state
+from nbtrain.training.checkpoints.restore import Restore, make_state, same_state
 from nbtrain.training.checkpoints.schedule import Interval, SaveSchedule, place_of
 from nbtrain.training.data.loop_position import Positions
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.ranks import collectives, saved_random_states
-from nbtrain.training.ranks.default_generators import restore
-from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.random_states import saved_states
+from nbtrain.training.random_states.default_generators import restore
+from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.ranks import collectives
+from nbtrain.training.setup.components import Components
 
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
-_writing, _aside = Writing(), Writing()
+_writing, _aside = BackgroundWrite(), BackgroundWrite()
 """A process writes one at a time, whatever strategy its cells have; and one that the notebook waits for."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on: it does so once."""
@@ -57,7 +58,7 @@ class Checkpoints:
         self,
         info: RankInfo | None = None,
         strategy: Strategy | None = None,
-        workshop: Workshop | None = None,
+        workshop: Components | None = None,
         randomness: Randomness | None = None,
         steps: Steps | None = None,
     ) -> None:
@@ -223,7 +224,7 @@ class Checkpoints:
         full_format: bool,
         in_a_step: bool = False,
         keep: int | None = None,
-        writing: Writing = _writing,
+        writing: BackgroundWrite = _writing,
     ) -> None:
         late = self.late() if writing is self.writing else None
         mine: dict[str, Any] = {}
@@ -267,7 +268,7 @@ class Checkpoints:
             "loops": self.positions.state(in_a_step),
             "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
             "random": {
-                "one": saved_random_states.of_one_process(self.randomness),
+                "one": saved_states.of_one_process(self.randomness),
                 "ranks": [one["random"] for one in told],
             },
         }
@@ -341,7 +342,7 @@ class Checkpoints:
             holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
-            told["random"] = saved_random_states.of_rank(self.randomness) if self.randomness is not None else None
+            told["random"] = saved_states.of_rank(self.randomness) if self.randomness is not None else None
             mine |= {"content": content, "holdings": holdings}
             if self.rank == 0:
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -398,7 +399,7 @@ class Checkpoints:
         if apart:
             self._take_apart(chosen)
             names = ParameterNames(chosen.modules, self._modules())
-        Restoring(source, find_source.reading(source, self.say), self._pieces(), names, match).restore(chosen)
+        Restore(source, find_source.reading(source, self.say), self._pieces(), names, match).restore(chosen)
         if apart:
             assert self.workshop is not None
             self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
@@ -423,7 +424,7 @@ class Checkpoints:
         if self.randomness is None:
             restore(random["one"])
         else:
-            saved_random_states.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
+            saved_states.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
         if self.scaling is not None and about.get("scale") is not None:
             self.scaling.scale, self.scaling.good = about["scale"]
         self.positions.go_on(about["loops"])

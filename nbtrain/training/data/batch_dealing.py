@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from nbtrain.training.ranks.random_state import Randomness
+from nbtrain.training.random_states.rank_draws import Randomness
 
 COUNTS = ("num_replicas", "num_processes")
 """What samplers call the number of those who share: torch's DistributedSampler, and accelerate's BatchSamplerShard."""

@@ -19,10 +19,10 @@ from nbtrain.training.data import split_datasets
 from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import Positions
-from nbtrain.training.loop.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
-from nbtrain.training.loop.step_record import StepRecord
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.ranks.random_state import Randomness, derive
+from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
+from nbtrain.training.measure.step_record import StepRecord
+from nbtrain.training.random_states.rank_draws import Randomness, derive
 
 WHOLE = Deal(index=0, count=1)
 """Every rank sees all batches: it evaluates."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nbtrain.compat import python
-from nbtrain.installed import is_installed
+from nbtrain.installed_files import is_installed
 
 TRAINS = {"backward", "step"}
 WITHOUT_GRADIENT = {"no_grad", "inference_mode", "set_grad_enabled"}

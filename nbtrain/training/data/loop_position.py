@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
 from nbtrain.training.data.batch_dealing import Deal, dealt_out
-from nbtrain.training.ranks import default_generators
-from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.ranks.saved_random_states import of_rank, put_back
+from nbtrain.training.random_states import default_generators
+from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.saved_states import of_rank, put_back
 
 
 @dataclass(slots=True)

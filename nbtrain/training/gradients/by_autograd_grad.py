@@ -4,7 +4,7 @@ Put into `p.grad` it is averaged before a step. What else is made of it (fast we
 share: right where each rank works on tasks of its own, otherwise not what one process has with the whole batch. The
 two cannot be told apart, so nothing is averaged unasked: it is said, and `reduce(gradient)` brings it together, which
 can be differentiated again if the gradient can. The first ones of a cell are looked at; that they differ between ranks
-shows as the cell ends (session/report/rank_differences.py). Of a `p.grad` that is added up of them and of the weight
+shows as the cell ends (session/report/same_work_report.py). Of a `p.grad` that is added up of them and of the weight
 (decay by hand, several losses), what each was multiplied by is compared: by numbers that are the same everywhere it is
 right.
 
@@ -24,9 +24,9 @@ from weakref import ref
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbtrain.compat import engine, tensors
+from nbtrain.compat import autograd_engine, tensors
 from nbtrain.strategies.kit.call_arguments import by_name, called_with
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.setup.components import Components
 
 LOOKS, CALLS, NODES = 4, 64, 64
 """gradients of a cell that are looked at, calls of `functional_call`, and nodes of a graph"""
@@ -38,13 +38,18 @@ STEP, OFF = 64, 0.27
 """Factors are compared in 64ths: from here, as none that is likely to be written lies where one ends."""
 GRADIENT = "nbtrain_gradient"
 """a mark on the nodes of gradients that can be differentiated again"""
-LINEAR = engine.LINEAR | engine.DIVISIONS | engine.COPIES | {"CatBackward0", "StackBackward0", "TBackward0"}
+LINEAR = (
+    autograd_engine.LINEAR
+    | autograd_engine.DIVISIONS
+    | autograd_engine.COPIES
+    | {"CatBackward0", "StackBackward0", "TBackward0"}
+)
 
 
-class OwnGradients:
+class AutogradGradients:
     """Of one rank. `begin` before each cell."""
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, workshop: Components) -> None:
         self.workshop = workshop
         self.begin(False)
 
@@ -61,7 +66,7 @@ class OwnGradients:
 
     def asked(self, inputs: Iterable[Any], found: Any, again: bool) -> None:
         """`torch.autograd.grad` gave these. `again`: to be differentiated once more."""
-        gradients = [engine.unwrapped(one) for one in found]
+        gradients = [autograd_engine.unwrapped(one) for one in found]
         if again:
             self._again = True
             for one in gradients:
@@ -78,8 +83,10 @@ class OwnGradients:
         weights = self._weights()
         of_weights = [
             (one, gradient)
-            for one, gradient in zip(map(engine.unwrapped, inputs), gradients, strict=False)
-            if isinstance(gradient, torch.Tensor) and engine.is_plain(gradient) and self._is_weight(one, weights)
+            for one, gradient in zip(map(autograd_engine.unwrapped, inputs), gradients, strict=False)
+            if isinstance(gradient, torch.Tensor)
+            and autograd_engine.is_plain(gradient)
+            and self._is_weight(one, weights)
         ]
         if of_weights:
             self.looks -= 1
@@ -152,7 +159,7 @@ class OwnGradients:
         """Or what stands for one."""
         if not isinstance(tensor, torch.Tensor):
             return False
-        return id(tensor) in weights or tensor in self._given or id(engine.copied(tensor)) in weights
+        return id(tensor) in weights or tensor in self._given or id(autograd_engine.copied(tensor)) in weights
 
 
 class _Asked:
@@ -160,7 +167,7 @@ class _Asked:
 
     def __init__(self, p: torch.Tensor, gradient: torch.Tensor) -> None:
         self.p = ref(p)
-        inner = engine.in_functional_transform()  # what is computed there is not to be used outside
+        inner = autograd_engine.in_functional_transform()  # what is computed there is not to be used outside
         self.gradient: torch.Tensor | None = gradient if inner else gradient.detach()
         self.shape, self.version = gradient.shape, tensors.version(gradient)
         self.before = _version_of(p.grad) if p.is_leaf else None
@@ -217,7 +224,7 @@ def _made_of_gradients(tensor: torch.Tensor) -> bool:
             continue
         if node.metadata.get(GRADIENT):
             return True
-        if engine.node_name(node) in LINEAR:
+        if autograd_engine.node_name(node) in LINEAR:
             ahead += [behind for behind, _ in node.next_functions]
     return False
 

@@ -5,7 +5,7 @@ samples are such a sum, too, if each is divided by the size of the batch that th
 each rank divides by a number of its own (targets that are ignored, class weights, a mask), the mean of these means is
 not the mean of all. Both are read from the graph of the first losses of a cell, so they are found wherever they stand.
 The first is known to a rank; the second, when the ranks' numbers are compared as the cell ends
-(session/report/rank_differences.py).
+(session/report/same_work_report.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.compat import engine
+from nbtrain.compat import autograd_engine
 
 LOOKS, NODES, DIVISORS = 4, 32, 8
 """backwards of a cell that are looked at, nodes of each, and numbers that are compared"""
@@ -29,7 +29,7 @@ NOTE = (
 )
 
 
-class Summed:
+class SummedLosses:
     """Of one rank. `begin` before each cell."""
 
     def __init__(self) -> None:
@@ -66,22 +66,24 @@ class Summed:
             node, divided = ahead.pop()
             if node is None:
                 continue
-            divisor, factors = engine.divisor(node), engine.factors(node)
+            divisor, factors = autograd_engine.divisor(node), autograd_engine.factors(node)
             of_all = self.split and divisor == samples * self.count
             if not divided:
                 by_factor = self.split and any(isclose(factor * samples * self.count, 1) for factor in factors)
                 scaled = scaled or bool(factors)
-                of_one = divisor == 1 and not scaled and engine.node_name(node) not in engine.DIVISIONS
+                of_one = (
+                    divisor == 1 and not scaled and autograd_engine.node_name(node) not in autograd_engine.DIVISIONS
+                )
                 of_part = of_part or of_all or by_factor or of_one
                 corrected = corrected or float(self.count) in factors
-                terms += engine.node_name(node) == "AddBackward0"
+                terms += autograd_engine.node_name(node) == "AddBackward0"
             if divisor is not None and not of_all:
                 self._divided(divisor, samples)
             if not divided and self._is_sum(node, samples, shapes):
                 self.found, self.looks = True, 0
-            divided = divided or (engine.node_name(node) in engine.DIVISIONS and not of_all)
+            divided = divided or (autograd_engine.node_name(node) in autograd_engine.DIVISIONS and not of_all)
             by_less = by_less or divided
-            linear = engine.node_name(node) in engine.LINEAR and float(self.count) not in factors
+            linear = autograd_engine.node_name(node) in autograd_engine.LINEAR and float(self.count) not in factors
             if divided or of_all or linear:
                 ahead += [(behind, divided) for behind, _ in node.next_functions]
         self._alike = self._alike + of_part if batch is not None and batch == self._batch else int(of_part)
@@ -94,7 +96,7 @@ class Summed:
     def _weight(self, losses: Any, weights: Any, samples: int) -> int:
         """What is made of losses for each sample by what their backward starts from: MEAN, SUM or 0, another loss."""
         given = weights[0] if isinstance(weights, list | tuple) and len(weights) == 1 else weights
-        if not isinstance(given, torch.Tensor) or not engine.is_plain(given) or not given.dim():
+        if not isinstance(given, torch.Tensor) or not autograd_engine.is_plain(given) or not given.dim():
             return 0
         if not given.is_floating_point() or given.shape[0] != samples or given.shape != getattr(losses, "shape", None):
             return 0
@@ -105,8 +107,8 @@ class Summed:
         return SUM if low == 1 or of_all else MEAN if isclose(low * given.numel(), 1, rel_tol=1e-3) else 0
 
     def _is_sum(self, node: Any, samples: int, shapes: set[torch.Size]) -> bool:
-        shape = engine.summed_shape(node)
-        return engine.was_summed(node) or (shape[:1] == (samples,) and torch.Size(shape) not in shapes)
+        shape = autograd_engine.summed_shape(node)
+        return autograd_engine.was_summed(node) or (shape[:1] == (samples,) and torch.Size(shape) not in shapes)
 
     def _divided(self, by: float, samples: int) -> None:
         """By a number that is the same on all ranks, or by one that goes with the size of their batches: both are as in

@@ -30,7 +30,7 @@ from nbtrain.errors import UsageError
 FLAG = "--checkpoint-activations"
 
 
-class Recompute:
+class ActivationCheckpointing:
     """One per rank. `begin` says what is meant; `on` just before the cell's code, `off` right after it."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import engine, pytree
+from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import UsageError
 from nbtrain.intercept import Listeners
 from nbtrain.specs import PRECISIONS
@@ -107,7 +107,7 @@ class Forwards:
                 return old(module, *args, **kwargs)
             token = _inside.set(True)
             try:
-                if engine.in_backward() and self._was_inside(args, kwargs):
+                if autograd_engine.in_backward() and self._was_inside(args, kwargs):
                     return old(module, *args, **kwargs)
                 if self.form.weights:
                     return self._lowered(old, module, args, kwargs)

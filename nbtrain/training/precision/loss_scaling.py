@@ -40,7 +40,7 @@ BEFORE = "nbtrain: what lies before the model"
 LARGEST = 2.0**126
 
 
-class Scaling:
+class LossScaling:
     """One per runtime: the scale is carried from cell to cell."""
 
     def __init__(

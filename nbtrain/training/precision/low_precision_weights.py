@@ -19,7 +19,7 @@ from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 
 
-class Lowered:
+class LowPrecisionWeights:
     """What was cast on this rank, and what it is in the notebook."""
 
     def __init__(self, dtype: torch.dtype, rank: int) -> None:
@@ -149,25 +149,25 @@ class _Around:
 
 
 @_around(Strategy)
-class LoweredStrategy(_Around, Strategy):
+class LowPrecisionStrategy(_Around, Strategy):
     """Another strategy's, in 16 bits."""
 
-    def __init__(self, inner: Strategy, lowered: Lowered) -> None:
+    def __init__(self, inner: Strategy, lowered: LowPrecisionWeights) -> None:
         self.inner = inner
         self.lowered = lowered
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         self.lowered.before(component)
-        return LoweredPrepared(self.inner.set_up(component, precision), self.lowered)
+        return LowPrecisionPrepared(self.inner.set_up(component, precision), self.lowered)
 
 
 @_around(Prepared)
-class LoweredPrepared(_Around, Prepared):
+class LowPrecisionPrepared(_Around, Prepared):
     """What the other strategy has prepared."""
 
     own = (*_Around.own, "replaced")
 
-    def __init__(self, inner: Prepared, lowered: Lowered) -> None:
+    def __init__(self, inner: Prepared, lowered: LowPrecisionWeights) -> None:
         self.inner = inner
         self.lowered = lowered
         self.replaced = []
@@ -179,8 +179,8 @@ class LoweredPrepared(_Around, Prepared):
         self.replaced += pairs
         return pairs
 
-    def let_go(self) -> Callable[[], Prepared | None] | None:
-        hold_again = self.inner.let_go()
+    def release_modules(self) -> Callable[[], Prepared | None] | None:
+        hold_again = self.inner.release_modules()
         if hold_again is None:
             return None
         self.inner = Prepared(self.component)  # perhaps only the modules hold the other one now

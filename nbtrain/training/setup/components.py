@@ -24,8 +24,8 @@ from nbtrain.errors import NotPrepared
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.ranks.collectives import equalise
-from nbtrain.training.setup.meta_init import Blanks, is_blank
-from nbtrain.training.setup.replace_references import become
+from nbtrain.training.setup.meta_init import MetaInit, is_blank
+from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.training.setup.validate_strategy import set_up
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
@@ -49,7 +49,7 @@ class SetUpComponent:
         return {id(p) for p in self.parameters}
 
 
-class Workshop:
+class Components:
     """What is prepared on a rank."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Workshop:
         strategy: Strategy,
         device: torch.device,
         world_size: int,
-        replaced: Replaced = become,
+        replaced: Replaced = replace_references,
         precision: str = "32",
     ) -> None:
         """`replaced`: whom to tell of tensors that others were put in the place of."""
@@ -153,7 +153,7 @@ class Workshop:
             component = kept.prepared.component
             groups: tuple[dict[str, Any], ...] = (component.modules, component.optimizers, component.schedulers)
             held = [(group, name, id(item), ref(item)) for group in groups for name, item in group.items()]
-            hold_again = kept.prepared.let_go() if models else None
+            hold_again = kept.prepared.release_modules() if models else None
             for group in groups:
                 group.clear()
             if hold_again is not None:
@@ -226,7 +226,7 @@ class Workshop:
         with self.outside():
             for kept in old:
                 self.close(kept)
-            blanks = Blanks.of(component)
+            blanks = MetaInit.of(component)
             wanted = self.strategy.wants_blanks()
             if blanks is not None and wanted == "filled":
                 self._tell(blanks.fill(self.device))

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import fake, generators
+from nbtrain.compat import fake_tensors, generators
 from nbtrain.compat.modules import BUFFERS, CHILDREN, INITIALIZER, PARAMETERS, RESETS
 from nbtrain.compat.tensors import hook_tables, memory_id
+from nbtrain.empty_models import NOTE
 from nbtrain.errors import UsageError
-from nbtrain.exchange.kinds.hooks import hooked
+from nbtrain.exchange.kinds.gradient_hooks import hooked
 from nbtrain.exchange.kinds.tensors import swapped
 from nbtrain.strategies.base import Component, Prepared, is_lazy
+from nbtrain.training.random_states.default_generators import capture, restore
 from nbtrain.training.ranks.collectives import connected, gather
-from nbtrain.training.ranks.default_generators import capture, restore
-from nbtrain.unfilled import NOTE
 
 BOXES = (PARAMETERS, BUFFERS)
 
@@ -90,7 +90,7 @@ class _Step:
     name: str
 
 
-class Blanks:
+class MetaInit:
     """What a component has no content of. Found before a strategy sets it up, filled in before (`fill`) by strategies
     that keep whole models, after it (`deal_out`) by those that keep pieces: of what is as it was, or `hollow`."""
 
@@ -98,7 +98,7 @@ class Blanks:
         self._parts = parts
 
     @classmethod
-    def of(cls, component: Component) -> Blanks | None:
+    def of(cls, component: Component) -> MetaInit | None:
         """None where nothing is missing, as nearly always. Else collective: all ranks take rank 0's seeds."""
         tensors = [*component.parameters(), *component.buffers()]
         if not any(map(is_blank, tensors)):
@@ -332,7 +332,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return memory_id(tensor.untyped_storage())
 
 
-class _Watch(fake.DispatchMode):
+class _Watch(fake_tensors.DispatchMode):
     """Sees what memory is written to; versions would not tell of `weight.data.normal_()`."""
 
     def __init__(self) -> None:
@@ -341,7 +341,7 @@ class _Watch(fake.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for i, argument in enumerate(fake.schema_of(func).arguments):
+        for i, argument in enumerate(fake_tensors.schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
                 several = given if isinstance(given, (list, tuple)) else [given]

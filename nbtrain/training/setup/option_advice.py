@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import nbtrain.words as words
+import nbtrain.humanize as humanize
 
 SMALL = 16 * 2**30
 """Bytes of a card that has little room for buckets."""
@@ -49,4 +49,4 @@ def _of(given: dict[str, Any], room: int) -> Iterator[tuple[str, str]]:
     taken = 4 * sum(buckets.values())
     if buckets and 0 < room < SMALL and taken > PART * room:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in buckets)
-        yield "buckets", BUCKETS.format(taken=words.size(taken), room=words.size(room), flags=flags)
+        yield "buckets", BUCKETS.format(taken=humanize.size(taken), room=humanize.size(room), flags=flags)

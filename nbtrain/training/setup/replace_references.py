@@ -14,7 +14,7 @@ from types import CellType, FrameType, ModuleType
 from typing import Any
 
 
-def become(pairs: Sequence[tuple[Any, Any]], roots: Iterable[Any] = ()) -> None:
+def replace_references(pairs: Sequence[tuple[Any, Any]], roots: Iterable[Any] = ()) -> None:
     """`pairs`: (old, new). `roots`: containers that the garbage collector was told to leave alone."""
     ours = {id(pairs), *map(id, pairs)}
     while pairs:

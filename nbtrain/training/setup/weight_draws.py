@@ -5,7 +5,7 @@ Ranks have streams of their own once they are apart, so that dropout differs. A 
 one on each rank. Such a draw is made from where one process would stand. It needs every rank.
 
 What is drawn for anything else is not touched. Weights in pieces have draws of their own
-(`strategies/kit/new_tensors.py`).
+(`strategies/kit/draws_in_pieces.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 
 from nbtrain.intercept import Listeners
-from nbtrain.training.ranks.random_state import Randomness
-from nbtrain.training.setup.components import Workshop
+from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.setup.components import Components
 
 IN_PLACE = tuple(
     f"torch.Tensor.{name}_"
@@ -30,10 +30,10 @@ LIKE = tuple(f"torch.{name}_like" for name in ("rand", "randn", "randint"))
 DEVICES = ("cpu", "cuda")
 
 
-class Drawn:
+class WeightDraws:
     """Of one rank. `listen` once; `begin` before each cell."""
 
-    def __init__(self, randomness: Randomness, workshop: Workshop, active: Callable[[], bool]) -> None:
+    def __init__(self, randomness: Randomness, workshop: Components, active: Callable[[], bool]) -> None:
         """`active`: a cell runs on all ranks, and its models are looked after."""
         self.randomness, self.workshop, self.active = randomness, workshop, active
         self.drawing = False

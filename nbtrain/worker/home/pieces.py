@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.exchange.kinds.split_tensors import Apart, join, part
+from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.worker.home.split_leftovers import find_strays
 
 Ranges = list[tuple[int, int]]
 
 
-class HeldPiece(Apart):
+class HeldPiece(SplitTensor):
     """One tensor's."""
 
     piece: Any
@@ -39,7 +39,7 @@ class HeldPiece(Apart):
 class Pieces:
     """Of everything that is set up. The same tensors in the same order on all ranks."""
 
-    def __init__(self, rank: int, world_size: int, table: Table) -> None:
+    def __init__(self, rank: int, world_size: int, table: ObjectTable) -> None:
         self.rank = rank
         self.world_size = world_size
         self.table = table
@@ -79,7 +79,7 @@ class Pieces:
     def take_in(self, values: Mapping[str, Any], known: Iterable[int]) -> list[tuple[Any, Any]]:
         """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
         strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
-        from nbtrain.strategies.kit.row_shards import Rows, by_rows, whole
+        from nbtrain.strategies.kit.row_shards import RowShards, by_rows, whole
         from nbtrain.strategies.kit.stage_tensors import is_placed, whole_of
 
         known = set(known)
@@ -90,7 +90,7 @@ class Pieces:
         # what an optimizer was given another state in the place of.
         left: list[Any] = [one.tensor for one in self._held if is_divided(one.tensor) and id(one.tensor) not in known]
         found |= {id(t): t for t in left if self.table.find(t) is not None and by_rows(t)}
-        self.strays = [(t, held.get(id(t)) or Rows(t)) for t in found.values()]
+        self.strays = [(t, held.get(id(t)) or RowShards(t)) for t in found.values()]
         return [(t, whole_of(t) if is_placed(t) else whole(t)) for t in others if id(t) not in found]
 
     def put_together(self) -> list[tuple[Any, Any]]:
@@ -166,7 +166,7 @@ class Pieces:
             for _, flat in self._parts(held):
                 dist.send(flat, lead)
 
-    def _fetch(self, apart: Apart) -> memoryview:
+    def _fetch(self, apart: SplitTensor) -> memoryview:
         """All of it, on the rank that packs."""
         assert isinstance(apart, HeldPiece)
         if not apart.nbytes:

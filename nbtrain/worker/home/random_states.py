@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import nbtrain.training.ranks.default_generators as default_generators
-from nbtrain.training.ranks.default_generators import States
+import nbtrain.training.random_states.default_generators as default_generators
+from nbtrain.training.random_states.default_generators import States
 
 
 def capture() -> States:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from nbtrain.exchange.graph.table import Table
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.kinds.checksum import array_checksum, checksum
 from nbtrain.exchange.segment import untouched
@@ -37,14 +37,14 @@ SETS = (set, frozenset)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
-def number(value: Any, table: Table, passed_by: Iterable[int] = ()) -> int:
+def number(value: Any, table: ObjectTable, passed_by: Iterable[int] = ()) -> int:
     """`table` knows checksums of what came from the notebook. `passed_by`: ids of objects that stay here, each rank's
     own."""
     return _Look(table, passed_by).at(value)
 
 
 class _Look:
-    def __init__(self, table: Table, passed_by: Iterable[int]) -> None:
+    def __init__(self, table: ObjectTable, passed_by: Iterable[int]) -> None:
         self.table = table
         self.left = ITEMS
         self.depth = 0

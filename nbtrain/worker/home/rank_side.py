@@ -7,31 +7,35 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.residence import Arrival, Node, Table, Walk, Ways, find_all, remember
+from nbtrain.exchange.graph.find_changes import Walk, remember
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel
+from nbtrain.exchange.graph.rank_paths import Ways, find_all
 from nbtrain.exchange.kinds import dispatch, numeric
+from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.training.setup.replace_references import become
-from nbtrain.worker.home.homecoming import KERNEL, MISSING, Home, Homeward, New, pull, spared
+from nbtrain.training.setup.replace_references import replace_references
+from nbtrain.worker.home.pack_changes import KERNEL, MISSING, Home, New, PackChanges, pull, spared
 
 OPTION = "--"
 """No name of Python's begins so: under such names the strategy's options travel."""
 
 
-class Twins:
+class RankSide:
     """What this rank holds of the notebook's objects."""
 
     def __init__(self, rank: int, world_size: int, namespace: dict[str, Any], directory: str, device: str) -> None:
         self.rank = rank
         self.namespace = namespace
         self.device = device
-        self.table = Table(-1 - rank, -world_size)
+        self.table = ObjectTable(-1 - rank, -world_size)
         self.opener = Opener()
         self.packer = Packer(directory, again=False)
         self._holds: dict[str, Any] = {}
-        self._homeward: Homeward | None = None
+        self._homeward: PackChanges | None = None
         self.modules: dict[str, Any] = {}
         """what was set in modules, as the notebook sent it for the last cell"""
         self.unsendable: list[str] = []
@@ -55,7 +59,7 @@ class Twins:
         for name in unbind:
             self.namespace.pop(name, None)
         cargo, buffer = self.opener.open(parcel)
-        arrival = Arrival(self.table, self.namespace, cargo, buffer, self._place, self.opener.renew)
+        arrival = OpenedParcel(self.table, self.namespace, cargo, buffer, self._place, self.opener.renew)
         touched = arrival.commit()
         options = {name: arrival.names.pop(name) for name in list(arrival.names) if name.startswith(OPTION)}
         self.options = {name.removeprefix(OPTION): value for name, value in options.items()}
@@ -96,7 +100,7 @@ class Twins:
         remember(self.table, self.namespace, found.values())
         return tuple(lacking)
 
-    def inherit(self, table: Table) -> None:
+    def inherit(self, table: ObjectTable) -> None:
         """This process was forked from the kernel: it has the notebook's own objects under the kernel's keys."""
         table.last_key, table.step = self.table.last_key, self.table.step
         self.table = self.pieces.table = table
@@ -120,7 +124,7 @@ class Twins:
 
     def replace(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """(old, new) tensors: everybody here who holds an old one holds the new one from now on."""
-        become(pairs, [self.namespace])
+        replace_references(pairs, [self.namespace])
         for old, new in pairs:
             node = self.table.find(old)
             if node is not None:
@@ -174,7 +178,7 @@ class Twins:
         for node in self.table.nodes.values():
             node.seen = None
 
-    def homeward(self, names: Iterable[str], keep: tuple[str, ...], limit: float) -> Homeward:
+    def homeward(self, names: Iterable[str], keep: tuple[str, ...], limit: float) -> PackChanges:
         """What the cell changed, assigned and deleted. `names`: those that the notebook sent for it."""
         if self._homeward is not None:  # this rank has ended the cell, and is the lead after all
             return self._homeward
@@ -184,7 +188,7 @@ class Twins:
         names = list(names)
         held = {name: before[name] for name in names if name in before}
         modules, self.unsendable = module_baseline.look(self.table, now)
-        self._homeward = Homeward(self.table, now, names, bound, deleted, keep, limit, held, modules)
+        self._homeward = PackChanges(self.table, now, names, bound, deleted, keep, limit, held, modules)
         self._holds = {}
         return self._homeward
 
@@ -218,7 +222,7 @@ class Twins:
         kept = spared(self.table, spare)
         known = set(known)
         held = [node for node in self.table.nodes.values() if node.key in known]
-        self.table = self.pieces.table = Table(self.table.last_key, self.table.step)
+        self.table = self.pieces.table = ObjectTable(self.table.last_key, self.table.step)
         for key, obj in kept:
             self.table.add(key, obj, dispatch.kind_named("handle"))
         for node in held:

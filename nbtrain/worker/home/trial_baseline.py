@@ -11,13 +11,13 @@ import nbtrain.registry as registry
 from nbtrain.specs import RunSpec
 
 if TYPE_CHECKING:
-    from nbtrain.training.loop.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import TrialSteps
 
 
-def trying(spec: RunSpec, device: str) -> Trying:
+def trial_steps(spec: RunSpec, device: str) -> TrialSteps:
     import torch
 
-    from nbtrain.training.loop.trial_steps import Trying
+    from nbtrain.training.measure.trial_steps import TrialSteps
 
     entry = registry.find_strategy(spec.strategy)
     for name in entry.needs.packages if entry is not None else ():
@@ -25,4 +25,4 @@ def trying(spec: RunSpec, device: str) -> Trying:
             with suppress(Exception):  # why it cannot be had is said where it is used
                 import_module(name)
     assert spec.trial is not None
-    return Trying(spec.trial, torch.device(device))
+    return TrialSteps(spec.trial, torch.device(device))

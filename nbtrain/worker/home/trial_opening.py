@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from nbtrain.exchange.graph.residence import Arrival, Table
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.parcel import Opener, Parcel
 
@@ -14,7 +15,7 @@ def open_parcel(parcel: Parcel) -> str | None:
     numeric.learn_atoms()
     try:
         cargo, buffer = Opener().open(parcel)
-        Arrival(Table(-1, -1), vars(sys.modules["__main__"]), cargo, buffer, lambda kind: "cpu").commit()
+        OpenedParcel(ObjectTable(-1, -1), vars(sys.modules["__main__"]), cargo, buffer, lambda kind: "cpu").commit()
     except Exception as error:  # a class may raise anything
         return str(error)
     return None

@@ -27,7 +27,7 @@ class Change:
         return f"{self.name} {now}, and {who} {self.loaded}: {remedy}"
 
 
-class Packages:
+class InstalledPackages:
     """From its making on."""
 
     def __init__(self) -> None:

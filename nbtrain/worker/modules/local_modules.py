@@ -22,7 +22,7 @@ from typing import Any
 from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds.module_state import state_of, states
 from nbtrain.exchange.module_baseline import kept_over
-from nbtrain.worker.modules.local_files import Stamp, local, local_modules, note_executed, stamp
+from nbtrain.local_files import Stamp, local, local_modules, note_executed, stamp
 from nbtrain.worker.modules.module_reload import pairs, renew
 
 
@@ -33,7 +33,7 @@ def at_birth() -> dict[str, str]:
     return dict(local_modules())
 
 
-class Modules:
+class LocalModules:
     """A rank's. From its making on it hears of every local file that is imported."""
 
     def __init__(self) -> None:

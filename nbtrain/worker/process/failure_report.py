@@ -8,19 +8,19 @@ from dataclasses import replace
 from types import FunctionType, TracebackType
 from typing import Any
 
-from nbtrain.compat import fit
+from nbtrain.compat import strategy_packages
 from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
-from nbtrain.worker.home.rank_side import Twins
+from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process.interrupts import cut_a_step_short
 from nbtrain.worker.shell.shell import RankShell
 
 
-class Failing:
+class FailureReport:
     """Errors in words, and as what the notebook can raise once more."""
 
-    def __init__(self, rank: int, shell: RankShell, twins: Twins) -> None:
+    def __init__(self, rank: int, shell: RankShell, twins: RankSide) -> None:
         self._rank = rank
         self._shell = shell
         self._twins = twins
@@ -34,7 +34,7 @@ class Failing:
         )  # fmt: skip
 
     def lines_of(self, error: BaseException) -> list[str]:
-        fit.explain(error)
+        strategy_packages.explain(error)
         if isinstance(error, NbtrainError):
             return [f"{type(error).__name__}: {error}"]
         made = self._shell.InteractiveTB.structured_traceback(type(error), error, _in_cells(error.__traceback__))

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from nbtrain.compat import brought
-from nbtrain.compat.brought import ProcessAware
+from nbtrain.compat import training_libraries
 from nbtrain.compat.horovod import START
+from nbtrain.compat.training_libraries import ProcessAware
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
@@ -39,11 +39,11 @@ PROCESSES = (
     "{what} starts processes of its own, and the ranks are there already. Write %%distributed -s none -d {count} above "
     "the cell, and in its place {call}"
 )
-LAUNCHERS = tuple(f"{brought.LAUNCHERS}.{name}" for name in ("notebook_launcher", "debug_launcher"))
+LAUNCHERS = tuple(f"{training_libraries.LAUNCHERS}.{name}" for name in ("notebook_launcher", "debug_launcher"))
 SPAWN = "torch.multiprocessing.start_processes"
 
 
-class Libraries:
+class OtherTrainers:
     """Of one rank. `listen` once; `begin` and `end` around the user's code."""
 
     def __init__(self, info: RankInfo) -> None:
@@ -57,14 +57,14 @@ class Libraries:
 
     def listen(self) -> None:
         on = self._listeners
-        for one in brought.CLASSES:
+        for one in training_libraries.CLASSES:
             makes = {f"{one.path}.__init__": partial(self._made, one)}
             makes.update({f"{one.path}.{name}": partial(self._used, one) for name in one.uses})
             on.when_imported(one.module, list(makes), "brought", makes.__getitem__)
-        on.when_imported("deepspeed", [brought.DEEPSPEED], "brought", lambda _: self._initialize)
-        on.when_imported("horovod.torch", [brought.HOROVOD], "brought", lambda _: self._optimizer)
+        on.when_imported("deepspeed", [training_libraries.DEEPSPEED], "brought", lambda _: self._initialize)
+        on.when_imported("horovod.torch", [training_libraries.HOROVOD], "brought", lambda _: self._optimizer)
         on.when_imported("horovod.torch", [START], "brought", lambda _: self._init)
-        on.when_imported(brought.LAUNCHERS, LAUNCHERS, "brought", self._launcher)
+        on.when_imported(training_libraries.LAUNCHERS, LAUNCHERS, "brought", self._launcher)
         on.listen(SPAWN, "brought", self._processes)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Libraries:
         """They were made on the ranks, too."""
         for settings in given:
             of = {cls.__name__ for cls in type(settings).__mro__}
-            if one.takes in of and brought.processes(settings) != self.info.world_size:
+            if one.takes in of and training_libraries.processes(settings) != self.info.world_size:
                 raise NotSupported(ELSEWHERE.format(what=f"the {one.takes} of {one.word}"))
 
     def _refuse_twice(self, what: str, instead: str = "") -> None:

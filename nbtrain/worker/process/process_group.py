@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from nbtrain.awake_time import Patience
 from nbtrain.compat import groups
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.patience import Patience
 from nbtrain.specs import RankInfo
 from nbtrain.training.loop.shared_board import FORMING, Board
 

@@ -19,7 +19,7 @@ from typing import Any
 from nbtrain.compat import python
 from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import RankInfo
-from nbtrain.worker.modules.local_modules import Modules
+from nbtrain.worker.modules.local_modules import LocalModules
 from nbtrain.worker.process import library_settings
 
 
@@ -138,7 +138,7 @@ class Taken:
         self._environ: Mapping[str, str] | None = None
         self._flags: Mapping[str, Any] | None = None
         self._raw: Any = None
-        self._modules = Modules()
+        self._modules = LocalModules()
         self._settings: dict[str, Any] = {}
         self._failed: dict[str, Exception] = {}
         """those of which it has been said"""

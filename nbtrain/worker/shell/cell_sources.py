@@ -10,7 +10,7 @@ from types import FunctionType
 from nbtrain.messages import LATELY, CellSource
 
 
-class Texts:
+class CellSources:
     """What `linecache` knows of the notebook's cells. Old ones stay where a function that lives was made."""
 
     def __init__(self, numbers: dict[str, int] | None) -> None:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from nbtrain.defer_interrupts import shielded
 from nbtrain.events import Display, Event, Output, RankState
-from nbtrain.shield import shielded
 
 FLUSH_EVERY = 0.05
 """Seconds; at most 20 messages of text a second."""

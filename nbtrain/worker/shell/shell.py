@@ -22,8 +22,8 @@ from traitlets.config import Config
 
 from nbtrain.compat import kernel, namespaces, python
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.worker.modules.installed_packages import Packages
-from nbtrain.worker.shell.cell_sources import Texts
+from nbtrain.worker.modules.installed_packages import InstalledPackages
+from nbtrain.worker.shell.cell_sources import CellSources
 from nbtrain.worker.shell.output import Outlet
 
 INLINE = "module://matplotlib_inline.backend_inline"
@@ -62,8 +62,8 @@ class RankShell(kernel.ShownErrors):
     display_pub_class = _Publisher
     displayhook_class = _Hook
     outlet: Outlet
-    packages: Packages
-    texts: Texts
+    packages: InstalledPackages
+    texts: CellSources
     _events: asyncio.AbstractEventLoop | None = None
     muted = False
     traceback_lines: list[str]
@@ -208,8 +208,8 @@ def make_shell(module: Any = None) -> RankShell:
     main = sys.modules.get("__main__")
     shell = RankShell.instance(config=config, user_module=module)
     _as_a_script()
-    shell.packages = Packages()
-    shell.texts = Texts(kernel.cell_names(shell))
+    shell.packages = InstalledPackages()
+    shell.texts = CellSources(kernel.cell_names(shell))
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
 

@@ -1,0 +1,357 @@
+"""The kernel's side: a thread that answers who asks, and sends the run there is to who watches.
+
+    {"command": "about"}                     → {"ok": true, "about": {...}}
+    {"command": "run"}                       → {"ok": true, "run": everything known of the run, or null}
+    {"command": "stop" | "stacks" | "kill"}  → {"ok": ..., "text": ...}
+    {"command": "watch"}                     → {"about": {...}} whenever it changes, and the messages of the run
+    {"command": "again"}                     → to one who watches: everything once more, in its place among the messages
+
+One JSON object a line. The kernel is never kept waiting: what a run says goes into a queue that the thread empties.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from nbtrain.beacon.kernel_record import ELSEWHERE, BeaconRecord, here, make_folder, records
+from nbtrain.beacon.readers import Gone, Reader, encode, of_this_user
+
+Message = dict[str, Any]
+
+COMMANDS = ("stop", "stacks", "kill")
+READERS = 64
+"""Connections at a time; one more, and the oldest goes."""
+UNHEARD = 1000
+"""Messages of a run that may wait for the thread. Older ones are lost, which who reads the others notices."""
+GRACE = 1.0
+"""Seconds in which the thread ends."""
+LATELY = 2.0
+"""Seconds after which who watches is told of the ranks once more, if there is something new."""
+FULL = 0.1
+"""Seconds until the next try, when the process has as many files open as it may."""
+
+
+class FollowedRun(Protocol):
+    """What is followed: a feed."""
+
+    def everything(self) -> Message | None: ...
+
+    def subscribe(self, callback: Callable[[Message], None], /) -> Callable[[], None]: ...
+
+
+class Beacon:
+    """One kernel's. All calls are quick, and may come from any thread."""
+
+    def __init__(
+        self,
+        kernel_id: str,
+        directory: Path,
+        about: Callable[[], Message],
+        do: Callable[[str], tuple[bool, str]],
+    ) -> None:
+        """`directory`: the one of the connection file. `about` is called from the beacon's thread and must not wait
+        for anything; `do`, with a command, from one of its own."""
+        self.kernel_id = kernel_id
+        self._about, self._do = about, do
+        self._pid = os.getpid()
+        self._folder = make_folder(directory)
+        self._readers: list[Reader] = []
+        self._run: FollowedRun | None = None
+        """the one that is followed; `_next` will be"""
+        self._next: FollowedRun | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+        self._heard: deque[tuple[FollowedRun, Message]] = deque(maxlen=UNHEARD)
+        self._answers: deque[tuple[Reader, Message]] = deque()
+        self._changed = self._closing = False
+        self._told: Message = {}
+        self._due = 0.0
+        """when to look whether `about` says something new; what the ranks hold changes without anybody saying so"""
+        for _ in records(self._folder):  # what the dead have left goes
+            pass
+        with ExitStack() as undo:
+            self._wake, self._woken = socket.socketpair()
+            undo.callback(self._wake.close)
+            undo.callback(self._woken.close)
+            self._wake.setblocking(False)
+            self._listener, path = _listen(self._folder)
+            undo.callback(self._listener.close)
+            self._record = BeaconRecord.mine(kernel_id, path)
+            undo.callback(self._record.remove, self._folder)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            self._record.write(self._folder)
+            self._thread = threading.Thread(target=self._serve, name="nbtrain-beacon", daemon=True)
+            self._undo = undo.pop_all()
+        self._thread.start()
+
+    @classmethod
+    def start(cls, about: Callable[[], Message], do: Callable[[str], tuple[bool, str]]) -> Beacon | None:
+        """For the kernel that this is; None where there is none, or no place for the file and the socket."""
+        found = here()
+        if found is None:
+            return None
+        try:
+            return cls(*found, about, do)
+        except OSError:
+            return None
+
+    def follow(self, run: FollowedRun | None) -> None:
+        """What watchers are shown from now on."""
+        self._next = run
+        self._ring_for_readers()
+
+    def changed(self) -> None:
+        """`about` would say something else than before."""
+        self._changed = True
+        self._ring_for_readers()
+
+    def close(self) -> None:
+        """Leave no file, no socket and no thread; again does nothing."""
+        if self._closing or os.getpid() != self._pid:  # a fork has a copy of this, and nothing of it is its own
+            return
+        self._closing = True
+        self._ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(GRACE)
+        with suppress(OSError):  # the thread has done it, unless it hangs
+            self._record.remove(self._folder)
+
+    def _ring_for_readers(self) -> None:
+        """Whoever connects later finds it as it is then; a cell must not wake a thread that has nothing to do."""
+        if self._readers:
+            self._ring()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # it has been rung already, or is closed
+            self._wake.send(b"\0")
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(self._patience()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                    elif key.data in self._readers:  # and was not dropped a moment ago
+                        self._attend(key.data)
+                self._relay()
+        finally:
+            self._closing = True
+            self._record.remove(self._folder)  # first: who hears the end looks whether it is still there
+            self._unfollow()
+            for reader in list(self._readers):
+                self._drop(reader)
+            self._undo.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # gone since the selector saw it
+            return
+        except OSError:
+            time.sleep(FULL)
+            return
+        if not of_this_user(connection):
+            connection.close()
+            return
+        if len(self._readers) == READERS:
+            self._drop(self._readers[0])
+        reader = Reader(connection)
+        self._readers.append(reader)
+        self._selector.register(connection, selectors.EVENT_READ, reader)
+
+    def _attend(self, reader: Reader) -> None:
+        try:
+            reader.flush()
+            for request in reader.requests():
+                self._answer(reader, request)
+        except Gone:
+            self._drop(reader)
+        else:
+            self._select(reader)
+
+    def _answer(self, reader: Reader, request: Message) -> None:
+        command = request.get("command")
+        if command == "about":
+            reader.send(encode(self._asked(lambda: {"ok": True, "about": self._who()})))
+        elif command == "run":
+            reader.send(encode(self._asked(lambda: {"ok": True, "run": _all_of(self._next)})))
+        elif command == "watch" and not reader.watching:
+            reader.watching = True
+            self._follow()
+            self._look()
+            self._show(reader)
+            self._show_all(reader)
+        elif command == "again" and reader.watching:
+            self._show_all(reader)
+        elif command in COMMANDS:
+            threading.Thread(
+                target=self._obey, args=(reader, command), name="nbtrain-beacon-command", daemon=True
+            ).start()
+        else:
+            raise Gone
+
+    def _obey(self, reader: Reader, command: str) -> None:
+        """In a thread of its own: to stop may take its time, and the stream goes on meanwhile."""
+
+        def answer() -> Message:
+            ok, text = self._do(command)
+            return {"ok": ok, "text": text}
+
+        self._answers.append((reader, self._asked(answer)))
+        self._ring()
+
+    def _asked(self, ask: Callable[[], Message]) -> Message:
+        """What the kernel's parts raise is said, and ends nothing."""
+        try:
+            return ask()
+        except Exception as error:
+            return {"ok": False, "text": f"{type(error).__name__}: {error}"}
+
+    def _who(self) -> Message:
+        return {"kernel": self.kernel_id, "pid": self._pid, **self._about()}
+
+    # -- what watchers see -------------------------------------------------------------------
+
+    def _relay(self) -> None:
+        """What the others have left for this thread."""
+        watching = [reader for reader in self._readers if reader.watching]
+        changed, self._changed = self._changed, False  # told after what the run has said before
+        changed = changed or time.monotonic() >= self._due
+        if self._next is not self._run:
+            self._unfollow()
+            self._run = self._next
+            if watching:
+                self._follow()
+            for reader in watching:
+                reader.since = -1
+                self._try(reader, self._show_all)
+        for run, message in _emptied(self._heard):
+            if run is self._run:
+                data = encode(message)
+                for reader in watching:
+                    if message.get("seq", reader.since + 1) > reader.since:
+                        self._try(reader, partial(_send, data))
+        if changed and watching:
+            self._look()
+        for reader in watching:
+            self._try(reader, self._show)
+        for reader, answer in _emptied(self._answers):
+            self._try(reader, partial(_send, encode(answer)))
+        if self._unsubscribe is not None and not any(reader.watching for reader in self._readers):
+            self._unfollow()
+
+    def _follow(self) -> None:
+        if self._run is not None and self._unsubscribe is None:
+            run = self._run
+            self._unsubscribe = run.subscribe(lambda message: self._hear(run, message))
+
+    def _unfollow(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+    def _hear(self, run: FollowedRun, message: Message) -> None:
+        """Called by the run's own thread."""
+        self._heard.append((run, message))
+        self._ring()
+
+    def _patience(self) -> float | None:
+        if any(reader.watching for reader in self._readers):
+            return max(0.0, self._due - time.monotonic())
+        return None
+
+    def _look(self) -> None:
+        """Whether there is something new to tell of the ranks."""
+        self._due = time.monotonic() + LATELY
+        told = self._asked(lambda: {"about": self._who()})
+        if "about" in told and told != self._told:
+            self._told = told
+
+    def _show(self, reader: Reader) -> None:
+        if self._told and reader.told is not self._told:
+            reader.told = self._told
+            reader.send(encode(self._told))
+
+    def _show_all(self, reader: Reader) -> None:
+        message = _all_of(self._run)
+        if message is not None:
+            reader.since = message["seq"]
+            reader.send(encode(message))
+
+    def _try(self, reader: Reader, send: Callable[[Reader], None]) -> None:
+        if reader not in self._readers:
+            return
+        try:
+            send(reader)
+        except Gone:
+            self._drop(reader)
+        else:
+            self._select(reader)
+
+    def _select(self, reader: Reader) -> None:
+        """Heard of when he says something, and when he can take more of what waits for him."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if reader.has_unread else 0)
+        self._selector.modify(reader.connection, events, reader)
+
+    def _drop(self, reader: Reader) -> None:
+        self._readers.remove(reader)
+        self._selector.unregister(reader.connection)
+        reader.close()
+
+
+def _send(data: bytes, reader: Reader) -> None:
+    reader.send(data)
+
+
+def _emptied(queue: deque[Any]) -> Iterator[Any]:
+    while queue:
+        yield queue.popleft()
+
+
+def _listen(folder: Path) -> tuple[socket.socket, str]:
+    """In the folder, or where its path is too long or it takes no sockets, in one of its own."""
+    try:
+        return _bind(folder / f"{os.getpid()}.sock")
+    except OSError:
+        pass
+    made = tempfile.mkdtemp(prefix=ELSEWHERE)  # mode 0700, a name nobody can foresee
+    try:
+        return _bind(Path(made) / "s")
+    except OSError:
+        os.rmdir(made)
+        raise
+
+
+def _bind(path: Path) -> tuple[socket.socket, str]:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        # In a folder of mode 0700, and nobody can connect before it listens. (A umask is the whole process's.)
+        os.chmod(path, 0o600)
+        listener.listen(READERS)
+    except OSError:
+        listener.close()
+        raise
+    return listener, str(path)
+
+
+def _all_of(run: FollowedRun | None) -> Message | None:
+    return run.everything() if run is not None else None

@@ -1,0 +1,222 @@
+"""The kernel's end of the channel: one Unix socket to each rank.
+
+Plain sockets and no message queue between: each thread that a message passes through has to be woken, which
+an empty cell notices.
+
+Whoever connects is a stranger until he has said a rank's name, sealed. A stranger can keep nobody waiting: no more is
+read of him than a name has bytes, and there are only so many.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import selectors
+import socket
+from collections.abc import Iterable
+
+from nbtrain.awake_time import Patience
+from nbtrain.beacon.readers import of_this_user
+from nbtrain.defer_interrupts import shielded
+from nbtrain.errors import PoolError
+from nbtrain.events import Event, RankState
+from nbtrain.messages import Message
+from nbtrain.worker.process.rank_channel import CHUNK, DOWN, NAME, NUMBER, UP, Forged, Frames, Sealer, address
+
+PATIENCE = 5.0
+"""Seconds in which a rank that is there must take some of what it is sent: Stop waits as long."""
+STRANGERS = 64
+"""Connections that have not said a name; one more, and the oldest goes. A rank says its own as it connects."""
+
+
+class Channel:
+    """Messages for a rank that is not there yet wait here until it is ready to read."""
+
+    def __init__(self, directory: str, world_size: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        self._listener.bind(address(directory))
+        os.chmod(address(directory), 0o600)
+        self._listener.listen(world_size + STRANGERS)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, bytearray] = {}
+        self._peers: dict[socket.socket, tuple[int, Frames]] = {}
+        self._ranks: dict[int, tuple[socket.socket, Sealer]] = {}
+        self._heard: list[Event] = []
+        """events that came while something was sent"""
+        self._waiting: dict[int, list[bytes]] = {}
+        self.secrets: dict[int, bytes] = {}
+        """what each rank's process is to be given when it is born"""
+        self.ended: set[int] = set()
+        """ranks whose connection has ended, and that nobody has asked about yet"""
+        for rank in range(world_size):
+            self.expect(rank)
+
+    def expect(self, rank: int) -> None:
+        """A new process takes this rank's place."""
+        if rank in self._ranks:
+            self._drop(self._ranks.pop(rank)[0])
+        self.ended.discard(rank)
+        self._waiting[rank] = []
+        self.secrets[rank] = secrets.token_bytes(32)
+
+    def watch(self, fd: int) -> None:
+        """Wake up for this descriptor too."""
+        self._selector.register(fd, selectors.EVENT_READ)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        data = pickle.dumps(message, 5)
+        with shielded():  # half a frame would make nonsense of all that follows
+            for rank in ranks:
+                if rank in self._waiting:
+                    self._waiting[rank].append(data)
+                elif rank in self._ranks:
+                    self._write(rank, data)
+
+    def receive(self, seconds: float) -> list[Event]:
+        """What ranks said; waits for the first event, or for a watched descriptor. Without `seconds` all that there is:
+        that a connection has ended is read only after the last words on it, which nobody may have listened to."""
+        if not self._heard:
+            spoke = self._read(seconds)
+            while spoke and not seconds:
+                spoke = self._read(0)
+        events, self._heard = self._heard, []
+        return events
+
+    def close(self) -> None:
+        self._selector.close()
+        for connection in (self._listener, *self._strangers, *self._peers):
+            connection.close()
+
+    def _write(self, rank: int, data: bytes) -> None:
+        """Reads meanwhile: a rank that waits for us to hear it does not hear us."""
+        connection, sealer = self._ranks[rank]
+        rest, patience = memoryview(sealer.frame(data)), Patience(PATIENCE)
+        while rest:
+            try:
+                rest = rest[connection.send(rest) :]
+                patience = Patience(PATIENCE)
+            except BlockingIOError:
+                if patience.over:
+                    raise PoolError(
+                        f"rank {rank} takes no message: it has not read for {PATIENCE:g} s, so it is stopped or stuck. "
+                        "Run the cell again to start new ranks."
+                    ) from None
+                self._read(0.01)
+            except OSError:  # it is gone, which its death will tell
+                return
+
+    def _read(self, seconds: float) -> bool:
+        """Whether a rank spoke."""
+        spoke = False
+        ready = self._selector.select(seconds)
+        with shielded():
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._strangers:
+                    self._meet(key.fileobj)
+                elif key.fileobj in self._peers:
+                    spoke = True
+                    self._hear(key.fileobj)
+        return spoke
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # gone since the selector saw it
+            return
+        except OSError as error:
+            raise PoolError(
+                f"no rank can connect: {error.strerror}. Close files that the notebook has open, or allow more of them "
+                "(`ulimit -n`), and run the cell again."
+            ) from error
+        if not of_this_user(connection):
+            connection.close()
+            return
+        if len(self._strangers) == STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        connection.setblocking(False)
+        self._strangers[connection] = bytearray()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _meet(self, connection: socket.socket) -> None:
+        """Nobody is believed to be a rank before his name's seal was found right."""
+        said = self._strangers[connection]
+        data = _received(connection, NAME.size - len(said))
+        if data is None:
+            return
+        said += data
+        if data and len(said) < NAME.size:
+            return
+        (rank,) = NUMBER.unpack_from(said) if data else (None,)
+        if rank not in self.secrets or rank in self._ranks:
+            self._drop(connection)
+            return
+        frames = Frames(self.secrets[rank], UP)
+        try:
+            frames.meet(said)
+        except Forged:
+            self._drop(connection)
+            return
+        del self._strangers[connection]
+        self._peers[connection] = rank, frames
+        self._ranks[rank] = connection, Sealer(self.secrets[rank], DOWN)
+
+    def _hear(self, connection: socket.socket) -> None:
+        data = _received(connection, CHUNK)
+        if data is None:
+            return
+        if not data:
+            self._ignore(connection)
+            self.ended.add(self._peers[connection][0])
+            return
+        rank, frames = self._peers[connection]
+        try:
+            events: list[Event] = frames.feed(data)
+        except Forged as error:
+            self._drop(connection)
+            raise PoolError(
+                f"rank {rank} is given up: {error}, so it was not opened. Something else than nbtrain wrote to the "
+                "rank's connection; a cell that writes to a descriptor which is not its own does. "
+                "Run the cell again to start new ranks."
+            ) from error
+        except Exception as error:  # of whatever class: it may come from an object of the user's
+            raise PoolError(
+                f"what rank {rank} said cannot be read ({type(error).__name__}: {error}). "
+                "Run the cell again to start new ranks."
+            ) from error
+        self._note(rank, events)
+
+    def _note(self, rank: int, events: list[Event]) -> None:
+        for event in events:
+            self._heard.append(event)
+            starting = isinstance(event, RankState) and event.state == "starting"
+            if rank in self._waiting and not starting:  # one that starts may not read for long
+                for waiting in self._waiting.pop(rank):
+                    self._write(rank, waiting)
+
+    def _ignore(self, connection: socket.socket) -> None:
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._ignore(connection)
+        self._strangers.pop(connection, None)
+        self._peers.pop(connection, None)
+        connection.close()
+
+
+def _received(connection: socket.socket, size: int) -> bytes | None:
+    """What is there; nothing at its end, None if it was read already, since the selector saw it."""
+    try:
+        return connection.recv(size)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""

@@ -1,0 +1,340 @@
+"""One pass over what hangs below some names, which finds what the other side lacks or has differently."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import SUPPRESS
+from collections.abc import Iterable
+from typing import Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.graph.changes import Changes, Culprit
+from nbtrain.exchange.graph.held_objects import Visit
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.kinds import dispatch, long_constants, module_state
+from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Later, Make, Node, Packed, Put, Ref
+
+NOT_GIVEN = Packed("sentinel", (argparse, "SUPPRESS"))
+"""Python asks whether a default is this very string."""
+
+
+class Walk(Visit):
+    """Adds new objects to the table, and remembers what it saw; `undo` takes both back."""
+
+    def __init__(
+        self, table: ObjectTable, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
+    ) -> None:
+        super().__init__(table, namespace, quiet=quiet, keep_home=keep_home)
+        self.cargo = Changes()
+        self.new_bytes = 0
+        """in the buffers of new objects"""
+        self.culprits: list[Culprit] = []
+        self.stayed: list[Culprit] = []
+        self.added: list[Node] = []
+        self.made_anew: set[int] = set()
+        """keys whose objects could not be edited and were made anew"""
+        self.remake: set[int] = set()
+        """keys that some receiver lacks: they are made once more"""
+        self.loosened = False
+        """some object holds another no longer"""
+        self.holder: Node | str = ""
+        self._stamp = object()
+        self._queue: list[Node] = []
+        self._leaves: list[Node] = []
+        self._late: list[Node] = []
+        self._looked: list[tuple[Node, Any, list[Node], list[Node] | None]] = []
+        self._replaced: set[int] = set()
+        self._new: set[int] = set()
+
+    # -- what kinds call -----------------------------------------------------------------
+
+    def encode(self, value: Any) -> Any:  # noqa: C901  called for each value that travels
+        """An atom as it is, a node as its reference, a tuple piece by piece."""
+        cls = type(value)
+        if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= long_constants.TEXT):
+            return value if cls is not str or value is not SUPPRESS else NOT_GIVEN
+        node = self.table.by_id.get(id(value))
+        if node is None or node.obj is not value:
+            kind = self.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else long_constants.FROZEN
+            if kind is None:
+                return value
+            if self.staying and id(value) in self.staying:
+                return self._stay(value, self._culprit(value, self.staying[id(value)].reason))
+            if cls is tuple and long_constants.is_long(value):
+                kind = long_constants.FROZEN
+            if kind.compound:
+                try:
+                    parts = kind.parts(value)
+                except Exception as error:
+                    return self._cannot(value, _raised(error))
+                encoded = tuple(map(self.encode, parts))
+                if kind.asks and self.keep_home and any(type(p) is Ref and self._stays(p.key) for p in encoded):
+                    return self._stay(value, self._culprit(value, "it is a method of what stays there"))
+                return Packed(kind.name, encoded)
+            node = self.table.by_id.get(kind.identity(value))
+            if node is None:
+                if self.quiet:
+                    return None
+                try:
+                    node = self._add(value, kind)
+                except Exception as error:
+                    return self._cannot(value, _raised(error))
+        self.children.append(node)
+        if self.remake and node.key in self.remake:
+            self._make_again(node)
+        if node.walk is not self._stamp:
+            node.walk = self._stamp
+            node.via = self.holder
+            if node.kind.leaf:
+                self._leaves.append(node)
+            elif not node.kind.constant:
+                (self._late if node.kind.late else self._queue).append(node)
+        return node.ref
+
+    def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
+        self.cargo.buffers.append(data)
+        where = len(self.cargo.buffers) - 1
+        if type(self.holder) is Node and self.holder.key in self._new:
+            self.new_bytes += data.nbytes
+        if place is not None:
+            self.cargo.places[where] = place.key
+        return where
+
+    def pass_by(self, value: Any) -> bool:
+        """Do not look at what this object leads to; says whether both sides know it."""
+        node = self.table.find(value)
+        todo = [] if node is None else [node]
+        while todo:
+            node = todo.pop()
+            if node.walk is not self._stamp:
+                node.walk = self._stamp
+                todo += [*node.children, *(node.fixed or ())]
+        return node is not None
+
+    def is_new(self, node: Node) -> bool:
+        return node.key in self._new
+
+    # -- what the session calls ----------------------------------------------------------
+
+    @gc_paused()
+    def name(self, name: str, value: Any) -> None:
+        self.holder, self.children = name, []
+        try:
+            self.cargo.names[name] = self.encode(value)
+            self._drain()
+        except BaseException:
+            self.undo()
+            raise
+
+    @gc_paused()
+    def finish(self) -> Changes:
+        """Holders of objects that had to be made anew are sent too, since they hold another object now."""
+        while self._late:
+            late, self._late = self._late, []
+            for node in late:
+                self._look(node)
+            self._drain()
+        while self._replaced:
+            replaced, self._replaced = self._replaced, set()
+            for node in [node for node in self.table.nodes.values() if node.walk is self._stamp]:
+                if any(child.key in replaced for child in node.fixed or ()):
+                    self._make(node, anew=True)
+                    if not node.kind.whole:  # the receiver's new one is empty
+                        node.seen = None
+                        self._look(node)
+                elif any(child.key in replaced for child in node.children):
+                    node.seen = None
+                    self._look(node)
+            self._drain()
+        return self.cargo
+
+    def undo(self) -> None:
+        """Nothing was sent: what this walk learned is not what the other side has."""
+        for node, before, held, fixed in reversed(self._looked):
+            node.seen, node.children, node.fixed = before, held, fixed
+        self._looked = []
+        self.table.drop([node.key for node in self.added])
+        self.added = []
+        rewritten = self.cargo.rewritten
+        for node in self.table.nodes.values() if rewritten else ():
+            if node.key in rewritten or any(child.key in rewritten for child in node.fixed or ()):
+                node.seen = None
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _add(self, value: Any, kind: Kind) -> Node:
+        node = self.table.add(self.table.new_key(), value, kind)
+        self.added.append(node)
+        node.via = self.holder
+        self._new.add(node.key)
+        try:
+            self._make(node)
+        except BaseException:
+            self._new.discard(node.key)
+            self.table.drop([node.key])
+            self.added.remove(node)
+            raise
+        return node
+
+    def _make(self, node: Node, anew: bool = False) -> None:
+        """Tell the other side how to make it."""
+        outer, self.holder = self.holder, node
+        held, self.children = self.children, []
+        before = node.seen, node.children, node.fixed
+        try:
+            made = node.kind.shell(node, self)
+            self.loosened = self.loosened or _lost(node.fixed, self.children)
+            node.fixed = self.children
+        finally:
+            self.holder, self.children = outer, held
+        if anew:
+            self._looked.append((node, *before))
+            self._replaced.add(node.key)
+            self.made_anew.add(node.key)
+        place = module_state.place_of(node.kind.identity(node.obj)) if module_state.has_places() else None
+        self.cargo.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
+        if node.kind.whole and node.seen is not None:
+            node.walk = self._stamp
+
+    def _make_again(self, node: Node) -> None:
+        """For those who lack it; the others ignore it, and are told by a look what changed since."""
+        self.remake.discard(node.key)
+        self._new.add(node.key)
+        seen = node.seen
+        self._looked.append((node, seen, node.children, node.fixed))
+        self._make(node)
+        node.seen = seen if node.kind.whole and node.seen is not None else None
+        node.walk = None
+
+    def _drain(self) -> None:
+        queue, look = self._queue, self._look
+        while queue or self._leaves:
+            while queue:
+                look(queue.pop())
+            leaves, self._leaves = self._leaves, []
+            for node in leaves if self.quiet else self.table.bulk.changed(leaves):
+                look(node)
+            self.table.bulk.looked()
+
+    def _look(self, node: Node) -> None:
+        before, held, fixed = node.seen, node.children, node.fixed
+        if self.remake and any(child.key in self.remake for child in held):
+            node.seen = None  # who lacks the child holds something else in its place
+        self.holder, self.children = node, []
+        try:
+            state = node.kind.look(node, self)
+        except Exception as error:
+            node.seen, node.children, node.fixed = before, held, fixed
+            self._cannot(node.obj, _raised(error), inside=True)
+            return
+        except BaseException:
+            node.seen, node.children, node.fixed = before, held, fixed
+            raise
+        if state is None:
+            if node.children:
+                self._enqueue(node, node.children)
+            if node.fixed:
+                self._enqueue(node, node.fixed)
+            return
+        if node.fixed:
+            self._enqueue(node, node.fixed)
+        node.children = self.children
+        self.loosened = self.loosened or _lost(held, self.children) or _lost(fixed, node.fixed or [])
+        self._looked.append((node, before, held, fixed))
+        if self.quiet:
+            return
+        if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
+            self._enqueue(node, [child for child in held if child.obj is not None])
+        if type(state) is Make:
+            self.cargo.records.append(state)
+            self._replaced.add(node.key)
+            self.made_anew.add(node.key)
+        elif state is not NOTHING:
+            self.cargo.records.append(Put(node.key, state))
+
+    def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
+        stamp = self._stamp
+        for node in nodes:
+            if node.walk is not stamp:
+                node.walk = stamp
+                kind = node.kind
+                if kind.leaf:
+                    node.via = holder
+                    self._leaves.append(node)
+                elif not kind.constant:
+                    node.via = holder
+                    (self._late if kind.late else self._queue).append(node)
+
+    def _cannot(self, value: Any, reason: str, inside: bool = False) -> Any:
+        culprit = self._culprit(value, reason, inside)
+        if not self.keep_home:
+            self.culprits.append(culprit)
+            return None
+        if inside:
+            self.stayed.append(culprit)
+            return None
+        return self._stay(value, culprit)
+
+    def _culprit(self, value: Any, reason: str, inside: bool = False) -> Culprit:
+        return Culprit(value, reason, [*self.trail(self.holder), *([] if inside else [value])], known=inside)
+
+    def _stay(self, value: Any, culprit: Culprit) -> Any:
+        """The other side gets a handle for it."""
+        self.stayed.append(culprit)
+        handle = dispatch.kind_named("handle")
+        node = self.table.add(self.table.new_key(), value, handle)
+        node.via = self.holder
+        self.added.append(node)
+        self.children.append(node)
+        node.walk = self._stamp
+        self._late.append(node)
+        self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
+        return node.ref
+
+    def _stays(self, key: int) -> bool:
+        node = self.table.nodes[key]
+        return node.kind.late and type(node.obj) is not Handle
+
+    def trail(self, holder: Node | str | None) -> list[Any]:
+        """The objects on the way to this holder, from a name of the notebook's on."""
+        trail: list[Any] = []
+        seen: set[int] = set()
+        while isinstance(holder, Node) and holder.key not in seen:
+            seen.add(holder.key)
+            trail.append(holder.obj)
+            holder = holder.via
+        if isinstance(holder, str):
+            trail.append(holder)
+        return trail[::-1]
+
+
+@gc_paused()
+def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
+    """Take how these nodes are now as what both sides have; says whether one of them holds another no longer."""
+    walk = Walk(table, namespace, quiet=True)
+    loosened = False
+    for node in nodes:
+        try:
+            if node.fixed is None:
+                walk.holder, walk.children = node, []
+                node.kind.shell(node, walk)
+                node.fixed = walk.children
+            walk.holder, walk.children = node, []
+            if node.kind.look(node, walk) is not None:
+                loosened = loosened or _lost(node.children, walk.children)
+                node.children = walk.children
+        except Exception:  # code of the user's; who looks at it in order to send it says so
+            node.seen = None
+    return loosened
+
+
+def _raised(error: Exception) -> str:
+    """Properties, `__getattr__`s and metaclasses of the user's may run, and raise, when an object is looked at."""
+    if isinstance(error, MemoryError):
+        raise error
+    return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {error}"
+
+
+def _lost(before: list[Node] | None, now: list[Node]) -> bool:
+    return bool(before) and not {node.key for node in before or ()} <= {node.key for node in now}

@@ -1,0 +1,223 @@
+"""A parcel being opened: all of it is made and understood before anything of the receiver's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.graph import edit_in_place
+from nbtrain.exchange.graph.changes import Changes
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.parcel_path import path_to
+from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds.base import Make, Node, Packed, Put, Receiver, Ref
+
+Buffers = Callable[[int], memoryview]
+
+UNOPENED = " was packed but cannot be made again: "
+"""Between the path and the reason, by which the sender finds both in what the receiver said."""
+
+
+class Unmakeable(CannotTravel):
+    """One object that could be packed cannot be made here; nothing of the receiver's was touched."""
+
+    def __init__(self, text: str, key: int, reason: str) -> None:
+        """`reason`: in short, with the path."""
+        super().__init__(text)
+        self.key = key
+        self.reason = reason
+
+
+class _NotYet(LookupError):
+    """Nothing is known under a key so far."""
+
+
+class OpenedParcel(Receiver):
+    """Raises `CannotTravel`, naming the object, when one that could be packed cannot be made here."""
+
+    table: ObjectTable
+
+    @gc_paused()
+    def __init__(
+        self,
+        table: ObjectTable,
+        namespace: dict[str, Any],
+        cargo: Changes,
+        buffers: Buffers,
+        device: Callable[[str], str] = str,
+        renew: Callable[[int, int], bool] = lambda where, address: False,
+        lenient: bool = False,
+    ) -> None:
+        self.table = table
+        self.namespace = namespace
+        self.buffer = buffers
+        self.device = device
+        self.renew = renew
+        self.lenient = lenient
+        """what the class of a receiver's own object does not let happen is left, and said"""
+        self.left: list[str] = []
+        self._cargo = cargo
+        self._made: dict[int, Node] = {}
+        self._met: dict[int, Any] = {}
+        """keys of what is the receiver's own all the same (see `meet`) → what was made of the record"""
+        self._puts: list[Put] = [record for record in cargo.records if type(record) is Put]
+        self._filled = False
+        self._make_all([r for r in cargo.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
+        self._own: list[Put] = []
+        new: list[Put] = []
+        for put in self._puts:
+            # A new tensor may show memory that is the receiver's own.
+            own = put.key not in self._made or put.key in self._met or self.node(put.key).kind.leaf
+            (self._own if own else new).append(put)
+        self.names = {name: self.decode(value) for name, value in cargo.names.items()}
+        self._fill(new)
+
+    # -- what kinds call -----------------------------------------------------------------
+
+    def node(self, key: int) -> Node:
+        found = self._made.get(key) or self.table.nodes.get(key)
+        if found is None:
+            raise _NotYet(key)
+        return found
+
+    def twin(self, key: int) -> Any:
+        return self.node(key).obj
+
+    def whole_twin(self, key: int) -> Any:
+        if key in self._made and not self._made[key].kind.whole and not self._filled:
+            raise _NotYet(key)
+        return self.twin(key)
+
+    def decode(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Ref:
+            return self.node(value.key).obj
+        if kind is Packed:
+            return dispatch.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
+        return value
+
+    # -- what the session calls ----------------------------------------------------------
+
+    @gc_paused()
+    def commit(self) -> list[Node]:
+        """Edit the receiver's own objects. Returns the nodes that are new or changed."""
+        table = self.table
+        touched: dict[int, Node] = {}
+        for key, made in self._made.items():
+            node = table.nodes.get(key)
+            if node is None:
+                table.adopt(made)
+                node = made
+            else:
+                table.replace(node, made.obj, made.kind)
+                node.seen, node.fixed = made.seen, made.fixed
+            touched[key] = node
+        for key, made in self._met.items():
+            edit_in_place.fill(touched[key], made)
+        for put in sorted(self._own, key=self._turn):
+            node = table.nodes[put.key]
+            try:
+                self._attempt(put.key, node.kind.put, node, put.state, self)
+            except Unmakeable as error:
+                if not self.lenient:
+                    raise
+                self.left.append(error.reason)
+                node.seen = None  # the sender's is another now, and gets this one's state again
+            else:
+                touched[put.key] = node
+        for put in self._puts:
+            if put.key in touched:
+                touched[put.key].kind.settle(touched[put.key])
+        return list(touched.values())
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _make_all(self, makes: list[Make]) -> None:
+        """What runs code of classes that come along waits until those are filled, as far as they can be."""
+        late = [record for record in makes if not self._make(record)]
+        states: dict[int, Any] = {}
+        if late:
+            puts = [put for put in self._puts if put.key in self._made]
+            states = {put.key: put.state for put in sorted(puts, key=self._turn)}
+        for key, state in states.items():
+            self._fill_early(key, state)
+        self._filled = True
+        while late:
+            waiting = []
+            for record in late:
+                if not self._make(record):
+                    waiting.append(record)
+                else:
+                    self._fill_early(record.key, next((p.state for p in self._puts if p.key == record.key), None))
+            if len(waiting) == len(late):
+                path = path_to(late[0].key, self._cargo, self.table, self.namespace)
+                text = f"{path} can only be made from objects that need it; make it inside the cell"
+                raise Unmakeable(text, late[0].key, text)
+            late = waiting
+
+    def _make(self, record: Make) -> bool:
+        """False: something that it is made of does not exist yet."""
+        kind = dispatch.kind_named(record.kind)
+        try:
+            obj = self._attempt(record.key, kind.make, record.args, self)
+        except _NotYet:
+            return False
+        if record.anew:
+            own = edit_in_place.renewed(self.table.nodes.get(record.key), obj, kind)
+        else:
+            own = (
+                edit_in_place.own(record.place, obj, kind, self.table)
+                if record.place is not None
+                else module_state.MISSING
+            )
+        if own is not module_state.MISSING:
+            self._met[record.key], obj = obj, own
+        node = self._made[record.key] = Node(record.key, obj, kind)
+        kind.made(node, record.args, self)
+        return True
+
+    def _fill_early(self, key: int, state: Any) -> None:
+        node = self._made.get(key)
+        if node is not None and key not in self._met and not node.kind.leaf and node.kind.turn(node.obj) < 2:
+            # It is filled again when everything exists; that something is missing now is no error.
+            with contextlib.suppress(Exception):
+                node.kind.put(node, state, self)
+
+    def _fill(self, new: list[Put]) -> None:
+        added = {
+            name: value
+            for name, value in self.names.items()
+            if name not in self.namespace and not name.startswith(module_state.MODULE)
+        }
+        self.namespace.update(added)  # functions that run now may need them
+        try:
+            for put in sorted(new, key=self._turn):
+                node = self._made[put.key]
+                self._attempt(put.key, node.kind.put, node, put.state, self)
+        except BaseException:
+            for name in added:
+                del self.namespace[name]
+            raise
+
+    def _turn(self, put: Put) -> int:
+        node = self.node(put.key)
+        return node.kind.turn(node.obj)
+
+    def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
+        """User code may run here: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
+        try:
+            return act(*args)
+        except (CannotTravel, _NotYet):
+            raise
+        except Exception as error:
+            path = path_to(key, self._cargo, self.table, self.namespace)
+            reason = f"{type(error).__name__}: {error}"
+            raise Unmakeable(
+                f"{path}{UNOPENED}{reason}; make it inside the cell, or give its "
+                "class __getstate__ and __setstate__ that fit together",
+                key,
+                f"{path}: {reason}",
+            ) from error

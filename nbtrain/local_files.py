@@ -1,0 +1,74 @@
+"""Which modules are somebody's work in progress, in the kernel and on ranks; and when their files are executed.
+
+Read by `%load_ext`, so it loads nothing but the standard library until such a file is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+from nbtrain.compat import python
+from nbtrain.installed_files import is_installed
+
+Stamp = tuple[int, int, int]
+
+
+def stamp(path: str) -> Stamp | None:
+    """What differs when a file was written anew; None: it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def local(path: str) -> bool:
+    return path.endswith(".py") and not is_installed(path)
+
+
+def local_modules() -> Iterator[tuple[str, str]]:
+    """Names and files of those that are loaded."""
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if isinstance(path, str) and getattr(module, "__spec__", None) is not None and local(path):
+            yield name, path
+
+
+def note_executed(late: bool = True) -> None:
+    """From now on it is noted what local files make when they are executed. Once for each process, and its forks.
+    `late`: also of those that were executed before."""
+    if not python.after_execution(_executed):
+        return
+    early = list(local_modules()) if late else []
+    if early:
+        from nbtrain.exchange.module_baseline import taken_late
+
+        for name, path in early:
+            taken_late(sys.modules[name], path, stamp(path))
+
+
+_waiting: list[tuple[ModuleType, Stamp | None]] = []
+_taking = False
+
+
+def _executed(module: ModuleType) -> None:
+    """What notes them imports torch and more, so this may be called in the middle of itself, by this thread or another:
+    then it waits for the one that is at it."""
+    global _taking
+    path = getattr(module, "__file__", None)
+    if not isinstance(path, str) or not local(path):
+        return
+    _waiting.append((module, stamp(path)))
+    if _taking:
+        return
+    _taking = True
+    try:
+        from nbtrain.exchange.module_baseline import take
+
+        while _waiting:
+            take(*_waiting.pop(0))
+    finally:
+        _taking = False

@@ -1,0 +1,92 @@
+"""`%%distributed --grow 1,2,4,8`: the cell's loop on a few ranks here, and what that says of many on several nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.machine import probes
+from nbtrain.magics import trial_options
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import DeviceSpec
+from nbtrain.magics.state import MagicsState
+
+if TYPE_CHECKING:
+    from nbtrain.planning.compare.comparison import MeasuredWay
+    from nbtrain.planning.growth.growth import Point, Volume
+    from nbtrain.session import Cell
+    from nbtrain.specs import RunSpec
+
+BANDWIDTH = 25e9
+"""Bytes a second between nodes, where nobody says otherwise: one card of 200 Gbit/s."""
+
+
+def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
+    """Measure, fit and show."""
+    from nbtrain.machine import devices
+    from nbtrain.planning.growth.growth import fit
+
+    request = line.over(base)
+    counts = request.value("grow")
+    ways = []
+    for count in counts:
+        given = {name: one for name, one in line.given.items() if name not in trial_options.OF_TRIALS}
+        given["devices"] = Given(DeviceSpec(count), f"--devices {count}")
+        ranks = f"{count} rank{'s' * (count > 1)}"
+        ways.append(replace(trial_options.way(state, ranks, Request(given=given, own=line.own), base), keeps_name=True))
+    # As many threads for each, or it would be seen how well torch's threads share the work.
+    threads = devices.threads_per_rank(max(counts), probes.cores_allowed())
+    question = replace(trial_options.question(request), goal="growth", threads=threads)
+    found = trial_options.show(state, cell, ways, question)
+    done = [at for at, row in enumerate(found.rows) if row.state == "done"]
+    if len(done) < 2:
+        raise UsageError("growth is fitted on two counts of ranks or more, and fewer than that have worked here")
+    spec = ways[done[-1]].spec()
+    volume = _volume(state, cell, spec)
+    growth = fit([_point(counts[at], found.rows[at], spec, volume, threads) for at in done], volume)
+    trial_options.Changing(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
+
+
+def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
+    from nbtrain.planning.growth.growth import Point
+
+    cores = probes.cores_allowed() if spec.pool.kind == "cpu" else 0
+    return Point(
+        ranks=count,
+        seconds=row.step,
+        samples=row.samples_per_second / row.steps_per_second,
+        volume=volume(count) if volume is not None else 0,
+        cores=cores,
+        threads=threads if cores else 1,
+    )
+
+
+def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
+    """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
+    cell, or cannot be looked at."""
+    from nbtrain.exchange.names.name_order import NameOrder
+    from nbtrain.magics.plan_verb import subject_of
+    from nbtrain.planning.growth.growth import ring
+    from nbtrain.planning.profile.profile import profile
+    from nbtrain.session.sync.captured_names import captured
+    from nbtrain.strategies.memory_estimate import World
+
+    read = captured(cell.code, state.notebook, (), cell, NameOrder(state.notebook))
+    try:
+        found = subject_of({name: state.notebook[name] for name in (*read.hard, *read.soft)}, "", "")
+        told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)
+        strategy = Chosen.named(spec.strategy, state.notebook).load()
+    except NbtrainError:
+        return None
+    asked = strategy(strategy.Options(**spec.options))
+
+    def volume(ranks: int) -> float:
+        try:
+            estimate = asked.estimate(told, World(ranks=ranks, kind=spec.pool.kind, precision=spec.precision))
+        except Exception:  # a strategy of the user's
+            estimate = None
+        return float(estimate.sent) if estimate is not None else ring(told.gradients)(ranks)
+
+    return volume

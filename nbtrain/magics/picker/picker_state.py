@@ -1,0 +1,326 @@
+"""What is chosen in a picker: all that it shows as plain data, and what its buttons do. No widget, and no page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import nbtrain.machine.devices as devices
+from nbtrain import registry
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.magics import own_strategies
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.picker import options_form
+from nbtrain.magics.picker import strategy_cards as choice_cards
+from nbtrain.magics.picker.strategy_cards import Data, variant_name
+from nbtrain.magics.picker.wishes import Backing, Wish, devices_of, ranks_of, whole
+from nbtrain.magics.state import MagicsState
+from nbtrain.planning.compare.comparison import Comparison
+from nbtrain.planning.compare.receipt import Receipt
+from nbtrain.planning.plan.guide import GOALS, LOSSES, place
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.specs import PRECISIONS
+
+Tell = Callable[[Data], None]
+
+OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activations", "memory")
+"""options that the form has, or that are about the plan alone"""
+WORTH = 3
+"""so many are measured unless the user says otherwise"""
+
+
+class PickerState:
+    """One picker's. All calls come from the kernel's main thread."""
+
+    def __init__(
+        self, state: MagicsState, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""
+    ) -> None:
+        """`request`: what was said for it, over the notebook's defaults; `kernel`: its id."""
+        wanted = request.over(state.defaults)
+        self._state = state
+        self._backing = backing
+        self._magic = magic
+        self._kernel = kernel
+        self._machine = devices.here()
+        self._entries = registry.strategies()
+        self._kind = "cuda" if self._machine.cards() and wanted.value("accelerator") != "cpu" else "cpu"
+        self._plan: Plan | None = None
+        self._lacks = ""
+        """why there is no plan"""
+        self._samples = 0
+        """of the notebook's own batches"""
+        self._compared: Comparison | None = None
+        self._receipt: Receipt | None = None
+        self._busy = ""
+        self._said: tuple[str, str] = ("", "")
+        self._answered = 0
+        """the number of the page's last message: it knows by that what has been heard"""
+        self._touched = False
+        """a strategy was taken by hand: what is recommended does not replace it"""
+        self.wish = Wish(
+            devices=devices_of(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
+        )
+        self._more = [given.typed for name, given in request.given.items() if name not in OWN_PLACE]
+        """what else was said for it, as it was typed"""
+        self.strategy: str = AUTO[self.ranks > 1]
+        self.typed: dict[str, str] = {}
+        """options of the strategy that are not as usual, by field"""
+        self.recompute = ""
+        """classes whose activations are computed again"""
+        self._begin(wanted)
+        self.tell: Tell = lambda data: None
+        """is given the data whenever it has changed"""
+
+    @property
+    def ranks(self) -> int:
+        return ranks_of(self.wish.devices, self._count)
+
+    @property
+    def _count(self) -> int:
+        """Of ranks, where nobody has said how many."""
+        return len(self._machine.cards()) if self._kind == "cuda" else min(4, self._machine.cores)
+
+    def line(self) -> str:
+        """The options that are chosen, as they are typed. Raises what is wrong with them."""
+        chosen = self._chosen
+        if lacks := choice_cards.against(chosen.needs, self._kind, self.ranks):
+            raise UsageError(f"{self.strategy}: {lacks}")
+        if self._loaded:
+            own_strategies.check_options(chosen.load(), options_form.values(chosen, self.typed, self._state.notebook))
+        words = [f"--strategy {self.strategy}"]
+        words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.wish.devices}")
+        words += self._more
+        usual = self._state.defaults.value("precision")
+        if {self.wish.precision, usual} != {PRECISIONS[0]}:
+            words.append(f"--precision {self.wish.precision}")
+        if self.recompute:
+            words.append(f"--checkpoint-activations {self.recompute}")
+        return " ".join([*words, *options_form.words(self._inputs())])
+
+    def data(self) -> Data:
+        """All that is to be seen."""
+        plan = self._plan_data()
+        name = variant_name(self.strategy, self.recompute)
+        cards = choice_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
+        line, wrong = self._line_or_wrong()
+        self._fill(cards)
+        return {
+            "kernel": self._kernel,
+            "magic": self._magic,
+            "found": choice_cards.found(self._machine, self._kind),
+            **asdict(self.wish),
+            "ranks": self.ranks,
+            "goals": list(GOALS),
+            "losses": list(LOSSES),
+            "precisions": list(PRECISIONS),
+            "plan": None if plan is None else {key: value for key, value in plan.items() if key != "rows"},
+            "lacks": self._lacks,
+            "cards": cards,
+            "strategy": self.strategy,
+            "options": [asdict(one) for one in self._inputs()],
+            "line": f"%%{self._magic} {line}" if line else "",
+            "wrong": wrong,
+            "note": self._note(),
+            "cell": self._backing.cell(),
+            "worth": self._worth(),
+            "compared": None if self._compared is None else self._compared.data(),
+            "receipt": None if self._receipt is None else self._receipt.data(),
+            "busy": self._busy,
+            "said": list(self._said),
+            "answered": self._answered,
+        }
+
+    def begin(self) -> None:
+        """What was shown at once is filled in."""
+        self._replan()
+
+    def do(self, message: Mapping[str, Any]) -> None:
+        """What the page asks for."""
+        what, self._said, self._answered = message.get("kind"), ("", ""), message.get("seq", 0)
+        try:
+            if what == "set":
+                self._set(str(message["name"]), message["value"])
+            elif what == "option":
+                self._type(str(message["name"]), str(message["value"]))
+            elif what == "take":
+                self._take(str(message["line"]))
+            elif what == "measure":
+                self.measure([str(name) for name in message["names"]], str(message.get("goal", GOALS[0])))
+            elif what == "verify":
+                self.verify()
+            elif what == "use":
+                self.use(str(message.get("written", "")))
+        except NbtrainError as error:
+            self._said = str(error), "bad"
+        except Exception as error:  # nobody else would hear of it
+            self._said = f"{type(error).__name__}: {error}", "bad"
+        except KeyboardInterrupt:
+            self._said = "stopped; what was measured until then stays", "wait"
+        finally:
+            self._busy = ""
+            self.tell(self.data())
+
+    def measure(self, names: Sequence[str], goal: str = GOALS[0]) -> None:
+        """Run the loop for a few steps under each of these variants. Returns when that is over."""
+        candidates = [self._candidate(name) for name in names]
+        if not candidates:
+            raise UsageError("nothing is ticked: tick the strategies that are to be measured")
+        self._busy = "measure"
+        self.tell(self.data())
+        self._hear(self._backing.measure(candidates, goal, self._hear))
+
+    def verify(self) -> None:
+        """Play the first steps with what is chosen, and as one process. Returns when that is over."""
+        line = self.line()
+        self._busy = "verify"
+        self.tell(self.data())
+        self._backing.verify(self.strategy, line, self._hear_receipt)
+
+    def use(self, written: str = "") -> str:
+        """Sets the defaults; returns the line. `written`: in which cell the page has put it, in words."""
+        line = self.line()
+        request = self._state.read(line)
+        # Another strategy's own options, said earlier, are none of this one's.
+        self._state.defaults = replace(self._state.defaults, own={})
+        self._state.set_defaults(request)
+        where = f"written into {written}; and" if written else "copy the line, or leave it out:"
+        self._said = f"{where} from now on every %%{self._magic} cell runs with {line}", "good"
+        return f"%%{self._magic} {line}"
+
+    def _begin(self, wanted: Request) -> None:
+        """With what the user has said already."""
+        if wanted.value("strategy") != "auto":
+            self._adopt(wanted)
+
+    def _set(self, name: str, value: Any) -> None:
+        if name == "ranks":
+            self.wish = replace(self.wish, devices=str(whole(name, value)))
+        elif name == "batch":
+            self.wish = replace(self.wish, batch=whole(name, value) if value not in (None, "") else None)
+        elif name in ("goal", "loss", "precision"):
+            allowed = {"goal": GOALS, "loss": LOSSES, "precision": PRECISIONS}[name]
+            if value not in allowed:
+                raise UsageError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+            self.wish = replace(self.wish, **{name: value})
+        if name in ("goal", "loss") and self._plan is not None:
+            self._plan = replace(self._plan, goal=self.wish.goal, loss=self.wish.loss)
+            self._follow()
+        else:
+            self._replan()
+
+    def _type(self, name: str, value: str) -> None:
+        known = {one.field: one for one in self._inputs()}
+        if name not in known:
+            raise UsageError(f"{self.strategy} has no option {name}")
+        self.typed.pop(name, None)
+        if value != known[name].usual:
+            self.typed[name] = value
+
+    def _take(self, line: str) -> None:
+        """What a line says of a strategy; the devices stay."""
+        self._adopt(self._state.read(line))
+
+    def _adopt(self, request: Request) -> None:
+        self._touched = True
+        self.strategy = request.value("strategy")
+        self.typed = options_form.typed_of(self._chosen, request.own)
+        self.recompute = ",".join(request.value("checkpoint_activations"))
+
+    def _replan(self) -> None:
+        self._busy = "plan"
+        self.tell(self.data())
+        try:
+            self._plan, self._lacks = self._backing.plan(self.wish), ""
+            if self.wish.batch is None:
+                self._samples = self._plan.profile.samples
+        except NbtrainError as error:
+            self._plan, self._lacks = None, str(error)
+        self._follow()
+        self._busy = ""
+        self.tell(self.data())
+
+    def _follow(self) -> None:
+        best = self._plan.recommended if self._plan is not None else None
+        if best is not None and not self._touched:
+            self._take(best.line)
+            self._touched = False
+
+    def _hear(self, comparison: Comparison) -> None:
+        self._compared = comparison
+        self.tell(self.data())
+
+    def _hear_receipt(self, receipt: Receipt) -> None:
+        self._receipt = receipt
+        self.tell(self.data())
+
+    @property
+    def _chosen(self) -> Chosen:
+        return Chosen.named(self.strategy, self._state.notebook)
+
+    @property
+    def _loaded(self) -> bool:
+        """A strategy says what its options are when it is loaded, which brings torch. The form need not wait for that:
+        a notebook without torch has nothing to train, and once a card is taken it is loaded anyway."""
+        return "torch" in sys.modules
+
+    def _inputs(self) -> list[options_form.Input]:
+        return options_form.inputs(self._chosen, self.typed) if self._loaded else []
+
+    def _line_or_wrong(self) -> tuple[str, str]:
+        try:
+            return self.line(), ""
+        except UsageError as error:
+            return "", str(error)
+
+    def _candidate(self, name: str) -> tuple[str, str]:
+        """Name and line of a variant; of the chosen one as it stands."""
+        if name == variant_name(self.strategy, self.recompute):
+            return " ".join([name, *options_form.words(self._inputs())]), self.line()
+        row = next((row for row in self._plan.rows if row.name == name), None) if self._plan is not None else None
+        if row is not None:
+            return name, row.line
+        chosen = Chosen.named(name, self._state.notebook)
+        return name, f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.wish.devices}"
+
+    def _note(self) -> str:
+        """What the line cannot say."""
+        if self.wish.batch in (None, self._samples) or not self._samples:
+            return ""
+        return (
+            f"This is planned for batches of {self.wish.batch:,}; the notebook's have {self._samples:,}: write "
+            f"batch_size={self.wish.batch} where the loader is made"
+        )
+
+    def _worth(self) -> list[str]:
+        """What is worth measuring, unless the user says otherwise: what is recommended, what is chosen, and the fastest
+        that fit besides."""
+        names = [variant_name(self.strategy, self.recompute)]
+        if self._plan is not None:
+            best = self._plan.recommended
+            fitting = [
+                (row.world.ranks < self.ranks, at, row.name)
+                for row in self._plan.worthwhile
+                if row.fits and not row.recompute and (at := place(*row.way)) is not None
+            ]
+            names = [*([best.name] if best is not None else []), *names, *(name for *_, name in sorted(fitting))]
+        return list(dict.fromkeys(names))[:WORTH]
+
+    def _plan_data(self) -> Data | None:
+        return None if self._plan is None else self._plan.data()
+
+    def _fill(self, cards: Sequence[Data]) -> None:
+        """What the plan has no row for: options that were typed, and what it has under another name."""
+        if self._plan is None:
+            return
+        for card in cards:
+            shown, typed = card["shown"], self.typed if card["chosen"] else {}
+            if card["reason"] or (shown["planned"] and not typed) or (card["chosen"] and self.recompute):
+                continue
+            chosen = Chosen.named(shown["name"], self._state.notebook)
+            with suppress(UsageError):  # that is said where the line would be
+                options = options_form.values(chosen, typed, self._state.notebook)
+                shown |= choice_cards.exact(self._plan, shown["name"], chosen, options)

@@ -1,0 +1,146 @@
+"""What a picker shows of each strategy: what it is, if it can be used here, what the plan says of its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import nbtrain.machine.probes as probes
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.machine.devices import Machine
+from nbtrain.magics.line.resolve import Chosen
+from nbtrain.magics.line.values import Namespace
+from nbtrain.magics.own_strategies import checked, of_notebook
+from nbtrain.planning.plan.plan import Plan
+from nbtrain.planning.plan.plan_rows import UNTOUCHED, Candidate, planned
+from nbtrain.specs import Needs
+from nbtrain.strategies import presets
+
+Data = dict[str, Any]
+
+
+def found(machine: Machine, kind: str) -> list[Data]:
+    """The devices, each with its memory and how much of that is in use."""
+    if kind == "cuda":
+        return [
+            {"name": f"GPU {at} · {card.name}", "total": card.total, "used": card.used}
+            for at, card in enumerate(machine.cards())
+        ]
+    memory = probes.memory()
+    name = f"CPU · {machine.cores} core{'s' * (machine.cores != 1)}"
+    return [{"name": name, "total": memory.limit, "used": memory.limit - min(memory.limit, memory.available)}]
+
+
+def cards(
+    entries: Mapping[str, registry.Entry],
+    notebook: Namespace,
+    kind: str,
+    ranks: int,
+    plan: Data | None,
+    chosen: str,
+) -> list[Data]:
+    """One for each strategy: what trains nothing by itself and what cannot be used come last. `plan`: its data, if
+    there is one; `chosen`: the name of the variant that was taken."""
+    rows = [] if plan is None else plan["rows"]
+    best = "" if plan is None else plan["recommended"] or ""
+    made: list[Data] = []
+    for name, entry in entries.items():
+        card = {"name": name, "summary": entry.summary + (f"; {entry.unrun}" if entry.unrun else "")}
+        card |= {"shards": entry.shards, "reason": against(entry.needs, kind, ranks)}
+        made.append(card | _variants(name, card["reason"], rows, chosen, best))
+    for name, value in of_notebook(notebook).items():
+        card = {"name": name, "summary": _says(value), "shards": "", "reason": _wrong(name, value)}
+        made.append(card | _variants(name, card["reason"], rows, chosen, best))
+    return sorted(made, key=lambda card: (bool(card["reason"]), card["name"] == UNTOUCHED))
+
+
+def against(needs: Needs, kind: str, ranks: int) -> str:
+    """Why it cannot be used, and what changes that; empty where it can."""
+    if lacks := registry.lacking(needs):
+        return lacks
+    if kind not in needs.kinds and needs.kinds != ("tpu",):
+        return f"runs on {' and '.join(needs.kinds)}, and these devices are {kind}"
+    if not needs.together and ranks < needs.min_ranks:
+        return f"takes {needs.min_ranks} ranks or more: set ranks to {needs.min_ranks}"
+    return ""
+
+
+def variant_name(strategy: str, recompute: str) -> str:
+    """As the plan calls it."""
+    return f"{strategy} + --checkpoint-activations {recompute}" if recompute else strategy
+
+
+def _variants(name: str, reason: str, rows: Sequence[Data], chosen: str, best: str) -> Data:
+    """The strategy itself, its presets, and what else the plan has of it; which of them its card shows."""
+    known = {row["name"]: row for row in rows if _registry_name(row["strategy"]) == name}
+    stand = {name: f"--strategy {name}"}
+    stand |= {one: presets.PRESETS[one].line for one in presets.names() if presets.PRESETS[one].strategy == name}
+    stand |= {one: row["line"] for one, row in known.items() if one not in stand}
+    made = [_variant(one, says, known.get(one), chosen, best) for one, says in stand.items()]
+    shown = next((one for one in made if one["chosen"]), None)
+    shown = shown or next((one for one in made if one["recommended"]), made[0])
+    return {
+        "variants": made,
+        "shown": shown,
+        "chosen": shown["chosen"],
+        "recommended": any(one["recommended"] for one in made),
+        # What only this model, or so many ranks, stand against is known when there is a plan.
+        "reason": reason or (made[0]["reason"] if all(one["reason"] for one in made if one["planned"]) else ""),
+    }
+
+
+def _variant(name: str, stands: str, row: Mapping[str, Any] | None, chosen: str, best: str) -> Data:
+    # What has to be filled in can be taken, and is asked for then.
+    whole = row is not None and not row["asks"]
+    return {
+        "name": name,
+        "stands": stands,
+        "line": row["line"] if row is not None and whole else f"--strategy {name}",
+        "planned": whole,
+        "chosen": name == chosen,
+        "recommended": name == best,
+        "reason": row["available"] if row is not None and whole else "",
+    } | figures(row)
+
+
+def figures(row: Mapping[str, Any] | None) -> Data:
+    """Of a row of the plan: what it needs, and what there is."""
+    row = row or {}
+    return {
+        "memory": row.get("estimate"),
+        "room": row.get("room"),
+        "fits": row.get("fits"),
+        "tight": row.get("tight", False),
+        "note": row.get("note", ""),
+        "seconds": row.get("seconds"),
+    }
+
+
+def exact(plan: Plan, name: str, chosen: Chosen, options: Mapping[str, Any]) -> Data:
+    """The figures of a variant with just these options."""
+    candidate = Candidate(name=name, needs=chosen.needs, source=chosen.source, options=options)
+    row = planned(candidate, plan.profile, plan.ground)
+    estimate = None if row.estimate is None else asdict(row.estimate)
+    note = "" if name == UNTOUCHED else row.note
+    return figures({"estimate": estimate, "room": row.room, "fits": row.fits, "tight": row.tight, "note": note})
+
+
+def _registry_name(strategy: str) -> str:
+    preset = presets.find(strategy)
+    return preset.strategy if preset is not None else strategy
+
+
+def _says(value: Any) -> str:
+    cls = value if isinstance(value, type) else type(value)
+    first = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
+    return f"of this notebook{first and ': ' + first}"
+
+
+def _wrong(name: str, value: Any) -> str:
+    try:
+        checked(value, name)
+    except UsageError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,147 @@
+"""A `%%distributed` cell that is only tried: which ways its line asks for, and how the answer is shown."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nbtrain import registry
+from nbtrain.errors import UsageError
+from nbtrain.magics.line.options import BY_NAME
+from nbtrain.magics.line.parse import Given, Request
+from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.split_line import Word
+from nbtrain.magics.line.values import ALL, DeviceSpec, similar
+from nbtrain.magics.state import MagicsState
+
+if TYPE_CHECKING:
+    from nbtrain.planning.compare.comparison import Comparison
+    from nbtrain.session import Cell
+    from nbtrain.session.trials.attempt import RunWay
+    from nbtrain.session.trials.compare_trials import Question
+
+OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
+"""Options that mean nothing once the cell is run in earnest."""
+
+
+def asked(request: Request) -> list[str]:
+    """The options of a line with which the cell is only tried."""
+    return [name for name in request.given if BY_NAME[name].trial and request.value(name)]
+
+
+def check(line: Request, base: Request) -> None:
+    """Options that do not go together."""
+    request = line.over(base)
+    wanted = asked(request)
+    kinds = [name for name in wanted if name != "compare"]
+    if len(kinds) > 1 or ("compare" in wanted and {"grow", "verify"} & set(kinds)):
+        flags = " and ".join(BY_NAME[name].flag for name in wanted)
+        raise UsageError(f"{flags} ask for different things: write one of them in a cell, the other in the next")
+    if "compare" in wanted and "strategy" in line.given:
+        raise UsageError(f"{line.given['strategy'].typed}: --compare names the strategies; leave one of both out")
+    if "background" in line.given and request.value("background"):
+        raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
+
+
+def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
+    """Try the cell, and show what came of it."""
+    show(state, cell, ways(state, line, base), question(line.over(base)))
+
+
+def question(request: Request) -> Question:
+    from nbtrain.session.trials.compare_trials import Question
+
+    found = Question(steps=request.value("steps"), memory=request.value("memory"))
+    if request.value("find_batch"):
+        return replace(found, goal="batch")
+    if request.value("find_model") is not None:
+        name, values = request.value("find_model")
+        return replace(found, goal="model", parameter=name, values=values)
+    return found
+
+
+def ways(state: MagicsState, line: Request, base: Request) -> list[RunWay]:
+    """One for each strategy that is named: the same line, but for that."""
+    request = line.over(base)
+    names = request.value("compare") or (request.value("strategy"),)
+    if names == (ALL,):
+        names = tuple(_available())
+    own = _own(state, line, names)
+    found = []
+    for name in names:
+        given = {kept: value for kept, value in line.given.items() if kept not in (*OF_TRIALS, "strategy")}
+        if name != "auto":
+            given = {"strategy": Given(name, f"--strategy {name}"), **given, **_fewer(state, name, request)}
+        found.append(way(state, name, Request(given=given, own=own[name]), base))
+    return found
+
+
+def _fewer(state: MagicsState, name: str, request: Request) -> dict[str, Given]:
+    """As many devices as the strategy can use, where the line asks for more."""
+    needs = Chosen.named(name, state.notebook).needs
+    wanted = request.value("devices").value
+    if needs.max_ranks is None or needs.together or not isinstance(wanted, int) or wanted <= needs.max_ranks:
+        return {}
+    return {"devices": Given(DeviceSpec(needs.max_ranks), f"--devices {needs.max_ranks}")}
+
+
+def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
+    from nbtrain.session.trials.attempt import RunWay
+
+    return RunWay(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
+
+
+def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
+    """Below the cell, from its first row on."""
+    screen = Changing(state.shell)
+    return state.opened().compare(tried, cell, what, screen.show)
+
+
+class Changing:
+    """One output that is drawn over as more is known. Where there is no page, it is printed when it is over."""
+
+    def __init__(self, shell: Any) -> None:
+        self._publisher = shell.display_pub
+        self._page = hasattr(shell, "kernel")
+        self._id = uuid.uuid4().hex
+        self._shown = False
+
+    def show(self, found: Any, over: bool = False) -> None:
+        """`found`: what has a text, and a form for a page."""
+        if not self._page and not over and not getattr(found, "over", False):
+            return
+        data = {"text/plain": repr(found), "text/html": found._repr_html_()}
+        self._publisher.publish(data, transient={"display_id": self._id}, update=self._shown and self._page)
+        self._shown = True
+
+
+def _own(state: MagicsState, line: Request, names: Iterable[str]) -> Mapping[str, Mapping[str, Word | None]]:
+    """Each strategy's own flags of a line. What only some of them have is theirs; what none has is a mistake."""
+    if not line.own:
+        return {name: {} for name in names}
+    known = {name: _flags(state, name) for name in names}
+    for typed in line.own:
+        if not any(typed in flags for flags in known.values()):
+            every = [*(option.flag for option in BY_NAME.values()), *(flag for one in known.values() for flag in one)]
+            raise UsageError(f"there is no option {typed}{similar(typed, every)} under {', '.join(known)}")
+    return {name: {typed: line.own[typed] for typed in line.own if typed in flags} for name, flags in known.items()}
+
+
+def _flags(state: MagicsState, name: str) -> set[str]:
+    each = AUTO if name == "auto" else (name,)
+    return {flag for one in each for flag in Chosen.named(one, state.notebook).flags()}
+
+
+def _available() -> list[str]:
+    """All that can be had here, and that train a model by themselves."""
+    found = [
+        name
+        for name, entry in registry.strategies().items()
+        if registry.lacking(entry.needs) is None and not entry.package and not entry.load().hands_off
+    ]
+    if not found:
+        raise UsageError("--compare all: no strategy can be had here; %distributed strategies says what each lacks")
+    return found

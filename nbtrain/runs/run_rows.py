@@ -1,0 +1,97 @@
+"""What of a run is kept as rows of numbers, and what is said of them all in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.events import PHASES, Event, Finished, Memory, Metric, Phases, Throughput, Use
+from nbtrain.runs.thinning import Row
+
+METRICS = "metrics"
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    METRICS: ("step", "value"),
+    "throughput": ("seconds", "steps", "samples", "running", "operations", "fastest"),
+    "memory": ("seconds", "process", "allocated", "reserved", "peak", "limit", "retries"),
+    "phases": ("seconds", "steps", *PHASES),
+    "use": ("seconds", "processor", "card"),
+}
+"""`seconds`: since the run began. `running`: since the rank's cell began"""
+JUDGED: Mapping[str, tuple[int, ...]] = {
+    METRICS: (1,), "throughput": (1,), "memory": (1, 2, 3), "phases": (1,), "use": (1, 2),
+}  # fmt: skip
+"""The columns of which the lowest and the highest value stay when rows have to go. Totals only grow."""
+SHOWN = 24
+"""of so many metrics the last value is kept beside the rows"""
+
+
+def rows(event: Event, began: float) -> Iterator[tuple[str, str, Row]]:
+    """(kind, name, row)"""
+    seconds = round(max(0.0, event.time - began), 3)
+    if isinstance(event, Metric):
+        for name, value in event.values.items():
+            yield METRICS, str(name), (event.step, float(value))
+    elif isinstance(event, Throughput):
+        running = round(event.seconds, 3)
+        yield "throughput", "", (
+            seconds, event.steps, event.samples, running, event.operations, event.fastest
+        )  # fmt: skip
+    elif isinstance(event, Memory):
+        yield "memory", "", (
+            seconds, event.process, event.allocated, event.reserved, event.peak, event.limit, event.retries
+        )  # fmt: skip
+    elif isinstance(event, Phases):
+        yield "phases", "", (seconds, event.steps, *(round(spent, 6) for spent in event.seconds))
+    elif isinstance(event, Use):
+        card = None if event.card is None else round(event.card, 3)
+        yield "use", "", (seconds, round(event.processor, 3), card)
+
+
+@dataclass(slots=True)
+class Totals:
+    """A run in a few numbers."""
+
+    steps: int = 0
+    logged: int = 0
+    """values that were given to log()"""
+    peak: int = 0
+    """bytes, of the rank that had most"""
+    last: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """of each metric the last value, and the lowest rank that logged it"""
+    speed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    """rank → steps, samples, seconds"""
+
+    def finished(self, event: Finished) -> None:
+        """Short cells say nothing else."""
+        self.steps = max(self.steps, event.steps)
+
+    def add(self, kind: str, rank: int, name: str, row: Row) -> None:
+        if kind == METRICS:
+            self.logged += 1
+            step, value = row
+            self.steps = max(self.steps, int(step or 0))
+            known = self.last.get(name)
+            if value is not None and (rank <= known[0] if known else len(self.last) < SHOWN):
+                self.last[name] = (rank, value)
+        elif kind == "throughput":
+            _, steps, samples, running = (number or 0 for number in row[:4])
+            self.steps = max(self.steps, int(steps))
+            self.speed[rank] = (steps, samples, running)
+        elif kind == "memory":
+            # where torch holds nothing on a device, the process is what counts
+            _, process, _, reserved, peak = (number or 0 for number in row[:5])
+            self.peak = max(self.peak, int(peak), int(reserved or process))
+
+    def figures(self) -> dict[str, Any]:
+        """As the file's last line has them."""
+        speeds = [(steps / t, samples / t) for steps, samples, t in self.speed.values() if t > 0]
+        return {
+            "steps": self.steps,
+            "samples": int(sum(samples for _, samples, _ in self.speed.values())),
+            "steps_per_second": max((steps for steps, _ in speeds), default=None),
+            "samples_per_second": sum(samples for _, samples in speeds) if speeds else None,
+            "peak_memory": self.peak or None,
+            "logged": self.logged,
+            "last": {name: value for name, (_, value) in self.last.items()},
+        }

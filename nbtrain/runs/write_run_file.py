@@ -1,0 +1,252 @@
+"""One file for each run, so that it can be looked at when it is over, and after the kernel has died.
+
+    {"run": {settings}}                                   the first line
+    {"at": 3.0, "metrics": {"0": {"loss": [[step, value], …]}}, "memory": {"0": {"": [[seconds, …], …]}}, …}
+    {"at": 9.1, "end": {"how": "done", "text": ""}, "figures": {…}}       the last line, if there is one
+
+`at` is in seconds since the run began; what the columns are stands in run_rows.py. Numbers that are not finite
+are strings, so that each line is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nbtrain.events import Event, Failed, Finished, Metric, RankState
+from nbtrain.runs import run_folder
+from nbtrain.runs.run_rows import JUDGED, METRICS, Totals, rows
+from nbtrain.runs.thinning import Key, Row, Thinner
+from nbtrain.specs import RunSpec
+
+FORMAT = 1
+METRIC_BYTES, OTHER_BYTES = 5_500_000, 2_000_000
+"""what a file may hold at most, about"""
+SERIES = 2048
+"""as many of each, which is one per name and rank"""
+WRITE_EVERY = 1.0
+PULSE_EVERY = 10.0
+"""seconds after which a line is written even if there is nothing to say: it tells when a kernel died"""
+WORTH = 2.0
+"""a cell that is shorter (seconds), logs nothing and trains nothing is not kept"""
+
+_said: set[str] = set()
+"""folders of which it was said that they cannot be written"""
+
+
+def settings(
+    spec: RunSpec, *, source: str, number: int | None, kernel: str = "", namespace: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a run is, for the first line of its file. `source`, `number`: the cell's. `namespace`: the notebook's."""
+    pool = spec.pool
+    default = RunSpec(pool=pool)
+    apart = ("pool", "strategy", "options", "precision", "resume", "ranks")
+    asked = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in apart}
+    return {
+        "format": FORMAT,
+        "notebook": run_folder.notebook(namespace or {}),
+        "kernel": kernel or run_folder.kernel(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "cell": number,
+        "source": source.strip().split("\n")[0][:200],
+        "hash": hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:16],
+        "strategy": spec.strategy,
+        "precision": spec.precision,
+        "world_size": pool.world_size,
+        "devices": list(pool.devices),
+        "ranks": None if spec.ranks is None else list(spec.ranks),
+        "engine": pool.engine,
+        "start": pool.start,
+        "nodes": pool.nodes,
+        "options": {name: _plain(value) for name, value in spec.options.items()},
+        "asked": {name: _plain(value) for name, value in asked.items() if value != getattr(default, name)},
+        "versions": {"python": platform.python_version(), "nbtrain": _version("nbtrain"), "torch": _version("torch")},
+    }
+
+
+class Recorder:
+    """A Sink that writes the file. It never ends a run: what goes wrong is said once, and the run goes on."""
+
+    def __init__(
+        self, settings: Mapping[str, Any], folder: Path | None = None, say: Callable[[str], object] = print
+    ) -> None:
+        """`folder`: if not where NBTRAIN_HISTORY says."""
+        self._settings = dict(settings)
+        self._folder = folder if folder is not None else run_folder.folder()
+        self._say = say
+        self._open = self._folder is not None
+        self._file: int | None = None
+        self.path: Path | None = None
+        """once there is anything worth keeping"""
+        self._began = time.time()
+        self._metrics = Thinner(METRIC_BYTES, SERIES)
+        self._others = Thinner(OTHER_BYTES, SERIES)
+        self._totals = Totals()
+        self._notes: tuple[str, ...] = ()
+        self._failed: dict[int, str] = {}
+        self._worth = False
+        self._now = self._next = self._pulse = 0.0
+        self._since: float | None = None
+        """the clock of ticks, which begin when the cell does"""
+        self._ticking = math.inf
+        """the same by ours"""
+
+    def opened(self, summary: str) -> None:
+        self._began = time.time()
+        if summary:
+            self._settings["summary"] = summary
+
+    def receive(self, event: Event) -> None:
+        if not self._open:
+            return
+        for kind, name, row in rows(event, self._began):
+            self._totals.add(kind, event.rank, name, row)
+            thinner = self._metrics if kind == METRICS else self._others
+            thinner.add((kind, event.rank, name), row, JUDGED[kind])
+        if isinstance(event, Finished):
+            self._totals.finished(event)
+        elif isinstance(event, RankState):
+            if event.state == "running":
+                self._notes = self._notes or event.notes
+            elif event.state == "dead":
+                self._failed[event.rank] = f"rank {event.rank} died"
+        elif isinstance(event, Failed) and not event.interrupted:
+            several = self._settings.get("world_size") != 1
+            self._failed[event.rank] = f"{event.name} on rank {event.rank}" if several else event.name
+        self._worth = self._worth or isinstance(event, Metric) or self._totals.steps > 0
+
+    def tick(self, now: float) -> None:
+        if not self._open:
+            return
+        if self._since is None:
+            self._since, self._ticking = now, time.time()
+        elapsed = now - self._since
+        self._worth = self._worth or elapsed >= WORTH
+        if self._worth and elapsed >= self._next:
+            self._next = elapsed + WRITE_EVERY
+            self._write({}, pulse=elapsed)
+
+    def closed(self, ok: bool, text: str = "") -> None:
+        """`text`: how it ended, where that is known better than the events tell."""
+        if not self._open:
+            return
+        try:
+            if self._worth or time.time() - self._ticking >= WORTH:
+                failed = next((self._failed[rank] for rank in sorted(self._failed)), "")
+                how = "done" if ok else "failed" if failed else "stopped"
+                left_out = self._metrics.left_out + self._others.left_out
+                end = {"how": how, "text": text or ("" if ok else failed)}
+                self._write({"end": end, "figures": self._totals.figures(), "left_out": left_out}, end=True)
+        finally:
+            self._let_go()
+
+    def _write(self, more: dict[str, Any], *, pulse: float = 0.0, end: bool = False) -> None:
+        """What has gathered, and `more` in a line of its own, so that it is found without reading all."""
+        at = round(time.time() - self._began, 3)
+        parts = []
+        for thinner in (self._metrics, self._others):
+            text = _text(thinner.ready(end=end))
+            thinner.written(len(text))
+            parts.append(text)
+        if not (end or any(parts) or pulse >= self._pulse):
+            return
+        self._pulse = pulse + max(PULSE_EVERY, pulse / 1000)
+        try:
+            if self._file is None:
+                assert self._folder is not None
+                self.path, self._file = run_folder.create(self._folder)
+                head = {"run": {**self._settings, "began": self._began, "notes": list(self._notes)}}
+                self._put(json.dumps(_finite(head)) + "\n")
+            if any(parts) or not more:
+                self._put("{" + ", ".join([f'"at": {at}', *filter(None, parts)]) + "}\n")
+            if more:
+                self._put(json.dumps(_finite({"at": at, **more})) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _put(self, text: str) -> None:
+        assert self._file is not None
+        rest = memoryview(text.encode())
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+
+    def _give_up(self, error: OSError) -> None:
+        where = str(self._folder)
+        if where not in _said:
+            _said.add(where)
+            why = error.strerror or str(error)
+            self._say(
+                f"nbtrain: the history of this run is not kept, and the run goes on: {where}: {why} "
+                "(NBTRAIN_HISTORY names another folder; off keeps none)"
+            )
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._open = False
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                run_folder.release(file)
+
+
+def _text(ready: Mapping[Key, list[Row]]) -> str:
+    """`"metrics": {"0": {"loss": [[1, 0.5]]}}, "memory": …`; empty if there is nothing."""
+    kinds: dict[str, dict[str, dict[str, list[Row]]]] = {}
+    for (kind, rank, name), found in ready.items():
+        kinds.setdefault(kind, {}).setdefault(str(rank), {})[name] = found
+    if not kinds:
+        return ""
+    try:
+        return json.dumps(kinds, allow_nan=False, separators=(",", ":"))[1:-1]
+    except ValueError:
+        return json.dumps(_finite(kinds), separators=(",", ":"))[1:-1]
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity as strings, which `float` reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it; of a class its name."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return (
+            sorted((_plain(one) for one in value), key=str)
+            if isinstance(value, set | frozenset)
+            else [_plain(one) for one in value]
+        )
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return getattr(value, "__name__", None) or type(value).__name__
+
+
+def _version(package: str) -> str:
+    module = sys.modules.get(package)
+    found = getattr(module, "__version__", None)
+    if found is not None:
+        return str(found)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,114 @@
+"""What the ranks raised, as one exception of the original type, with the notebook's own lines."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import nbtrain.humanize as humanize
+from nbtrain.compat import kernel
+from nbtrain.engines.base import Death, Frame
+from nbtrain.errors import RankDied, RankError
+from nbtrain.events import Failed
+from nbtrain.session.report.oom_report import LESS, of_the_dead
+from nbtrain.session.report.stacks import place
+
+AS_BEFORE = "The notebook is as it was before this cell."
+
+
+def exception(
+    failed: Mapping[int, Failed],
+    stuck: Iterable[int],
+    world_size: int,
+    held: str,
+    open_packed: Callable[[int, bytes], Any],
+    hint: Callable[[Failed], str],
+    numbers: Mapping[str, int],
+) -> BaseException:
+    """The first failure that was not an interruption by us, raised as what it was. `held`: what is left on the ranks.
+    `hint`: what else is to be said. `numbers`: of the notebook's cells. `stuck`: who had to be ended."""
+    first = min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
+    like = first.name, first.text, first.relayed
+    same = sorted(f.rank for f in failed.values() if (f.name, f.text, f.relayed) == like)
+    others = sorted(f.rank for f in failed.values() if f.rank not in same and not (f.interrupted or f.relayed))
+    error = _original(first, open_packed)
+    freed: dict[str, list[int]] = {}
+    for rank in sorted(failed):
+        if failed[rank].interrupted and rank not in same:
+            at = place([Frame(*frame) for frame in failed[rank].frames], numbers)
+            freed.setdefault(at, []).append(rank)
+    where = _where(same, others, freed, sorted(stuck), failed, world_size, held)
+    help_ = hint(first)
+    lines = [*first.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
+    error.__cause__ = RankError("\n".join(lines))
+    with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
+        kernel.show_as(error, lines)
+    return error
+
+
+def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseException:
+    if failed.exception is not None:
+        try:
+            error = open_packed(failed.rank, failed.exception)
+            if isinstance(error, tuple):  # one whose own __init__ is not to run again
+                cls, args, attributes = error
+                error = cls.__new__(cls, *args)
+                vars(error).update(attributes)
+        except Exception:  # classes that pickle and do not unpickle; the text is still there
+            error = None
+        if isinstance(error, BaseException):
+            with suppress(Exception):  # one whose text cannot be had cannot be shown
+                str(error)
+                return error
+    return RankError(f"{failed.name}: {failed.text}")
+
+
+def _where(
+    same: list[int], others: list[int], freed: Mapping[str, list[int]], stuck: list[int],
+    failed: Mapping[int, Failed], world_size: int, held: str,
+) -> str:  # fmt: skip
+    if world_size == 1:
+        return held and f"\n{AS_BEFORE} {held}"
+    parts = [f"raised on {_ranks(same, world_size)}"]
+    if others:
+        parts.append("; ".join(f"rank {rank} raised {failed[rank].name}: {failed[rank].text}" for rank in others))
+    parts += [f"{_ranks(ranks, world_size)} {_was(ranks)} stopped {at}" for at, ranks in freed.items()]
+    if stuck:
+        parts.append(f"{_ranks(stuck, world_size)} did not end, and {_was(stuck)} replaced")
+    return "\n" + "; ".join(parts) + f". {AS_BEFORE} {held}".rstrip()
+
+
+def _was(ranks: list[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == world_size:
+        return f"all {world_size} ranks"
+    return humanize.ranks(ranks)
+
+
+def died(
+    deaths: Iterable[Death],
+    tails: Mapping[int, str],
+    numbers: Mapping[str, int],
+    killer: bool,
+    held: str = "",
+    less: Callable[[], str] = lambda: LESS,
+) -> RankDied:
+    """`tails`: the last that they said. `numbers`: of the notebook's cells. `killer`: see `of_the_dead`. `less`: says
+    what needs less memory."""
+    parts = []
+    killed = False
+    for death in deaths:
+        said = tails.get(death.rank, "")
+        at = " " + place(list(death.frames), numbers) if death.frames else ""
+        parts.append(f"{death}{at}" + (f"; the last it said:\n{said}" if said else ""))
+        if death.signal == signal.SIGKILL:
+            parts.append(of_the_dead(death.peak, killer, LESS if killed else less()))
+            killed = True
+        elif death.peak:
+            parts.append(f"It had {humanize.size(death.peak)} of memory at most.")
+    return RankDied("\n".join([*parts, f"{AS_BEFORE} {held}".rstrip()]))

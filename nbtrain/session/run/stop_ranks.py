@@ -1,0 +1,102 @@
+"""How the ranks of a run are brought to an end: asked, interrupted, freed from each other, and at last given up.
+
+*Stop.* All ranks are asked to end after the same step (`training/loop/stopping.py`). Where none has finished a step
+there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
+is interrupted where it is. Nobody is given up: that takes a second press.
+
+*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
+end by themselves; then they are interrupted, which wakes those who wait, and if that does not help their collectives
+are given up on. Who has not ended then, after a failure, is ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from nbtrain.awake_time import Stopwatch
+from nbtrain.engines.base import Pool
+from nbtrain.training.loop.shared_board import ABORT, OPEN, STEPS, STOP, TARGET, UNKNOWN
+
+VISIBLE = 0.004
+"""Seconds after which a word on the board is seen by every rank."""
+PEERS_END = 0.3
+AGAIN = 0.15
+"""Between one interrupt and the next; with the second, collectives are given up."""
+GIVEN_UP = 0.9
+"""Seconds after a failure in which a rank must have come to the end of the cell."""
+SAID = 10.0
+"""Seconds after a failure in which a rank that has must have said so: a traceback through much of torch takes one or
+two on a busy machine, and so does packing."""
+PATIENCE = 3.0
+"""Seconds after Stop in which a step should end."""
+SLOW = 2.0
+"""Seconds after Stop from which the user is told what it waits for."""
+
+
+class StopRanks:
+    """One run's."""
+
+    def __init__(self, pool: Pool, number: int, tell: Callable[[set[int]], None]) -> None:
+        """`tell` shows where these ranks are."""
+        pool.board.head[TARGET] = UNKNOWN
+        self.pool = pool
+        self.number = number
+        self.stopped = False
+        self.gave_up = False
+        """on collectives: the ranks' connections are shut"""
+        self._tell = tell
+        self._told = False
+        self._since_stop: Stopwatch | None = None
+        self._since_loss: Stopwatch | None = None
+        self._since_press: Stopwatch | None = None
+        self._presses = 0
+
+    def stop(self, running: set[int]) -> None:
+        """The user wants it."""
+        self.stopped = True
+        self._since_stop = Stopwatch()
+        head = self.pool.board.head
+        head[TARGET] = UNKNOWN
+        head[STOP] = self.number
+        time.sleep(VISIBLE)
+        parts = [self.pool.board.parts[rank] for rank in running]
+        ended = [part[STEPS] if abs(part[OPEN]) == self.number else 0 for part in parts]
+        most = max(ended, default=0)
+        # Two steps apart are ranks that do not wait for each other: the slow ones would never come to the step of the
+        # fast, and each stops at its next.
+        head[TARGET] = most + 1 if most - min(ended, default=0) < 2 else 0
+        if not most:
+            self._press(running)
+
+    def late(self, rank: int) -> None:
+        """It starts only now, and has been deaf until now."""
+        if self._presses:
+            self.pool.interrupt([rank])
+
+    def tick(self, running: set[int], lost: bool, gone: bool) -> bool:
+        """`lost`: some rank has failed or died, or one waits for another that Stop has ended. `gone`: because of a
+        fault. Returns whether those that are still running are to be ended."""
+        if lost and self._since_loss is None:
+            self._since_loss = Stopwatch()
+        loss = self._since_loss.seconds if self._since_loss is not None else 0.0
+        stop = self._since_stop.seconds if self._since_stop is not None else 0.0
+        if stop > SLOW and not self._told:
+            self._told = True
+            self._tell(running)
+        if loss > PEERS_END or stop > PATIENCE:
+            self._press_again(running)
+        inside = any(self.pool.board.parts[rank][OPEN] != -self.number for rank in running)
+        return gone and loss > (GIVEN_UP if inside else SAID)
+
+    def _press_again(self, running: set[int]) -> None:
+        if self._since_press is None or self._since_press.seconds > AGAIN:
+            if self._presses:
+                self.gave_up = True
+                self.pool.board.head[ABORT] = self.number
+            self._press(running)
+
+    def _press(self, running: set[int]) -> None:
+        self._since_press = Stopwatch()
+        self._presses += 1
+        self.pool.interrupt(running)

@@ -1,0 +1,206 @@
+"""What is found out by trying a cell in several ways: which is fastest, and what is the largest that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from nbtrain.planning.compare.comparison import Comparison
+from nbtrain.planning.compare.search import largest
+from nbtrain.session.trials.attempt import Attempt, RunWay
+from nbtrain.specs import Trial
+
+LONG, LONG_IN_ALL = 60.0, 240.0
+"""Seconds that one attempt may take, or all of one way, before no larger one is made."""
+CLOSE = 0.1
+"""A batch may be smaller by so much than it was to be: loaders that validate have other batches."""
+MOST = 2**20
+"""Samples in a batch; more are not tried."""
+
+Told = Callable[[Comparison], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is to be found out."""
+
+    goal: str = "speed"
+    """one of `comparison.GOALS`"""
+    steps: int = 10
+    memory: int = 0
+    """bytes that a rank may come to have; 0: what the device has"""
+    threads: int = 0
+    """of each rank, on a CPU; 0: as many as otherwise"""
+    parameter: str = ""
+    """for the goal `model`: the name, and what it is to hold"""
+    values: tuple[Any, ...] = ()
+
+
+class Comparing:
+    """One comparison."""
+
+    def __init__(self, attempt: Attempt, question: Question, ways: Sequence[RunWay], told: Told) -> None:
+        """`told`: is called with what is known so far, whenever that is more."""
+        self._attempt = attempt
+        self._asked = question
+        self._ways = ways
+        self._tell = told
+        names = [(way.name, way.line) for way in ways]
+        self.found = Comparison.of(names, steps=question.steps, goal=question.goal, parameter=question.parameter)
+
+    def run(self) -> Comparison:
+        """Stop ends it with what was found until then."""
+        self._attempt.check(self._asked.parameter)
+        began = time.monotonic()
+        find = {"batch": self._batch, "model": self._model}.get(self._asked.goal, self._speed)
+        try:
+            for at, way in enumerate(self._ways):
+                self._note(at, state="running")
+                find(at, way)
+        except KeyboardInterrupt:
+            self._end("stopped")
+        except BaseException as error:  # of the cell itself: every way would raise it
+            self._end(str(error).split("\n")[0])
+            raise
+        self.found = replace(self.found, seconds=time.monotonic() - began, over=True)
+        self._tell(self.found)
+        return self.found
+
+    def _end(self, why: str) -> None:
+        for at, row in enumerate(self.found.rows):
+            if row.state in ("waiting", "running"):
+                self._note(at, state="failed", why=why)
+
+    def _note(self, at: int, **changes: Any) -> None:
+        self.found = self.found.with_row(at, **changes)
+        self._tell(self.found)
+
+    def _trial(self, **what: Any) -> Trial:
+        """The first step makes what all others have; speed wants one more that is not timed."""
+        warm = 2 if self._asked.goal in ("speed", "growth") else 1
+        return Trial(steps=self._asked.steps, warm=warm, threads=self._asked.threads, **what)
+
+    def _speed(self, at: int, way: RunWay) -> None:
+        self._note(at, **_row(self._attempt.try_out(way, self._trial())))
+
+    def _batch(self, at: int, way: RunWay) -> None:
+        attempts = Attempts()
+        self._note(at, why="trying the batch as it is")
+        first = attempts.make(0, lambda: self._attempt.try_out(way, self._trial()))
+        size = first.get("batch") or self._attempt.batch()
+        if not size:
+            self._note(at, state="failed", why=NO_LOADER)
+            return
+        attempts.rename(0, size)
+        if first["state"] != "done" and not first.get("no_memory"):
+            self._note(at, **_row(first))
+            return
+
+        def fits(number: int) -> bool:
+            if number not in attempts.made:
+                if attempts.long and number > (attempts.most or 0):
+                    return False
+                self._note(at, size=number, why=f"trying a batch of {number:,}")
+                trial = self._trial(batch=number / size)
+                attempts.make(number, lambda: _grown(self._attempt.try_out(way, trial), number))
+            return attempts.worked(number)
+
+        with self._stopped(at, attempts, batches):
+            largest(fits, guess=size, most=MOST)
+
+    def _model(self, at: int, way: RunWay) -> None:
+        attempts = Attempts()
+        name, values = self._asked.parameter, self._asked.values
+        with self._stopped(at, attempts, lambda number: f"{name} = {values[number]!r}", values):
+            for number, value in enumerate(values):
+                self._note(at, why=f"trying {name} = {value!r}")
+                trial = self._trial(names={name: value})
+                attempts.make(number, partial(self._attempt.try_out, way, trial))
+                if not attempts.worked(number):
+                    break
+
+    @contextmanager
+    def _stopped(
+        self, at: int, attempts: Attempts, words: Callable[[int], str], sizes: Sequence[Any] | None = None
+    ) -> Iterator[None]:
+        """Around attempts: what they have found becomes the row, also where Stop ends them. `sizes`: of which numbers
+        are places."""
+        why = ""
+        try:
+            yield
+        except KeyboardInterrupt:
+            why = "stopped"
+            raise
+        finally:
+            if attempts.made and (not why or attempts.most is not None):
+                row = attempts.row(words)
+                size = row["size"] if sizes is None or row["size"] is None else sizes[row["size"]]
+                self._note(at, **{**row, "size": size, "why": why or row["why"]})
+
+
+class Attempts:
+    """By number: sizes, or places in a list of them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.made: dict[int, dict[str, Any]] = {}
+        self.long = False
+        """the last one, or all of them, took so long that a larger one is not made"""
+        self._clock = clock
+        self._began = clock()
+
+    def make(self, number: int, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        began = self._clock()
+        told = self.made[number] = attempt()
+        now = self._clock()
+        self.long = now - began > LONG or now - self._began > LONG_IN_ALL
+        return told
+
+    def rename(self, old: int, new: int) -> None:
+        self.made[new] = self.made.pop(old)
+
+    def worked(self, number: int) -> bool:
+        return bool(self.made[number]["state"] == "done")
+
+    @property
+    def most(self) -> int | None:
+        """The largest that worked."""
+        return max(filter(self.worked, self.made), default=None)
+
+    def row(self, words: Callable[[int], str]) -> dict[str, Any]:
+        """What is found, once no more attempts are made."""
+        most = self.most
+        beyond = min((number for number in self.made if most is None or number > most), default=None)
+        why = ""
+        if beyond is not None:
+            why = f"{words(beyond)}: {self.made[beyond].get('why', '')}"
+        elif self.long:
+            why = "larger ones were not tried, for want of time: --memory SIZE and --steps 1 make it quicker"
+        return {**_row(self.made[beyond if most is None else most]), "size": most, "why": why}  # type: ignore[index]
+
+
+def batches(number: int) -> str:
+    return f"a batch of {number:,}"
+
+
+def _grown(told: dict[str, Any], number: int) -> dict[str, Any]:
+    """Of an attempt with batches of so many samples: whether it had them."""
+    if told["state"] == "done" and not told["grown"]:
+        told = {**told, "state": "failed", "why": NO_LOADER}
+    elif told["state"] == "done" and told["batch"] < number * (1 - CLOSE):
+        told = {**told, "state": "failed", "why": f"the data has no more than {told['batch']:,} samples for it"}
+    return {**told, "batch": number}
+
+
+def _row(told: dict[str, Any]) -> dict[str, Any]:
+    """What of an attempt a row shows."""
+    return {"why": "", **{name: value for name, value in told.items() if name != "grown"}}
+
+
+NO_LOADER = (
+    "no DataLoader gives the loop its batches. Let the cell read their size from a name of the notebook, and write "
+    "--find-model NAME=8,16,32 with it"
+)

@@ -1,0 +1,397 @@
+"""Tensors in pieces are computed with as ordinary ones are: what meets an ordinary tensor, what is differentiated
+outside of a forward, and what needs all of the memory (`w * mask`, a penalty in the loss, `w.tolist()`).
+
+torch refuses to mix its DTensors with others, and knows no rule for some operations. While a cell runs, each function
+of torch that is given one comes here first. As long as torch computes by pieces, it does. Else:
+
+- what is read is put together, and the result is an ordinary tensor. Autograd goes through that: each rank has the
+  gradient of the whole, their mean is taken, and each rank keeps its part of it;
+- what is written is written to the whole, or where that is enough to this rank's rows, from the same on all ranks.
+
+All of it needs every rank, as an operation on tensors in pieces may.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nbtrain.compat import dtensor, tensors
+from nbtrain.compat.dtensor import local as local_part
+from nbtrain.errors import NbtrainError, NotSupported
+from nbtrain.intercept import Listeners
+from nbtrain.strategies.kit import tensor_views
+from nbtrain.strategies.kit.draws_in_pieces import everywhere, put_together
+from nbtrain.strategies.kit.row_shards import by_rows, cut
+from nbtrain.strategies.kit.same_on_ranks import differing
+from nbtrain.strategies.kit.tensor_views import WRITE_TOO, counts, tensors_in, written_by
+
+OTHER = (
+    "`p.data = tensor` of the form {} and {} in the place of {} and {}: under fsdp a weight in pieces keeps its "
+    "shape and dtype. Make the tensor alike, or change the model in the notebook before the cell"
+)
+DIFFERS = (
+    "`{}` writes to a weight, gradient or state in pieces with a tensor that differs between ranks, and under fsdp "
+    "each rank keeps its part of one tensor. Give all ranks the same: reduce(tensor), or for random numbers "
+    "torch.randn_like(weight)"
+)
+
+Function = Callable[..., Any]
+
+COMPUTED = (
+    "`{}` writes with an ordinary tensor to what was computed from weights in pieces, which autograd cannot follow "
+    "under fsdp. Compute a new tensor: a = a * b, and not a *= b or a.mul_(b)"
+)
+
+BY_PIECES = frozenset({
+    "square", "pow", "__pow__", "abs", "__abs__", "neg", "__neg__", "sum", "mul", "__mul__", "__rmul__", "add",
+    "__add__", "__radd__", "sub", "__sub__", "__rsub__", "div", "__truediv__",
+})  # fmt: skip
+"""Functions that autograd follows by pieces; through all others it goes by the whole."""
+ROW_BY_ROW = frozenset({
+    "mul_", "add_", "sub_", "div_", "copy_", "lerp_", "masked_fill_", "addcmul_", "addcdiv_", "multiply_", "divide_",
+    "subtract_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "__imul__", "__iadd__", "__isub__", "__itruediv__",
+})  # fmt: skip
+"""Functions that write each number from those at the same place."""
+WHOLE_AT_ONCE = frozenset({"quantile", "nanquantile"})
+"""Functions that torch computes by pieces with a warning."""
+PLAINLY = frozenset({"__get__", "__delete__", "grad"})
+"""An attribute that is read; torch.autograd.grad, whose inputs are these very tensors."""
+ASKS = frozenset({"type_as", "to"})
+"""Functions that ask another tensor for its dtype and device."""
+OF_MEMORY = frozenset({"tolist", "numpy", "__array__"})
+ADDRESSES = frozenset({"data_ptr", "untyped_storage", "storage"})
+
+
+def put(listeners: Listeners) -> None:
+    """While a cell runs."""
+    listeners.listen(dtensor.FUNCTION, "values", _listener)
+    listeners.listen("torch.distributed.tensor.DTensor.data", "values", _data)
+
+
+def _listener(plainly: Function) -> Function:
+    """`plainly`: the function as torch's own class has it called."""
+
+    def function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in PLAINLY:
+            return plainly(func, types, args, kwargs)
+        if name == "__set__":
+            counts[0] += 1
+            return plainly(func, types, _set(func, args), kwargs)
+        if (name[-1:] == "_" and (name[-2:] != "__" or name in WRITE_TOO)) or "out" in kwargs:
+            counts[0] += 1
+        special = _SPECIAL.get(name)
+        if special is not None and isinstance(args[0], DTensor):
+            return special(func, args, kwargs)
+        pieces, others = _told_apart(args, kwargs)
+        if not pieces or local_part(pieces[0]).is_meta:
+            return plainly(func, types, args, kwargs)
+        if name in WHOLE_AT_ONCE:
+            return _on_the_whole(func, name, args, kwargs)
+        if others and _mixed(others):
+            return _computed(func, name, types, args, kwargs, plainly)
+        recorded = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
+        if recorded and name in BY_PIECES:
+            args, kwargs = _mapped(_aligned, args, kwargs)
+            return plainly(func, types, args, kwargs)
+        try:
+            found = plainly(func, types, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            elsewhere = isinstance(error, NbtrainError | torch.OutOfMemoryError | dist.DistError)
+            if elsewhere or written_by(name, args, kwargs):
+                raise
+            return _on_the_whole(func, name, args, kwargs)
+        if recorded and any(isinstance(one, DTensor) and one.grad_fn is not None for one in tensors_in((found,), {})):
+            return found if written_by(name, args, kwargs) else _on_the_whole(func, name, args, kwargs)
+        return found
+
+    return function
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def of(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return change(one)
+        if type(one) in (list, tuple):
+            return type(one)(change(inner) if isinstance(inner, torch.Tensor) else inner for inner in one)
+        return one
+
+    return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
+
+
+def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tensor]]:
+    """Those in pieces, and ordinary ones. An optimizer's step comes here many times."""
+    pieces: list[DTensor] = []
+    others: list[torch.Tensor] = []
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if type(one) is DTensor:
+            pieces.append(one)
+        elif isinstance(one, torch.Tensor | list | tuple):
+            for inner in one if isinstance(one, list | tuple) else (one,):
+                if isinstance(inner, DTensor):
+                    pieces.append(inner)
+                elif isinstance(inner, torch.Tensor):
+                    others.append(inner)
+    return pieces, others
+
+
+def _mixed(others: list[torch.Tensor]) -> bool:
+    """torch would not take one of these ordinary tensors. It takes numbers, where autograd is not to follow."""
+    return any(one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()) for one in others)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """As an ordinary tensor, which autograd follows where the one in pieces may be differentiated."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        found: torch.Tensor = _Whole.apply(tensor)
+        return found
+    return put_together(tensor)
+
+
+def _on_the_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name in ASKS and not isinstance(args[0], DTensor):
+        change: Callable[[torch.Tensor], Any] = lambda one: local_part(one) if isinstance(one, DTensor) else one  # noqa: E731
+    else:
+        change = whole_of
+    args, kwargs = _mapped(change, args, kwargs)
+    return func(*args, **kwargs)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a tensor in pieces. Each rank's loss counts as it does for the model's own gradients: their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        ctx.at = local_part(tensor).device
+        return put_together(tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        there = mean_of_ranks(gradient.to(ctx.mesh.device_type))
+        return _gradient(there, ctx.mesh, ctx.placements, ctx.at)
+
+
+class _Aligned(torch.autograd.Function):
+    """The tensor itself; its gradient is divided as it is, however it was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Any:
+        ctx.placements = tensor.placements
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: DTensor) -> Any:
+        return gradient.redistribute(placements=ctx.placements)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor) and tensor.requires_grad and tensor.is_leaf:
+        found: torch.Tensor = _Aligned.apply(tensor)
+        return found
+    return tensor
+
+
+def mean_of_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    """Of what each rank has whole. Collective."""
+    mean = gradient.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(mean)
+    return mean.div_(dist.get_world_size())
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """Of the same on all ranks, in pieces as that is."""
+    return _gradient(whole.to(like.device_mesh.device_type), like.device_mesh, like.placements, local_part(like).device)
+
+
+def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.device) -> DTensor:
+    """Of the part that each rank has; of a sum, each summand's is the sum's."""
+    there = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    there = there.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in placements])
+    moved: Any = there if local_part(there).device == device else there.to(device)
+    return moved  # type: ignore[no-any-return]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _computed(func: Any, name: str, types: Any, args: Any, kwargs: Any, plainly: Function) -> Any:
+    """Tensors in pieces and ordinary ones."""
+    written = written_by(name, args, kwargs)
+    if not written:
+        return _on_the_whole(func, name, args, kwargs)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args, kwargs)):
+        if any(not one.is_leaf for one in written):
+            raise NotSupported(COMPUTED.format(name))
+        return plainly(func, types, args, kwargs)  # torch says that a leaf cannot be written to so
+    _refuse_differing(name, args, kwargs)
+    first = written[0]
+    if len(written) == 1 and first is args[0] and name in ROW_BY_ROW and by_rows(first) and _alike(first, args, kwargs):
+        rows = _mapped(lambda one: one if isinstance(one, DTensor) or not one.ndim else cut(first, one), args, kwargs)
+        return plainly(func, types, *rows)
+    return _written_whole(func, written, args, kwargs)
+
+
+def _alike(first: DTensor, args: Any, kwargs: Any) -> bool:
+    return all(one.shape == first.shape or not one.ndim for one in tensors_in(args, kwargs))
+
+
+@torch.no_grad()
+def _written_whole(func: Any, written: list[DTensor], args: Any, kwargs: Any) -> Any:
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) and id(tensor) not in wholes:
+            wholes[id(tensor)] = put_together(tensor)
+        return wholes.get(id(tensor), tensor)
+
+    whole_args, whole_kwargs = _mapped(whole, args, kwargs)
+    func(*whole_args, **whole_kwargs)
+    for one in written:
+        one.copy_(everywhere(wholes[id(one)].to(one.device_mesh.device_type), one))
+    return kwargs["out"] if kwargs.get("out") is not None else args[0]
+
+
+def _refuse_differing(name: str, args: Any, kwargs: Any) -> None:
+    found = list(tensors_in(args, kwargs))
+    device = next((one.device_mesh.device_type for one in found if isinstance(one, DTensor)), "cpu")
+    if any(differing([one for one in found if not isinstance(one, DTensor) and one.ndim], device)):
+        raise NotSupported(DIFFERS.format(name))
+
+
+def _set(func: Any, args: Any) -> Any:
+    """`p.grad = tensor`: each rank takes its part of it."""
+    tensor, value = args
+    if (
+        func == _SET_GRAD
+        and isinstance(tensor, DTensor)
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == tensor.shape
+        and value.dtype == tensor.dtype
+        and by_rows(tensor)
+    ):
+        _refuse_differing("p.grad = tensor", (value, tensor), {})
+        return tensor, cut(tensor, value)
+    return args
+
+
+_SET_GRAD = getattr(torch.Tensor, "grad").__set__  # noqa: B009 — mypy takes it for a tensor
+
+
+def _data(old: property) -> property:
+    return property(old.fget, lambda tensor, value: _put_there(old, tensor, value))
+
+
+@torch.no_grad()
+def _put_there(old: property, tensor: DTensor, value: Any) -> None:
+    """`p.data = value`. Collective where the value is an ordinary tensor, or divided in another way. One in pieces is
+    shared, as in one process; of an ordinary one each rank has a copy of its part."""
+    if (
+        local_part(tensor).is_meta
+        or not isinstance(value, torch.Tensor)
+        or (isinstance(value, DTensor) and value.dtype != tensor.dtype)
+    ):
+        old.fset(tensor, value)  # type: ignore[misc]
+        return
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
+    if isinstance(value, DTensor):
+        tensor_views.fresh(value)
+    if isinstance(value, DTensor) and value.placements == tensor.placements:
+        tensor_views.give(tensor, local_part(value))
+        return
+    if not isinstance(value, DTensor):
+        _refuse_differing("p.data = tensor", (value, tensor), {})
+        value = everywhere(value.to(tensor.device_mesh.device_type), tensor)
+    tensor_views.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
+
+
+# --- functions of the tensor's memory ---------------------------------------------------------------
+
+
+def _memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of the whole. What is written to it would be lost."""
+    tensor = args[0]
+    found = func(put_together(tensor).requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
+    if hasattr(found, "flags"):
+        found.flags.writeable = False
+    return found
+
+
+_wholes: Any = WeakTensorKeyDictionary()
+"""this rank's part of a tensor → its whole, which lives as long, or until the cell ends"""
+
+
+def forget() -> None:
+    """A cell has ended: nobody reads at the addresses that it has asked for."""
+    _wholes.clear()
+
+
+def _address(func: Any, args: Any, kwargs: Any) -> Any:
+    """Libraries that read memory by its address (safetensors) read the whole, which stays where it is."""
+    tensor, now = args[0], put_together(args[0])
+    whole = _wholes.setdefault(local_part(tensor), now)
+    if whole is not now:
+        whole.copy_(now)
+    return func(whole, *args[1:], **kwargs)
+
+
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(local_part(args[0]), *args[1:], **kwargs)
+
+
+def _in_the_shape(name: str) -> Function:
+    """It asks another tensor for its shape only, and shows this one's memory."""
+    return lambda func, args, kwargs: getattr(args[0], name)((*args[1:], *kwargs.values())[0].shape)
+
+
+def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch would read at an address, for it takes rows of a tensor for memory. A copied parameter has no gradient."""
+    tensor, memo = args
+    if not tensor.is_leaf or id(tensor) in memo or isinstance(tensor, torch.nn.Parameter):
+        with tensors.as_plain_tensors():
+            gradient, tensor.grad = (tensor.grad, None) if tensor.is_leaf else (None, None)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                if gradient is not None:
+                    tensor.grad = gradient
+    new = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        new.grad = copy.deepcopy(tensor.grad, memo)
+    return new
+
+
+def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(whole_of(args[0]), *args[1:], **kwargs)
+
+
+_SPECIAL: dict[str, Function] = {
+    **dict.fromkeys(OF_MEMORY, _memory),
+    **dict.fromkeys(ADDRESSES, _address),
+    "new": _new,
+    "backward": _backward,
+    "__deepcopy__": _deepcopy,
+    "view_as": _in_the_shape("view"),
+    "expand_as": _in_the_shape("expand"),
+    "reshape_as": _in_the_shape("reshape"),
+}

@@ -1,0 +1,422 @@
+"""Calls of a model are cut along the batch: who computes the parts and puts them together is for a strategy to say.
+
+While a cell runs, each of the models has an attribute that `nn.Module.__call__` looks up, and nothing else: its class,
+its methods and its hooks are the user's own. Only calls from outside are cut: what a model calls inside of itself has
+a part of the batch already, and its own methods run as they stand.
+
+What a call was given and what it returned is taken apart into tensors and the form around them (`Structure`), to be cut
+and put together again. Looked into are tuples, lists, dicts, named tuples, dataclasses and what torch's pytree knows.
+
+Whether a module gives for the parts of a batch what it gives for the whole is looked at once for each kind of call
+(`CutPlan`). Cutting along the first dimension is right for most models, and silently wrong for some: where the batch is
+the second dimension, where samples see each other, where what is returned is one number for all of them. So before a
+module is called in parts for the first time, light copies of it compute the whole batch and the parts (in eval mode, so
+without dropout and batch statistics; without gradients; of the module nothing changes), and the results are compared. A
+module that does not pass is called with whole batches, which is always right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from types import MethodType
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import nn
+
+from nbtrain.compat import autograd_engine, pytree
+from nbtrain.compat.layers import NormLayer, call_as_torch_does
+from nbtrain.compat.modules import call_hooks, parameters
+from nbtrain.strategies.base import is_lazy
+from nbtrain.strategies.kit.module_replicas import ROAD, replica
+
+_roads: dict[int, CutCalls] = {}
+_inside: ContextVar[bool] = ContextVar("inside a call that is cut", default=False)
+
+Plain = Callable[[], Any]
+
+
+class CutCall:
+    """One call of a model from outside."""
+
+    __slots__ = ("batch", "form", "module", "plain", "plan", "sizes", "tensors")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plain: Plain,
+        tensors: list[torch.Tensor],
+        form: Structure,
+        batch: int,
+        sizes: list[int],
+    ) -> None:
+        self.module = module
+        self.plain = plain
+        """the call as it stands"""
+        self.tensors, self.form = tensors, form
+        """what it was given"""
+        self.batch, self.sizes = batch, sizes
+        self.plan = CutPlan()
+
+
+class CutCalls:
+    """Of one component. `on` while a cell runs."""
+
+    def __init__(self, strategy: str, parts: int, run: Callable[[CutCall], Any], cuda: bool) -> None:
+        """`run`: what happens instead of a call; its plan says whether it can be cut."""
+        self.strategy = strategy
+        self.parts = parts
+        self.run = run
+        self.cuda = cuda
+        self.modules: list[nn.Module] = []
+        self.plans: dict[Any, CutPlan] = {}
+        self.inner: set[int] = set()
+        """modules that others call"""
+        self.said: set[str] = set()
+
+    def on(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            if next(module.parameters(), None) is not None and ROAD not in vars(module):
+                vars(module)[ROAD] = MethodType(_call_impl, module)
+                _roads[id(module)] = self
+                self.modules.append(module)
+
+    def off(self) -> None:
+        for module in self.modules:
+            vars(module).pop(ROAD, None)
+            _roads.pop(id(module), None)
+        self.modules.clear()
+        self.plans.clear()
+        self.inner.clear()
+        self.said.clear()
+
+    def release_modules(self) -> Callable[[], None]:
+        """Hold no module until what is returned is called. Nothing that was known of those that are gone by then is
+        taken for another one's, which may lie in the same place."""
+        held = [(id(module), ref(module)) for module in self.modules]
+        self.modules.clear()
+
+        def again() -> None:
+            found = [(number, alive()) for number, alive in held]
+            self.modules += [module for _, module in found if module is not None]
+            gone = {number for number, module in found if module is None}
+            for number in gone:
+                _roads.pop(number, None)
+            self.plans = {key: plan for key, plan in self.plans.items() if key[0] not in gone}
+            if gone:
+                self.inner.clear()  # parts of theirs may be among these; a call tells again
+
+        return again
+
+    def called(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, form = flatten((args, kwargs))
+        batch = batch_of(tensors)
+        call = CutCall(module, plain, tensors, form, batch, sizes_of(batch, self.parts))
+        call.plan = self._plan(call)
+        return self.run(call)
+
+    def give_up(self, call: CutCall, reason: str) -> None:
+        """It turned out that it cannot be cut."""
+        self.plans[_kind(call)] = call.plan = CutPlan(reason)
+        self._say(call.module, reason)
+
+    def _plan(self, call: CutCall) -> CutPlan:
+        if len(call.sizes) < 2:
+            return CutPlan("there is nothing to cut")
+        if call.module.training and not torch.is_grad_enabled() and _counts(call.module):
+            return CutPlan("it collects statistics, as `update_bn` does")
+        key = _kind(call)
+        plan = self.plans.get(key)
+        if plan is None:
+            reason = why_whole(call.module)
+            if reason == LAZY:
+                return CutPlan(reason)
+            if reason:
+                plan = CutPlan(reason)
+            else:
+                plan = examine(call.module, call.tensors, call.form, call.batch, call.sizes, self.cuda)
+            self.plans[key] = plan
+            if plan.reason:
+                self._say(call.module, plan.reason)
+        return plan
+
+    def _say(self, module: nn.Module, reason: str) -> None:
+        text = (
+            f"{type(module).__name__} is called with whole batches, which is right but no faster than "
+            f"--strategy single: {reason}"
+        )
+        if text not in self.said:
+            self.said.add(text)
+            warnings.warn(f"{self.strategy}: {text}", stacklevel=2)
+
+
+def _counts(module: nn.Module) -> bool:
+    return any(isinstance(part, NormLayer) and part.track_running_stats for part in module.modules())
+
+
+def _kind(call: CutCall) -> Any:
+    long = tuple(bool(t.dim()) and len(t) == call.batch for t in call.tensors)
+    return id(call.module), call.module.training, call.form.key, long
+
+
+def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    road = _roads.get(id(self))  # a copy of the model has none
+    if road is None or torch.compiler.is_compiling():
+        return call_as_torch_does(self, *args, **kwargs)
+    if _inside.get():
+        road.inner.add(id(self))
+        return call_as_torch_does(self, *args, **kwargs)
+    again = autograd_engine.in_backward()  # which computes it again, as it was the first time
+    vmapped = autograd_engine.in_functional_transform()  # the batch is not to be seen
+    if vmapped or (again and id(self) in road.inner):
+        return call_as_torch_does(self, *args, **kwargs)
+    token = _inside.set(True)
+    try:
+        return road.called(self, lambda: call_as_torch_does(self, *args, **kwargs), args, kwargs)
+    finally:
+        _inside.reset(token)
+
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""values by which two forms can be told apart"""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Of a value without its tensors."""
+
+    key: Any
+    """equal for two values of the same form, with the same plain values in it"""
+    make: Callable[[Iterator[torch.Tensor]], Any]
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self.make(iter(tensors))
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
+    found: list[torch.Tensor] = []
+    return found, _form(value, found)
+
+
+def _form(value: Any, found: list[torch.Tensor]) -> Structure:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return Structure("tensor", next)
+    cls = type(value)
+    if isinstance(value, PLAIN):
+        return Structure((cls, value), lambda _: value)
+    if cls in (list, tuple):
+        parts = [_form(part, found) for part in value]
+        return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
+    if cls is dict:
+        held = {name: _form(part, found) for name, part in value.items()}
+        key = (dict, *((repr(name), part.key) for name, part in held.items()))
+        return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
+    if pytree.is_named_tuple(value):
+        parts = [_form(part, found) for part in value]
+        return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
+    if pytree.is_container(cls):
+        leaves, spec = pytree.tree_flatten(value)
+        parts = [_form(leaf, found) for leaf in leaves]
+        return Structure(
+            (cls, str(spec), *(part.key for part in parts)),
+            lambda it: pytree.tree_unflatten([part.make(it) for part in parts], spec),
+        )
+    if is_dataclass(value):
+        own = {one.name: _form(getattr(value, one.name, None), found) for one in fields(value)}
+        return Structure((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
+    return Structure(cls, lambda _: value)
+
+
+def _with_fields(value: Any, parts: dict[str, Structure], tensors: Iterator[torch.Tensor]) -> Any:
+    made = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(made, name, part.make(tensors))  # it may be frozen
+    return made
+
+
+def sizes_of(batch: int, parts: int) -> list[int]:
+    """How many samples each part has: as equal as can be, the first ones more."""
+    parts = max(1, min(batch, parts))
+    return [batch // parts + (i < batch % parts) for i in range(parts)]
+
+
+def batch_of(tensors: Sequence[torch.Tensor]) -> int:
+    """How many samples: the length of the first tensor that has one. 0: there is none."""
+    return next((len(t) for t in tensors if t.dim()), 0)
+
+
+def cut(tensors: Sequence[torch.Tensor], batch: int, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+    """For each part: its rows of the tensors that are as long as the batch, and the others as they are."""
+    split = [t.split(list(sizes)) if t.dim() and len(t) == batch else (t,) * len(sizes) for t in tensors]
+    return [[rows[i] for rows in split] for i in range(len(sizes))]
+
+
+Mode = Literal["cat", "same"]
+"""of a tensor that is returned: the parts' rows one after another; or the same whatever the part"""
+
+
+@dataclass(frozen=True, slots=True)
+class CutPlan:
+    """For one kind of call of one module."""
+
+    reason: str = ""
+    """why it is not called in parts"""
+    key: Any = None
+    """of the form of what it returns. None: not known"""
+    modes: tuple[Mode, ...] = ()
+
+    def modes_for(
+        self, key: Any, parts: Sequence[Sequence[torch.Size]], sizes: Sequence[int]
+    ) -> tuple[Mode, ...] | None:
+        """How parts that were returned in this form and of these shapes are put together. None: they cannot be."""
+        if self.key == key:
+            fit = all(
+                len({shape[1:] for shape in shapes}) == 1 if mode == "cat" else len(set(shapes)) == 1
+                for mode, shapes in zip(self.modes, zip(*parts, strict=True), strict=True)
+            )
+            return self.modes if fit else None
+        # A training model returns something else than an evaluated one.
+        for shapes in zip(*parts, strict=True):
+            long = all(shape and shape[0] == size for shape, size in zip(shapes, sizes, strict=True))
+            if not long or len({shape[1:] for shape in shapes}) > 1:
+                return None
+        return tuple("cat" for _ in parts[0])
+
+
+def why_whole(module: nn.Module) -> str:
+    """What can be said of a module before it is called."""
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            return "it has a part that torch.jit compiled"
+        if any(is_lazy(p) for p in parameters(part).values() if p is not None):
+            return LAZY
+        for hook in call_hooks(part):
+            if not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
+                return f"{type(part).__name__} has a hook, which is to see whole batches"
+    return ""
+
+
+LAZY = "lazy"
+"""it gets its shape with this call, and can be called in parts afterwards: nothing to be said"""
+
+
+def examine(
+    module: nn.Module, tensors: list[torch.Tensor], form: Structure, batch: int, sizes: Sequence[int], moves: bool
+) -> CutPlan:
+    """`moves`: the generators of the devices are to stand afterwards where they stood (they may be CUDA's)."""
+    with _nothing_happens(tensors, moves):
+        held: list[tuple[nn.Module, nn.Module]] = []
+        try:
+            whole = _called(module, form, tensors, held)
+        except (
+            Exception
+        ):  # it needs what there is not here (gradients, its training mode); or is about to say so itself
+            return CutPlan()
+        if (name := _attribute(held)) is not None:
+            return CutPlan(f"its forward leaves a tensor in {name}, which would be one part's: return it instead")
+        try:
+            parts = [_called(module, form, part, held) for part in cut(tensors, batch, sizes)]
+        except Exception as error:
+            return CutPlan(
+                f"it cannot take a part of a batch ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            )
+        key = whole[1]
+        if any(part[1] != key for part in parts):
+            return CutPlan("it returns something else for a part of a batch than for all of it")
+        again: list[torch.Tensor] | None = None
+        modes: list[Mode] = []
+        for i, one in enumerate(whole[0]):
+            mode = _mode(one, [part[0][i] for part in parts])
+            if mode is None:
+                again = _called(module, form, tensors, held)[0] if again is None else again
+                if not _close(one, again[i]):  # it is drawn
+                    mode = _mode(one, [part[0][i] for part in parts], by_shape=True)
+            if mode is None and not one.dim():
+                return CutPlan("it returns one number for the whole batch: return what it is made of, a row per sample")
+            if mode is None:
+                return CutPlan(
+                    "what it returns for parts of a batch is not what it returns for all of it; is the batch its "
+                    "second dimension, or do samples see each other?"
+                )
+            modes.append(mode)
+        return CutPlan(key=key, modes=tuple(modes))
+
+
+def _mode(whole: torch.Tensor, parts: Sequence[torch.Tensor], by_shape: bool = False) -> Mode | None:
+    rows = whole.dim() > 0 and all(part.dim() == whole.dim() and part.shape[1:] == whole.shape[1:] for part in parts)
+    if rows and sum(map(len, parts)) == len(whole) and (by_shape or _close(torch.cat(list(parts)), whole)):
+        return "cat"
+    if all(part.shape == whole.shape for part in parts) and not by_shape and all(_close(p, whole) for p in parts):
+        return "same"
+    return None
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    half = one.dtype in (torch.float16, torch.bfloat16)
+    one, other = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (one, other))
+    blank = one.isfinite().logical_not()
+    if not torch.equal(blank, other.isfinite().logical_not()):
+        return False
+    one, other = one.masked_fill(blank, 0), other.masked_fill(blank, 0)
+    return bool((one - other).norm() <= (5e-2 if half else 1e-3) * other.norm() + 1e-7)
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each part has returned the same."""
+    return all(_close(tensors[0], other) for other in tensors[1:])
+
+
+def _called(
+    module: nn.Module, form: Structure, tensors: Sequence[torch.Tensor], held: list[tuple[nn.Module, nn.Module]]
+) -> tuple[list[torch.Tensor], Any]:
+    twin = replica(module, training=False)
+    held[:] = zip(module.modules(), twin.modules(), strict=True)
+    args, kwargs = form.rebuild(tensors)
+    found, made = flatten(twin(*args, **kwargs))
+    return found, made.key
+
+
+def _attribute(held: Sequence[tuple[nn.Module, nn.Module]]) -> str | None:
+    """Where the call has left a tensor."""
+    for part, twin in held:
+        before = vars(part)
+        for name, value in vars(twin).items():
+            if isinstance(value, torch.Tensor) and before.get(name) is not value:
+                return f"self.{name} of {type(part).__name__}"
+    return None
+
+
+@contextmanager
+def _nothing_happens(tensors: Sequence[torch.Tensor], cuda: bool) -> Iterator[None]:
+    """No graph, no print, no random number; and no autocast, for the comparison."""
+    kinds = {t.device.type for t in tensors} | {"cpu"}
+    numpy: Any = sys.modules.get("numpy")
+    state, drawn = random.getstate(), numpy.random.get_state() if numpy else None
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch.random.fork_rng(enabled=True, devices=None if cuda else []))
+        around.enter_context(torch.no_grad())
+        for kind in kinds:
+            if torch.amp.is_autocast_available(kind):
+                around.enter_context(torch.autocast(kind, enabled=False))
+        around.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if drawn is not None:
+                numpy.random.set_state(drawn)

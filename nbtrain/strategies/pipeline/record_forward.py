@@ -1,0 +1,260 @@
+"""What a model's own forward does, written down: which parts it calls, and what it does between them.
+
+It is run once for each form of what it is given, on tensors without numbers, so that nothing is computed, drawn or
+communicated, and every rank writes down the same. Parts are not looked into. A forward that has to see numbers to go on
+(`if x.max() > 3`) cannot be written down; it then runs part by part (by_parts.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from nbtrain.compat import fake_tensors, modules, pytree, tensors
+from nbtrain.intercept import listening
+from nbtrain.strategies.kit.call_router import plain_class
+from nbtrain.strategies.pipeline.cut_stages import Line
+from nbtrain.strategies.pipeline.forward_program import HeldTensor, Program, Step, ValueRef
+from nbtrain.strategies.pipeline.same_forward import ForwardReads
+
+ASKS = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "element_size", "__len__", "get_device", "storage_offset", "type", "is_same_size", "is_tensor",
+    "result_type", "can_cast", "promote_types", "is_nonzero_static", "is_inference", "__hash__",
+}) | fake_tensors.ASKS_OF_FORM  # fmt: skip
+"""Functions that say no number of a tensor's, only its form."""
+DRAWS = (
+    "rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential_", "uniform_", "random_",
+    "geometric_", "cauchy_", "scaled_dot_product_attention",
+)  # fmt: skip
+"""in the names of functions that draw random numbers"""
+
+
+class CannotRecord(Exception):
+    """With the reason."""
+
+
+class NeedsWhole(Exception):
+    """Parameters that a forward computes with past the part that holds them: every rank has to have them."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
+    """The program of a call with these. `is_owned`: whether only one rank has this tensor. Raises `CannotRecord`,
+    `NeedsWhole`, `OutOfOrder`."""
+    with tensors.as_plain_tensors():  # no number of a weight is looked at, wherever it lies
+        return _record(line, leaves, tree, is_owned)
+
+
+def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
+    mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
+    writer = ForwardRecorder(line, is_owned)
+    read = ForwardReads(line)
+    before = attributes_of(line.root)
+    buffers = [(b, tensors.version(b), b.detach().clone()) for b in line.root.buffers()]
+    held = [(p, p.grad) for p in line.root.parameters() if p.grad is not None]
+    for p, _ in held:  # torch looks at them while it makes a tensor without numbers of p; another rank's say no
+        p.grad = None
+    drawn = random.getstate()
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # autocast would keep weights without numbers, and use them afterwards
+    try:
+        with fake_tensors.quiet(), mode:
+            fakes = [mode.from_tensor(t.detach()) if isinstance(t, torch.Tensor) else t for t in leaves]
+            for number, leaf in enumerate(fakes):
+                writer.values.append(leaf)
+                if isinstance(leaf, torch.Tensor):
+                    writer.numbers[id(leaf)] = number
+            args, kwargs = pytree.tree_unflatten(fakes, tree)
+            with listening("torch.nn.Module.__call__", "record", writer.calls), writer:
+                returned = plain_class(line.root).forward(line.root, *args, **kwargs)
+            output = writer.described(returned)
+            for leaf in pytree.tree_leaves(output):
+                _check_returned(leaf)
+            shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+    except (CannotRecord, NeedsWhole):
+        raise
+    except Exception as error:  # whatever the user's forward says of tensors without numbers
+        said = str(error).strip().split("\n")[0]
+        raise CannotRecord(f"{type(error).__name__}: {said[:160]}") from None
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for p, grad in held:
+            p.grad = grad
+        for buffer, version, numbers in buffers:  # a norm counts its batches in one that is edited all the same
+            if tensors.version(buffer) != version:
+                buffer.detach().copy_(numbers)
+        differs = read.put_back()
+        changed = restore(before, {id(m) for part in line.parts for m in part.modules()})
+    if changed:
+        raise CannotRecord(f"it sets self.{changed}")
+    if differs:
+        raise CannotRecord("it changes something that it reads: a global, or a value in a dict or an object")
+    if random.getstate() != drawn:
+        raise CannotRecord("it draws numbers from Python's random")
+    if writer.wanted:
+        raise NeedsWhole(writer.wanted)
+    program = Program(writer.steps, len(leaves), output, len(line.counts), line.stage_of)
+    program.shapes = shapes
+    return program
+
+
+class ForwardRecorder(TorchFunctionMode):
+    """Writes steps down while a forward runs."""
+
+    def __init__(self, line: Line, is_owned: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.parts = {id(part): number for number, part in enumerate(line.parts)}
+        inside = {id(m) for part in line.parts for m in part.modules()}
+        self.through = {id(m) for m in line.root.modules() if id(m) not in inside and any(
+            id(inner) in self.parts for inner in m.modules()
+        )}  # fmt: skip
+        """modules whose forward is written down, too"""
+        self.is_owned = is_owned
+        self.steps: list[Step] = []
+        self.values: list[Any] = []
+        """kept, so that no new one can take over an id"""
+        self.numbers: dict[int, int] = {}
+        self.wanted: list[torch.Tensor] = []
+        self.inside = False
+        """of a part"""
+        self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        self.places = {
+            id(tensor): HeldTensor(module, name)
+            for module in line.root.modules()
+            for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items())
+            if tensor is not None
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.inside or name in fake_tensors.SWITCHES:
+            return func(*args, **kwargs)
+        if (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")) != self.autocast:
+            raise CannotRecord("it switches autocast")
+        edited = args[0] if _edits(name) and args and isinstance(args[0], torch.Tensor) else None
+        if edited is not None and tensors.is_view(edited):
+            raise CannotRecord(f"{name} changes a view of a tensor in place")
+        if edited is not None and id(edited) not in self.numbers:
+            raise CannotRecord(f"{name} changes a tensor of the model in place")
+        getter = name == "__get__"
+        if name == "__set__" or "out" in kwargs:
+            raise CannotRecord(f"{name} sets something of a tensor")
+        returned = func(*args, **kwargs)
+        made = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        if not made and edited is None:
+            if getter or name in ASKS or returned is None or not _has_fakes((args, kwargs)):
+                return returned
+            raise CannotRecord(f"it looks at the numbers of a tensor ({name})")
+        step = self._step(func, args, kwargs)
+        step.fixed = any(word in name for word in DRAWS)
+        if edited is not None:
+            step.edits = self.numbers[id(edited)], self._new(edited)
+        else:
+            step.outs = self._numbered(returned)
+        self.steps.append(step)
+        return returned
+
+    def calls(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls of modules come here."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.inside or id(module) in self.through:
+                return old(module, *args, **kwargs)
+            step = self._step(module, args, kwargs)
+            step.part, step.fixed = self.parts.get(id(module)), True
+            self.inside = True
+            try:
+                with torch.no_grad():
+                    returned = old(module, *args, **kwargs)
+            finally:
+                self.inside = False
+            for leaf in pytree.tree_leaves(returned):
+                _check_returned(leaf)
+            step.outs = self._numbered(returned)
+            self.steps.append(step)
+            return returned
+
+        return call
+
+    def described(self, value: Any) -> Any:
+        """With `ValueRef` in the places of values."""
+        return pytree.tree_map_only(torch.Tensor, self._reference, value)
+
+    def _step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Step:
+        args, kwargs = self.described((args, kwargs))
+        return Step(call, args, kwargs, grad=torch.is_grad_enabled())
+
+    def _reference(self, tensor: torch.Tensor) -> Any:
+        number = self.numbers.get(id(tensor))
+        if number is not None:
+            return ValueRef(number)
+        if isinstance(tensor, fake_tensors.FakeTensor):
+            raise CannotRecord("it uses a tensor from elsewhere")
+        if self.is_owned(tensor):
+            self.wanted.append(tensor)
+        return self.places.get(id(tensor), tensor)
+
+    def _numbered(self, returned: Any) -> list[int | None]:
+        return [self._new(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(returned)]
+
+    def _new(self, tensor: torch.Tensor) -> int:
+        """Under this number from now on, also if it was known under another."""
+        self.values.append(tensor)
+        self.numbers[id(tensor)] = len(self.values) - 1
+        return len(self.values) - 1
+
+
+def _edits(name: str) -> bool:
+    """The names of functions that change their first argument: `add_`, `__iadd__`, `__setitem__`."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
+    return name.endswith("_") and name not in ("requires_grad_",)
+
+
+def _check_returned(leaf: Any) -> None:
+    """What is put together of micro-batches is known leaf by leaf."""
+    held = getattr(leaf, "__dict__", None) or {name: getattr(leaf, name, None) for name in _slots(leaf)}
+    if not isinstance(leaf, ValueRef | HeldTensor | torch.Tensor) and _has_fakes(list(held.values())):
+        name = type(leaf).__name__
+        raise CannotRecord(f"it returns a {name}, which is no tuple, list or dict: let it return one of the tensors")
+
+
+def _slots(leaf: Any) -> tuple[str, ...]:
+    names = getattr(type(leaf), "__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _has_fakes(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def attributes_of(root: nn.Module) -> dict[int, tuple[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]]]:
+    found = {}
+    for module in root.modules():
+        tables = [vars(module), modules.parameters(module), modules.buffers(module)]
+        found[id(module)] = module, [(table, dict(table)) for table in tables]
+    return found
+
+
+def restore(before: Any, inside: set[int]) -> str:
+    """Attributes are what they were; says one that was changed outside of the parts."""
+    changed = ""
+    for module, tables in before.values():
+        for table, old in tables:
+            differing = [key for key in {*table, *old} if table.get(key, table) is not old.get(key, old)]
+            if differing:
+                if id(module) not in inside:
+                    changed = differing[0]
+                table.clear()
+                table.update(old)
+    return changed

@@ -1,0 +1,150 @@
+"""`torch.save` on several ranks: one file, written once, and never half of it there. What is in pieces is saved whole.
+
+The loop's own line, `torch.save(model.state_dict(), "model.pt")`, is met by every rank. Rank 0 writes; another rank
+that comes to the same file waits until rank 0 has written it, and leaves it at that. It writes by itself what rank 0
+does not: a file under another name, or below `if rank == 1`, is known for that once rank 0 has gone on to a collective
+or to the end of the cell. What is in pieces is met by all ranks: each path that they name is written by the first of
+those that name it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.awake_time import Patience
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners
+from nbtrain.strategies.kit.collective_calls import ODD
+from nbtrain.strategies.kit.stage_tensors import gathered as placed
+from nbtrain.training.checkpoints.disk_full import room_told
+from nbtrain.training.ranks.collective_guard import CollectiveGuard
+
+PIECES = (
+    "torch.save of a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
+    "with whole weights"
+)
+PATIENCE = 10.0
+"""Seconds after which a rank writes by itself: two files at a time do no harm, they are moved into place whole."""
+
+
+class TorchSave:
+    """One rank's calls of `torch.save` in a cell."""
+
+    def __init__(self, meeting: CollectiveGuard, several: bool) -> None:
+        """`several`: there are other ranks."""
+        self.meeting = meeting
+        self._several = several
+        self.calls: Counter[int] = Counter()
+        self.off = False
+        """nothing is written: the cell is only tried"""
+
+    def begin(self) -> None:
+        self.calls.clear()
+
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.save", "saving", self._saving)
+
+    def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.off and isinstance(f, (str, os.PathLike)):
+                return
+            if not self._several or not self.meeting.open:
+                return old(obj, f, *args, **kwargs)
+            if not isinstance(f, (str, os.PathLike)):  # an open file, or memory: each rank has its own
+                return old(self._of_each(placed(obj)), f, *args, **kwargs)
+            path = os.path.realpath(os.fspath(f))
+            if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
+                return old(obj, f, *args, **kwargs)
+            key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
+            self.calls[key] += 1
+            obj = placed(obj)
+            if self._in_pieces(obj):
+                self._save_pieces(old, obj, path, key, *args, **kwargs)
+            elif self.meeting.rank == 0:
+                _whole(old, obj, path, *args, **kwargs)
+                self.meeting.wrote(key, self.calls[key])
+            elif not self._written(key):
+                _whole(old, obj, path, *args, **kwargs)
+
+        return save
+
+    def _of_each(self, obj: Any) -> Any:
+        """With whole weights, for a file that every rank writes by itself."""
+        if not self._in_pieces(obj):
+            return obj
+        from nbtrain.strategies.kit.full_tensors import everywhere
+
+        self._paths(0)
+        return everywhere(obj)
+
+    @staticmethod
+    def _in_pieces(obj: Any) -> bool:
+        if "torch.distributed.tensor" not in sys.modules:
+            return False
+        from nbtrain.strategies.kit.full_tensors import holds_shards
+
+        return holds_shards(obj)
+
+    def _save_pieces(self, old: Callable[..., Any], obj: Any, path: str, key: int, *args: Any, **kwargs: Any) -> None:
+        """All ranks have to come here. Of those that name one path the first writes it."""
+        from nbtrain.strategies.kit.full_tensors import gathered
+
+        rank, paths = self.meeting.rank, self._paths(key)
+        for writer in sorted({paths.index(one) for one in paths}):
+            whole = gathered(obj, writer)
+            if rank == writer:
+                _whole(old, whole, path, *args, **kwargs)
+                self.meeting.wrote(key, self.calls[key])
+        if paths[rank] == paths[0]:
+            self._written(key)
+        if len(set(paths)) > 1:
+            dist.barrier()  # whoever reads its file now finds it
+
+    def _paths(self, key: int) -> list[int]:
+        """Each rank's, by its digest."""
+        try:
+            # Not a barrier, which others may be waiting in: `if rank == 0: torch.save(...)`, and then `barrier()`.
+            where = "cpu" if dist.get_backend() == "gloo" else "cuda"
+            dist.all_reduce(torch.zeros(ODD, device=where))
+        except NotSupported as error:
+            raise NotSupported(f"{PIECES}. {error}") from None
+        paths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
+        paths[self.meeting.rank] = key
+        dist.all_reduce(paths)
+        return [int(one) for one in paths.tolist()]
+
+    def _written(self, key: int) -> bool:
+        """Wait for rank 0; whether it has written this file."""
+        patience = Patience(PATIENCE)
+        while True:
+            past = self.meeting.past_us() or patience.over  # asked first: it may write in between
+            if self.meeting.has_written(key, self.calls[key]):
+                return True
+            if past:
+                return False
+            time.sleep(0.001)
+
+
+def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    beside = f"{path}.{os.getpid()}.tmp"
+    try:
+        with room_told(path):
+            old(obj, beside, *args, **kwargs)
+        if os.path.exists(path):
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise

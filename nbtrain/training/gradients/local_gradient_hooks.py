@@ -1,0 +1,110 @@
+"""Hooks on a parameter's gradient, where ranks average gradients: they see this rank's own, before it is averaged.
+
+A hook of `register_hook` that is linear (a mask, a factor) gives what it gives in one process: that is said once. One
+that runs after a gradient is accumulated is right where it steps an optimizer, before which a gradient is averaged, and
+wrong where it reads or edits it. What was set in the notebook is refused; one that a cell sets, where it runs and the
+weight stays as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+
+from nbtrain.compat import tensors
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners
+from nbtrain.strategies.base import Prepared
+from nbtrain.strategies.kit.gradient_average import TOO_EARLY
+from nbtrain.training.setup.components import Components
+
+OWN_SHARE = (
+    "a hook on a parameter's gradient (register_hook) sees each rank's own gradient, before it is averaged: that is "
+    "right for a mask or a factor. To clip gradients or to measure them, write it between loss.backward() and "
+    "optimizer.step()"
+)
+
+
+class GradientHooks:
+    """Of one rank. `listen` once; `begin` and `end` around a cell."""
+
+    def __init__(self, workshop: Components, speaks: bool) -> None:
+        """`speaks`: it is this rank that says it."""
+        self.workshop, self.speaks = workshop, speaks
+        self.running = self.said = False
+        self.stepping: list[tuple[ref[torch.Tensor], int, Any]] = []
+        """(parameter, the handle's number, hook) of those that the cell has set"""
+
+    def listen(self, listeners: Listeners) -> None:
+        listeners.listen("torch.Tensor.register_hook", "hooks", self._on_gradient)
+        listeners.listen("torch.Tensor.register_post_accumulate_grad_hook", "hooks", self._after)
+
+    def begin(self) -> list[str]:
+        """Looks at what the notebook has set since; a sentence about it. Raises where it cannot be right."""
+        self.running = True
+        said = self.said
+        for prepared in self.workshop.prepared:
+            for p in prepared.component.parameters() if prepared.hooks_see_own_gradients else ():
+                if tensors.users_hooks(p, tensors.ACCUMULATED_HOOKS):
+                    raise NotSupported(TOO_EARLY)
+                self.said = self.said or bool(tensors.users_hooks(p, tensors.GRADIENT_HOOKS))
+        return [OWN_SHARE] if self.said and not said else []
+
+    def end(self) -> None:
+        self.running = False
+        while self.stepping:
+            found, number, hook = self.stepping.pop()
+            p = found()
+            table = tensors.hook_table(p, tensors.ACCUMULATED_HOOKS) if p is not None else None
+            if table and number in table:
+                table[number] = hook
+
+    def _on_gradient(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def register(tensor: torch.Tensor, hook: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.said and self._averaged(tensor, hook):
+                self.said = True
+                if self.speaks:
+                    warnings.warn(OWN_SHARE, stacklevel=3)
+            return old(tensor, hook, *args, **kwargs)
+
+        return register
+
+    def _after(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def register(tensor: torch.Tensor, hook: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._averaged(tensor, hook):
+                return old(tensor, hook, *args, **kwargs)
+            if not all(
+                prepared.averages_before_step for prepared in self.workshop.prepared if _holds(prepared, tensor)
+            ):
+                raise NotSupported(TOO_EARLY)
+            handle = old(tensor, _stepping(hook), *args, **kwargs)
+            self.stepping.append((ref(tensor), handle.id, hook))
+            return handle
+
+        return register
+
+    def _averaged(self, tensor: torch.Tensor, hook: Any) -> bool:
+        """It is a hook of the user's, on a parameter whose gradient is averaged."""
+        if not self.running or not tensor.is_leaf or not tensors.is_users_hook(hook):
+            return False
+        return any(_holds(prepared, tensor) for prepared in self.workshop.prepared if prepared.hooks_see_own_gradients)
+
+
+def _stepping(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """A hook that is right if it steps: gradients are averaged then."""
+
+    def stepping(p: Any) -> None:
+        before = tensors.version(p)
+        hook(p)
+        if tensors.version(p) == before and p.grad is not None:
+            raise NotSupported(TOO_EARLY)
+
+    return stepping
+
+
+def _holds(prepared: Prepared, tensor: torch.Tensor) -> bool:
+    return any(p is tensor for p in prepared.component.parameters())

@@ -1,0 +1,129 @@
+"""Whether all ranks compute the same: a loop over the whole of the data, a generator of its own, a slice for each step.
+
+The numbers are right then, and all ranks but one are of no use. What a rank finds before anything is averaged tells it:
+a gradient of its own, and the loss that it is of. Looked at in the first, second, fourth, eighth … backward of a cell,
+some thousand numbers each time; the notebook compares what comes of it when the cell ends. One backward alone may be of
+a penalty, which is the same whatever the batch is. Where a loader is shared out batches differ, and nothing is looked
+at. A hint breaks no cell: where a look fails, there is none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from nbtrain.compat import autograd_engine
+
+FEW = 2
+"""Backwards that have to be alike."""
+NODES = 3000
+"""of a graph that are looked at, from the loss on."""
+LEAVES = 8
+"""Parameters found there, one of which is chosen."""
+LARGE = 1 << 16
+"""Elements of a gradient that are read at the most."""
+
+
+class SameWork:
+    """Of one rank and cell."""
+
+    def __init__(self) -> None:
+        self.begin(False)
+
+    def begin(self, on: bool) -> None:
+        """`on`: several ranks are to work on batches of their own."""
+        self.on = on
+        self.backwards = self.looked = 0
+        self._sum = 0
+        self._handles: list[Any] = []
+
+    def shared(self) -> None:
+        """A loader gives each rank something else, or the user knows already that it does not."""
+        self.on = False
+        self._let_go()
+
+    def backward(self, tensors: Any) -> None:
+        """One is about to begin from these."""
+        self._let_go()
+        self.backwards += 1
+        if self.backwards & (self.backwards - 1):
+            return
+        try:
+            self._look(tensors)
+        except Exception:  # a tensor of a class of its own, whose numbers cannot be read
+            self.shared()
+
+    def _look(self, tensors: Any) -> None:
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        plain = all(map(_is_plain, roots)) and not capturing
+        found = _one_of(_leaves(root.grad_fn for root in roots)) if plain else None
+        if found is None:  # there is no telling
+            self.on = False
+            return
+        self._handles = [found.register_prehook(self._arrives)]
+        self._add(*roots)
+
+    def number(self) -> int | None:
+        """Of all that was looked at; None: that does not tell anything."""
+        self._let_go()
+        return self._sum if self.on and self.looked >= FEW else None
+
+    def _arrives(self, grads: Any) -> None:
+        """A rank's own gradient, before it is added to anything."""
+        self._let_go()
+        grad: Any = grads[0] if grads else None
+        try:
+            if not _is_plain(grad) or not grad.count_nonzero():
+                self.on = False  # zeros are the same whatever they are of
+                return
+            self.looked += 1
+            self._add(grad)
+        except Exception:
+            self.on = False
+
+    def _add(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)[:LARGE].cpu().resolve_conj().resolve_neg().contiguous()
+            self._sum = zlib.crc32(flat.view(torch.uint8).numpy(), self._sum)
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Its numbers can be read."""
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
+    """Nodes that put a gradient into a parameter, those next to the loss first."""
+    waiting = deque(root for root in roots if root is not None)
+    seen = set(waiting)
+    while waiting and len(seen) < NODES:
+        node = waiting.popleft()
+        if (
+            isinstance(getattr(node, "variable", None), torch.Tensor)
+            and autograd_engine.node_name(node) == autograd_engine.LEAF
+        ):
+            yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _one_of(leaves: Iterable[Any]) -> Any:
+    """A matrix rather than a bias, which sums over the samples; a small one rather than a large one."""
+    found = []
+    for node in leaves:
+        found.append(node)
+        if len(found) == LEAVES:
+            break
+    return min(found, key=lambda node: (node.variable.dim() < 2, node.variable.numel() > LARGE), default=None)

@@ -1,0 +1,123 @@
+"""The most memory that a rank has had at once since a moment, and a limit to it: of its card, or of its process."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
+"""Of the C library: blocks of so many bytes are had from the system one by one, and given back; so much of what is free
+at the heap's end is."""
+EXACT = 1 << 16
+"""What the C library keeps for later would be counted as if it were held."""
+STACKS = 1 << 26
+"""Room for what threads that are started meanwhile may come to have, and do not."""
+QUICK = 1 << 25
+"""What the C library comes to by itself where large blocks come and go; it cannot be told to find that out again."""
+
+
+class MemoryPeak:
+    """From now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._card = device if device.type == "cuda" else None
+        self._most = 0
+        self._known: int | None = None
+        if self._card is not None:
+            torch.cuda.empty_cache()
+            self._before = torch.cuda.memory_allocated(self._card)
+        else:
+            _tell_allocator(("malloc_trim", 0), ("mallopt", M_MMAP_THRESHOLD, EXACT))
+            self._before = _pages()["RssAnon"]
+        self.begin()
+
+    def begin(self) -> None:
+        """The most is counted from here on, besides what there was at first: what comes before the first step is made
+        once, and most of it let go of."""
+        if self._card is not None:
+            for card in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(card)
+            return
+        self._most = 0
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:  # the system counts its peak anew
+            refs.write("5")
+
+    def look(self) -> None:
+        """Now and then, where the system does not say by itself what was the most."""
+        if self._card is None:
+            self._most = max(self._most, _pages()["RssAnon"])
+
+    def close(self) -> None:
+        """It is known from now on, and memory is had as quickly as otherwise."""
+        if self._known is None:
+            self._known = self.bytes()
+            if self._card is None:
+                _tell_allocator(("mallopt", M_MMAP_THRESHOLD, QUICK), ("mallopt", M_TRIM_THRESHOLD, 2 * QUICK))
+
+    def wait(self) -> None:
+        """Until the card has done what it was told."""
+        if self._card is not None:
+            torch.cuda.synchronize(self._card)
+
+    def bytes(self) -> int:
+        if self._known is not None:
+            return self._known
+        if self._card is not None:  # what uses several has them all in this process
+            cards = range(torch.cuda.device_count())
+            return max(torch.cuda.max_memory_allocated(card) for card in cards) - self._before
+        now = _pages()
+        counted = now.get("VmHWM", 0) - now.get("RssFile", 0) - now.get("RssShmem", 0)
+        return max(0, max(self._most, counted, now["RssAnon"]) - self._before)
+
+    @contextmanager
+    def limited(self, more: int) -> Iterator[None]:
+        """The rank cannot have more than so many bytes besides what it has now."""
+        if self._card is not None:
+            total = torch.cuda.get_device_properties(self._card).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (self._before + more) / total), self._card)
+            try:
+                yield
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, self._card)
+            return
+        try:
+            import resource
+        except ImportError:  # a system without
+            yield
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = _pages().get("VmData", 0) + more + STACKS
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _pages() -> dict[str, int]:
+    """What the system says of this process's memory, in bytes."""
+    try:
+        with open("/proc/self/status") as lines:
+            found = (line.split(":") for line in lines)
+            return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
+    except OSError:
+        import psutil
+
+        return {"RssAnon": int(psutil.Process().memory_info().rss)}
+
+
+def _tell_allocator(*calls: tuple[Any, ...]) -> None:
+    """Each is the name of a function of the C library, and what it is given."""
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    for name, *arguments in calls:
+        with suppress(AttributeError):  # another C library
+            getattr(library, name)(*arguments)

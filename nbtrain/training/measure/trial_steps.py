@@ -1,0 +1,157 @@
+"""A cell that is only tried: its loop ends after so many steps, and what it took until then is measured.
+
+Every rank counts the same steps, so that all end after the same one without a word to each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from nbtrain.compat.loaders import end_workers
+from nbtrain.events import Tried
+from nbtrain.specs import Trial
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.loop.stopping import Enough
+from nbtrain.training.measure.memory_peak import MemoryPeak
+from nbtrain.training.measure.step_record import StepRecord
+
+ENDLESS = 10**9
+SEEN = 2
+"""Steps after which it is known what they take: the first makes the optimizer's state, the second has all at once."""
+
+
+class StepMark(NamedTuple):
+    """Where a rank stood when a step had ended."""
+
+    time: float
+    samples: int
+    batches: int
+
+
+class TrialSteps:
+    """One trial, on one rank."""
+
+    def __init__(self, trial: Trial, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        """To be made before the rank has anything of its own of what the cell uses."""
+        gc.collect()
+        self.trial = trial
+        self.grown = trial.batch == 1.0
+        """a loader's batch was made larger"""
+        self.share = 1.0
+        """so much of what this rank sees do no others see"""
+        self.record: StepRecord | None = None
+        """what the steps saw and made is written down"""
+        self._device = device
+        self._clock = clock
+        self._peak = MemoryPeak(device)
+        self._marks: list[StepMark] = []
+        self._steps: Steps | None = None
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """No more memory than the trial may have: what wants more raises, and the machine's other processes live. And
+        no more threads."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.trial.threads or threads)
+        try:
+            with self._peak.limited(self.trial.memory) if self.trial.memory else nullcontext():
+                yield
+        finally:
+            self._peak.close()
+            torch.set_num_threads(threads)
+
+    def begin(self, steps: Steps) -> None:
+        """The cell begins."""
+        self._steps = steps
+        if self.record is not None:
+            self.record.begin()
+        self._peak.begin()
+        self._mark()
+
+    def regrouped(self, batches: Any) -> Any:
+        """A loader's batch sampler, with larger batches."""
+        self.grown = True
+        return Regrouped(batches, self.trial.batch)
+
+    def ended(self) -> bool:
+        """A step has ended. Says whether it is the last."""
+        self._mark()
+        return len(self._marks) > self.trial.warm + self.trial.steps
+
+    def well(self, failure: BaseException | None) -> bool:
+        """The cell has ended by itself, or because it was enough."""
+        return failure is None or isinstance(failure, Enough)
+
+    def release_loaders(self) -> None:
+        """Of loaders that were cut short: their workers end now, and not while somebody waits for it."""
+        assert self._steps is not None
+        for iterator, _, _ in self._steps.iterators:
+            end_workers(iterator())
+
+    def told(self, rank: int) -> Tried:
+        """When the cell is over, however it ended."""
+        marks = self._marks
+        # A loop that was shorter is timed for what it had; its first step, in which all is made, only if it is alone.
+        first = min(self.trial.warm, max(0, len(marks) - 2))
+        since, until = marks[first], marks[-1]
+        samples, batches = until.samples - since.samples, until.batches - since.batches
+        return Tried(
+            rank=rank,
+            time=time.time(),
+            memory=self._peak.bytes(),
+            steps=len(marks) - 1 - first,
+            seconds=until.time - since.time,
+            median=median([b.time - a.time for a, b in pairwise(marks[first:])] or [0.0]),
+            samples=round(samples * self.share),
+            batch=round(samples / batches) if batches else 0,
+            grown=self.grown,
+        )
+
+    def _mark(self) -> None:
+        assert self._steps is not None
+        if len(self._marks) in (self.trial.warm, self.trial.warm + self.trial.steps):
+            self._peak.wait()
+        self._peak.look()
+        if len(self._marks) > self.trial.warm + self.trial.steps:
+            return  # the cell has caught what was to end it, and goes on
+        if len(self._marks) == SEEN:
+            self._peak.close()
+        self._marks.append(StepMark(self._clock(), self._steps.samples, self._steps.batches))
+
+
+class Regrouped:
+    """A batch sampler's samples in batches of another size, as many of them as before; where the samples do not
+    suffice, they come again."""
+
+    def __init__(self, batches: Any, factor: float) -> None:
+        self.batches = batches
+        self.factor = factor
+
+    def __len__(self) -> int:
+        try:
+            return len(self.batches)
+        except TypeError:  # a sampler that does not say: the trial ends the loop
+            return ENDLESS
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        source = iter(self.batches)
+        samples = list(next(source, ()))
+        size = max(1, round(len(samples) * self.factor))
+        most = len(self) if samples else 0
+        for _ in range(most):
+            while len(samples) < size:
+                batch = next(source, None)
+                if batch is None:
+                    source = iter(self.batches)
+                    batch = next(source)
+                samples += batch
+            yield samples[:size]
+            del samples[:size]

@@ -1,0 +1,303 @@
+"""Who draws which random numbers on a rank.
+
+A cell begins with the ranks *together*: each draws what one process would draw, so that a model that is made there, a
+`random_split` or a permutation is the same on all of them. From its first batch or backward on they are *apart*: each
+has default streams of its own, so that dropout and augmentation differ. Rank 0's carry on; the others' are numbers
+derived from where all stood. Where all see the same batches (pipeline) they stay together: outside of models, which
+have streams of their own, a loop draws what one process does. There a rank that draws alone, below `if rank == 0:`,
+would shuffle otherwise than the others from then on, which the next call of a model sees.
+
+Beside them runs one *shared* stream, equal on all ranks. It is swapped in while a loader draws its base seed and its
+order, so that shuffling is what one process with the same seed would see, and the ranks' own streams do not notice.
+
+`torch.manual_seed` starts the shared stream anew, as it would in one process; from the next loader on, the ranks' own
+streams are numbers derived from it, so that dropout differs again. To see it even when the same seed is set again, the
+seed that torch remembers beside its state is replaced by a mark while the ranks are apart. After each such seed it is
+another mark: a state from before it that is set again (`fork_rng`) brings its own shared stream back.
+
+All of it follows from where the notebook's streams stand when the cell begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.compat.generators import seed_in
+from nbtrain.training.random_states.default_generators import States, capture, restore
+
+MARK = 0x6E62747261696E
+"""What `torch.initial_seed()` says on a rank until the cell sets a seed of its own; then one more."""
+REMEMBERED = 32
+"""marks whose shared stream can be brought back"""
+
+
+def derive(state: Any, rank: int) -> int:
+    """A seed of 63 bits that belongs to this state and rank."""
+    digest = hashlib.blake2b(_content(state) + rank.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _content(state: Any) -> bytes:
+    """All of it; what is shown of an array is less, and takes a hundred times as long."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu().numpy().tobytes()
+    if isinstance(state, tuple):
+        if len(state) > 9:  # the numbers of Python's own generator
+            return array("Q", state).tobytes()
+        return b"".join(map(_content, state))
+    return state.tobytes() if hasattr(state, "tobytes") else repr(state).encode()
+
+
+class Randomness:
+    """The streams of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it.
+
+    `index`: of the share of the batches that the rank sees. Ranks with the same share draw the same numbers.
+    """
+
+    def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
+        self.rank = self.index = rank
+        self.alike = False
+        """all ranks see the same batches: outside of models, which have streams of their own, all draw the same"""
+        self.alone = world_size == 1
+        self.cuda = cuda
+        self.shared_states: States = {}
+        self.began: States = {}
+        self.seed: int | None = None  # what the notebook's torch remembers as its seed
+        self.cuda_seed: int | None = None
+        self.mark = self.last_mark = MARK
+        self.left: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+        self.depth = 0
+        self.is_together = False
+        self.known: States | None = None  # what the notebook knows of these streams
+        self.printed: tuple[Any, int] = (None, 0)  # a state, and its fingerprint
+
+    def adopt(self, states: States) -> None:
+        """Start from where the notebook's streams stand. Called with the same states on every rank."""
+        self.is_together = False  # a cell that was given up has not come to its end
+        self.shared_states = {key: _copy(state) for key, state in states.items() if key != "cuda"}
+        if self.index == 0:
+            restore(states)
+        else:
+            self._seed(states)
+        self._adopt_cuda(states)
+        if not self.alone:
+            self._mark()
+        self.began = self.known = capture()
+
+    def together(self) -> None:
+        """The default streams are the shared ones."""
+        if not self.alone and self.shared_states and not self.is_together:
+            restore(self.shared_states)
+            self.is_together = True
+
+    def apart(self, over: bool = False) -> None:
+        """The default streams are this rank's own, and start where all stand. `over`: so is the cell."""
+        if self.is_together and (over or not self.alike):
+            self.is_together = False
+            self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
+            if self.index:
+                self._seed(self.shared_states)
+            self._mark()
+            # Rank 0 goes on where all stand: its streams are these, but for the mark.
+            self.began = capture() if self.index else {**self.shared_states, "torch": torch.get_rng_state()}
+
+    def collect(self) -> States | None:
+        """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared
+        stream stands, else where this rank's own does. None: nobody drew since they were last adopted or collected."""
+        states = capture()
+        if (
+            self.known is not None
+            and states.keys() == self.known.keys()
+            and all(_same(states[key], self.known[key]) for key in states)
+        ):
+            return None
+        self.known = dict(states)
+        if self.alone:
+            return states
+        for key, shared in self.shared_states.items():
+            if key in states and key in self.began and _same(states[key], self.began[key]):
+                states[key] = _copy(shared)
+        seed = seed_in(states["torch"])
+        if self.seed is not None and MARK <= seed.item() <= self.last_mark:
+            seed.fill_(self.seed)
+        return states
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """The shared stream in place of the rank's own ones."""
+        if self.alone or self.depth or self.is_together or not self.shared_states:
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+            return
+        if torch.initial_seed() != self.mark:
+            self._follow(torch.initial_seed())
+        own = {key: state for key, state in capture().items() if key in self.shared_states}
+        restore(self.shared_states)
+        self.depth += 1
+        self.known = None
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            self.shared_states.update({key: state for key, state in capture().items() if key in self.shared_states})
+            if self.index == 0 and "torch" in own and torch.equal(own["torch"], self.began["torch"]):
+                # Nothing but loaders drew: this rank goes on as one process would, with a model made after an epoch.
+                own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], self.mark)
+            restore(own)
+
+    def stand(self) -> torch.Tensor:
+        """Where one process would stand, as far as this rank knows: rank 0 has made its models from its own stream."""
+        if self.is_together:
+            return torch.get_rng_state()
+        with self.shared():
+            pass  # the cell may have set a seed
+        state = torch.get_rng_state()
+        shared: torch.Tensor = self.shared_states["torch"]
+        if torch.equal(state, self.began["torch"]):
+            return shared.clone()
+        return _with_seed(state, int(seed_in(shared).item()))
+
+    def stand_at(self, state: torch.Tensor) -> None:
+        """The shared stream goes on from here, which is the same place on every rank."""
+        if self.is_together:
+            return
+        self.shared_states["torch"] = state
+        self.known = None
+        if self.index == 0:
+            own = _with_seed(state, self.mark)
+            torch.set_rng_state(own)
+            self.began["torch"] = own
+
+    def drew(self) -> bool:
+        """Numbers of this rank's own were drawn since the ranks went apart."""
+        if self.alone or self.is_together or "torch" not in self.began:
+            return False
+        return not torch.equal(torch.get_rng_state(), self.began["torch"])
+
+    @contextmanager
+    def one_process(self, device: torch.device) -> Iterator[None]:
+        """Draws inside are the same on every rank, and those of one process: from where rank 0 stands, which goes on
+        from there; the others' own streams do not notice. Collective."""
+        if device.type == "cuda":
+            own = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(_of_rank_0(own), device)
+            try:
+                yield
+            finally:
+                if self.rank:
+                    torch.cuda.set_rng_state(own, device)
+            return
+        if self.alone or self.is_together or not self.shared_states:
+            yield
+            return
+        stand = _of_rank_0(self.stand())
+        own = torch.get_rng_state()
+        torch.set_rng_state(stand)
+        try:
+            yield
+        finally:
+            reached = torch.get_rng_state()
+            torch.set_rng_state(own)
+            self.stand_at(reached)
+
+    def fingerprint(self) -> int:
+        """Equal on all ranks as long as they have iterated the same loaders."""
+        if not self.shared_states:
+            return 0
+        state = self.shared_states["torch"]
+        if state is not self.printed[0]:  # it is another object whenever it has moved
+            self.printed = state, derive(state, 0)
+        return self.printed[1]
+
+    def _seed(self, states: States) -> None:
+        if "torch" in states:
+            torch.default_generator.manual_seed(derive(states["torch"], self.index))
+        if "random" in states:
+            random.seed(derive(states["random"], self.index))
+        if "numpy" in states and (numpy := sys.modules.get("numpy")):
+            numpy.random.seed(derive(states["numpy"], self.index) % 2**32)
+
+    def _adopt_cuda(self, states: States) -> None:
+        """A notebook without CUDA sends no state of it: then its seed starts the stream once, and it runs on."""
+        if not self.cuda:
+            return
+        if "cuda" in states:
+            if self.index:
+                torch.cuda.manual_seed(derive(states["cuda"], self.index))
+            else:
+                torch.cuda.set_rng_state(states["cuda"])
+            return
+        seed = int(seed_in(states["torch"]).item())
+        if seed != self.cuda_seed:
+            self.cuda_seed = seed
+            torch.cuda.manual_seed(derive(seed, self.index) if self.index else seed)
+
+    def _follow(self, seed: int) -> None:
+        """The cell has set a seed, or a state from before that: on every rank."""
+        self.left[self.mark] = self.shared_states["torch"], self.began["torch"], self.seed
+        self.left = dict([*self.left.items()][-REMEMBERED:])
+        if seed in self.left:
+            self.mark = seed
+            self.shared_states["torch"], self.began["torch"], self.seed = self.left.pop(seed)
+            return
+        state = self.shared_states["torch"] = torch.get_rng_state()
+        if self.index:  # from here on their own draws differ again
+            torch.default_generator.manual_seed(derive(state, self.index))
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed(derive(state, self.index))
+        self.last_mark += 1
+        self.mark = self.last_mark
+        self._mark()
+        self.began["torch"] = torch.get_rng_state()
+
+    def _mark(self) -> None:
+        state = torch.get_rng_state()
+        seed = seed_in(state)
+        if self.index == 0:
+            self.seed = int(seed.item())
+        seed.fill_(self.mark)
+        torch.set_rng_state(state)
+
+
+def _of_rank_0(state: torch.Tensor) -> torch.Tensor:
+    on = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
+    sent = state.to(on, copy=True)
+    dist.broadcast(sent, src=0)
+    return sent.to(state.device)
+
+
+def _with_seed(state: torch.Tensor, seed: int) -> torch.Tensor:
+    changed = state.clone()
+    seed_in(changed).fill_(seed)
+    return changed
+
+
+def _copy(state: Any) -> Any:
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return repr(one) == repr(other) if not isinstance(one, tuple) else all(map(_equal, one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    answer = one == other
+    return bool(answer.all() if hasattr(answer, "all") else answer)

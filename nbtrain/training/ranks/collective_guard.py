@@ -1,0 +1,310 @@
+"""Raises when ranks enter different collectives, or some enter none, instead of hanging.
+
+A collective needs every rank, and all of them in the same order. A rank that leaves a loop early, passes over a batch
+or calls `reduce` below `if rank == 0` breaks that: its peers would wait for ever, or take sums of what does not belong
+together. So each rank writes on a board which collective it enters, and that its cell has ended; and looks there what
+the others have entered in the same place (`shared_board.py`): some microseconds per collective.
+
+Watched are collectives of the default group, and of the groups into which a strategy divides all ranks, where each rank
+meets its own when the others meet theirs. On a GPU a rank is stopped before it enters one, not while it waits.
+
+While a cell runs on some ranks only, a collective of all of them is refused: the others will never come.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import COLLECTIVES, Listeners
+from nbtrain.strategies.kit.collective_calls import ALONE, MESH, ODD
+from nbtrain.training.loop.shared_board import (
+    CELL,
+    COUNT,
+    ENTERED,
+    FILES,
+    MARKS,
+    PART,
+    PLACES,
+    WAITING,
+    WATCHED,
+    WIDTH,
+    Board,
+    collective,
+    words,
+)
+from nbtrain.training.loop.steps import Steps
+from nbtrain.training.measure.phases import PhaseTimer
+
+OF_ONE_SIZE = frozenset(WATCHED[:5])
+"""The first argument has as many elements on every rank."""
+TO_ONE = frozenset({"reduce", "gather", "scatter", "broadcast"})
+"""With one rank at its root: of several groups that have the same, a strategy has one do it."""
+GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
+"""What a model in pieces does in its forward."""
+SLICE = datetime.timedelta(seconds=0.2)
+NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
+
+
+class CollectiveGuard:
+    """The rank's part in it. `begin` and `end` around a cell."""
+
+    def __init__(self, rank: int, world_size: int, steps: Steps, phases: PhaseTimer, within: Callable[[], int]) -> None:
+        """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
+        self.rank = rank
+        self.world_size = world_size
+        self.steps = steps
+        self.phases = phases
+        self.within = within
+        self.board: Board | None = None
+        self.cell = self.count = 0
+        self.others = [peer for peer in range(world_size) if peer != rank]
+
+    def begin(self, board: Board | None, cell: int) -> None:
+        """Every rank does this, also one that does not run the cell. `cell`: the same number on all of them."""
+        self.cell, self.count = cell, 0
+        self.board = board if self.world_size > 1 and dist.is_available() and dist.is_initialized() else None
+
+    def end(self, ok: bool) -> None:
+        """A rank that failed is spoken of by the notebook."""
+        if self.board is not None and ok:
+            self.board.parts[self.rank][COUNT] = self.count
+            self.board.parts[self.rank][CELL] = self.cell
+        self.board = None
+
+    @property
+    def open(self) -> bool:
+        """A cell runs, on several ranks."""
+        return self.board is not None
+
+    def waits(self) -> str:
+        """In which collective this rank has been for a while, in words; from any thread."""
+        board = self.board
+        found = board.waits_in(self.rank, self.cell) if board is not None else None
+        return "" if found is None else collective(found[1])
+
+    def wrote(self, file: int, times: int) -> None:
+        """Rank 0 has written this file, so many times in this cell."""
+        if self.board is not None:
+            part, at = self.board.parts[self.rank], PART - 2 * (1 + file % FILES)
+            part[at + 1] = 0
+            part[at] = file
+            part[at + 1] = (self.cell << 32) + times
+
+    def has_written(self, file: int, times: int) -> bool:
+        assert self.board is not None
+        part, at = self.board.parts[0], PART - 2 * (1 + file % FILES)
+        return part[at + 1] - (self.cell << 32) >= times and part[at] == file
+
+    def past_us(self) -> bool:
+        """Rank 0 is in a collective to which this rank still has to come, or at the end of its cell."""
+        assert self.board is not None
+        part, following = self.board.parts[0], self.count + 1
+        return part[CELL] == self.cell or part[MARKS + following % PLACES * WIDTH] == (self.cell << 32) + following
+
+    def listen(self, listeners: Listeners) -> None:
+        if self.world_size > 1 and dist.is_available():
+            for name in WATCHED:
+                listeners.listen(f"torch.distributed.{name}", "meeting", self._watched(name))
+            # Every wait of Python code comes through it.
+            listeners.listen("torch.distributed.distributed_c10d.Work.wait", "meeting", self._timed)
+            listeners.listen("torch.distributed.recv", "meeting", self._timed)  # gloo waits as soon as it is asked
+
+    def _timed(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self.phases.wait()
+            try:
+                return old(*args, **kwargs)
+            finally:
+                self.phases.resume(before)
+
+        return timed
+
+    def _watched(self, name: str) -> Callable[[Any], Any]:
+        code, sized, parallel = WATCHED.index(name), name in OF_ONE_SIZE, name not in TO_ONE
+
+        def make(old: Any) -> Any:
+            names = list(inspect.signature(old).parameters)
+            at_group, at_async = names.index("group"), names.index("async_op")
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                group = args[at_group] if len(args) > at_group else kwargs.get("group")
+                if self.board is None or not _is_watched(group, parallel):
+                    return old(*args, **kwargs)
+                first = args[0] if args else next((v for k, v in kwargs.items() if k in names[:2]), None)
+                tensor = first if isinstance(first, torch.Tensor) else None
+                place = self._enter(code, tensor.numel() if sized and tensor is not None else 0)
+                on_gpu = tensor.is_cuda if tensor is not None else dist.get_backend() != "gloo"
+                if on_gpu or len(args) > at_async:
+                    return old(*args, **kwargs)
+                later = kwargs.pop("async_op", False)
+                work = old(*args, **kwargs, async_op=True)
+                if work is None:
+                    return None
+                patient = Patient(work, self.board.parts[self.rank], lambda: self._look(place))
+                return patient if later else patient.wait() and None
+
+            return watched
+
+        return make
+
+    def _enter(self, code: int, size: int) -> tuple[int, ...]:
+        assert self.board is not None
+        self.count += 1
+        self.board.parts[self.rank][ENTERED] = self.count
+        place = (
+            (self.cell << 32) + self.count, code, size, self.within(),
+            self.steps.calls, *self.steps.place(),
+        )  # fmt: skip
+        at = Board.at(self.rank) + 8 * (MARKS + self.count % PLACES * WIDTH)
+        REST.pack_into(self.board.memory, at + 8, *place[1:])
+        NUMBER.pack_into(self.board.memory, at, place[0])  # the last: until then nobody takes it for this one
+        self._look(place)
+        return place
+
+    def _look(self, mine: tuple[int, ...]) -> None:
+        """Raises if a peer has entered something else in this place, or ended."""
+        if self.board is None:
+            return
+        count = mine[0] & 0xFFFFFFFF
+        at = MARKS + count % PLACES * WIDTH
+        for peer in self.others:
+            part = self.board.parts[peer]
+            if part[at] == mine[0]:
+                theirs = tuple(part[at : at + WIDTH])
+                if theirs != mine and _apart(mine, theirs) and part[at] == mine[0]:
+                    raise NotSupported(_gone_apart({self.rank: mine, peer: theirs}))
+            elif part[CELL] == self.cell and part[COUNT] < count:
+                raise NotSupported(
+                    f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {words(mine)}: it "
+                    f"would wait for ever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
+                    "reduce and gather on every rank, not below `if rank == 0:`"
+                )
+
+
+def _is_watched(group: Any, parallel: bool) -> bool:
+    """The default group, or one of those that `strategies.alongside` names: all ranks are in one of them."""
+    everybody = group is None or group is dist.group.WORLD
+    return everybody or (parallel and str(getattr(group, "group_desc", "")).startswith(MESH))
+
+
+class Patient:
+    """A `Work` whose `wait` looks now and then whether the others are still to come. An interrupt gets through."""
+
+    def __init__(self, work: Any, part: Any, look: Callable[[], None]) -> None:
+        self.work = work
+        self.part = part
+        self.look = look
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        if timeout is not None:
+            return bool(self.work.wait(timeout))
+        began = 0
+        try:
+            while True:
+                try:
+                    return bool(self.work.wait(SLICE))
+                except RuntimeError:
+                    if self.work.is_completed():  # it has failed, or came to its end just after this slice of time
+                        return bool(self.work.wait())
+                if not began:
+                    began = self.part[WAITING] = time.monotonic_ns()
+                self.look()
+        finally:
+            if began:
+                self.part[WAITING] = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+ALL = "Backward, reduce, gather, barrier and setup need every rank, and all of them in the same order"
+
+
+def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
+    if mine[1:4] != theirs[1:4]:
+        return True
+    if not mine[3]:
+        return False
+    # A loader that one rank alone looks into now and then is another one: it is as good as always of another length.
+    same = mine[5] > 0 < theirs[5] and mine[6] == theirs[6]
+    return mine[4] != theirs[4] or (same and mine[5:] != theirs[5:])
+
+
+DRAWN = (
+    "the ranks draw the order of their batches from different numbers, and would not share the data out: a loader was "
+    "iterated on some ranks only, or a seed was set that depends on the rank. Iterate it on every rank (each sees its "
+    "share; reduce brings the results together), or let it draw from numbers of its own: "
+    "DataLoader(..., generator=torch.Generator())"
+)
+
+
+def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
+    # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
+    one, other = places.values()
+    ways = ", ".join(f"rank {rank} is {words(place)}" for rank, place in places.items())
+    if one[:7] == other[:7] and one[3]:  # at the same batch of loaders that were not iterated alike
+        return f"rank {next(iter(places))}: {DRAWN}"
+    if one[3] and other[3]:
+        hint = (
+            "A rank has passed over a batch or a backward that the others did: write `loss = loss * 0` and go on to "
+            "backward and step in place of `continue`, or decide together: `if reduce(float(bad), 'max'): continue`"
+        )
+    else:
+        hint = (
+            "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below "
+            "`if rank == 0:`"
+        )
+    whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if not place[3]}
+    if ("all_reduce", ODD) in whats:
+        hint = (
+            "What is in pieces is saved, and read as a number, by all ranks together under fsdp and pipeline: write it "
+            "above `if rank == 0:`. Under --strategy ddp one rank can do it alone"
+        )
+    elif any(what in GATHERS for what, _ in whats):
+        hint += f". {ALONE}"
+    return f"the ranks have gone different ways: {ways}. {ALL}. {hint}"
+
+
+@contextmanager
+def only(ranks: Sequence[int], world_size: int) -> Iterator[None]:
+    """Refuse what needs every rank, unless all of them run the cell. Groups of the user's own are his business."""
+    if len(ranks) == world_size:
+        yield
+        return
+    listeners = Listeners()
+    try:
+        for name in COLLECTIVES:
+            listeners.listen(f"torch.distributed.{name}", "subset", _refusing(name, ranks))
+        yield
+    finally:
+        listeners.close()
+
+
+def _refusing(name: str, ranks: Sequence[int]) -> Callable[[Any], Any]:
+    def make(old: Any) -> Any:
+        parameters = list(inspect.signature(old).parameters)
+        at = parameters.index("group") if "group" in parameters else len(parameters)
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            group = args[at] if len(args) > at else kwargs.get("group")
+            if group is not None and group is not dist.group.WORLD:
+                return old(*args, **kwargs)
+            where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            raise NotSupported(
+                f"{name} needs every rank, and this cell runs on {where} only: it would wait for ever. Training, "
+                "reduce, gather and barrier belong into a %%distributed cell"
+            )
+
+        return collective
+
+    return make

@@ -1,0 +1,178 @@
+"""What a cell changed, packed for the notebook; and what stays on the ranks behind a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import nbtrain.humanize as humanize
+from nbtrain.exchange.graph.changes import Changes
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.rank_paths import Way, Ways, by_value
+from nbtrain.exchange.kinds import dispatch, numeric
+from nbtrain.exchange.kinds.base import ATOMS, Stay
+from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
+from nbtrain.exchange.parcel import Packer, Parcel, fetched
+from nbtrain.exchange.travel_check import path_of
+from nbtrain.worker.home.rank_differences import number
+
+if TYPE_CHECKING:
+    from nbtrain.worker.home.pieces import Pieces
+
+KERNEL = -1
+"""The reader of what goes home."""
+LIMIT = 10**9
+"""Bytes up to which what is new under a name comes home by itself."""
+ASKED = "--keep"
+MISSING = object()
+
+New = tuple[int, str, Way | None]
+"""A key the lead gave to a new object, its kind, and where the other ranks find theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What comes home after a cell."""
+
+    parcel: Parcel
+    news: tuple[New, ...]
+    deleted: tuple[str, ...]
+    stayed: tuple[tuple[str, str, bool], ...]
+    """path and reason of what stays on the ranks"""
+
+
+@dataclass(slots=True)
+class PackChanges:
+    """One cell's way home. It can be packed again, with less, until the next cell comes."""
+
+    table: ObjectTable
+    namespace: dict[str, Any]
+    known: list[str]
+    """names that the notebook sent for this cell"""
+    bound: list[str]
+    """names that it assigned"""
+    deleted: tuple[str, ...]
+    keep: tuple[str, ...]
+    limit: float
+    before: dict[str, Any] = field(default_factory=dict)
+    """what names held when the cell began: the notebook may have it elsewhere too, and the cell may have changed it"""
+    modules: list[ModuleState] = field(default_factory=list)
+    """those of which something is not as their files gave it"""
+    _staying: dict[int, Stay] = field(default_factory=dict)
+    _walk: Walk | None = None
+
+    def values(self) -> list[tuple[str, int]]:
+        """A number for what each name holds here."""
+        handle = dispatch.kind_named("handle")
+        names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
+        kept = {name: value for name in self.keep if not by_value(value := self.namespace.get(name))}
+        ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
+        ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
+        found = [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
+        return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
+
+    def pack(self, packer: Packer, pieces: Pieces | None = None) -> Home:
+        """`pieces`: of models of which no rank has all; the others serve them."""
+        with _writing(packer, pieces) as write:
+            return self._pack(write)
+
+    def _pack(self, write: Callable[[Changes], Parcel]) -> Home:
+        numeric.learn_atoms()
+        bound = self.bound
+        walk, weights = self._look()
+        heavy = {name: size for name, size in weights.items() if name in bound and size > self.limit}
+        for name, size in heavy.items():
+            reason = f"it is {humanize.size(size)}, and up to {humanize.size(self.limit)} come by themselves"
+            self._staying[id(self.namespace[name])] = Stay(f"{reason}; {name}.pull() brings it", True)
+        if heavy:
+            walk.undo()
+            walk, _ = self._look()
+        cargo = walk.finish()
+        replaced = {key for key, value in cargo.names.items() if getattr(value, "key", None) in walk.made_anew}
+        cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced or n.startswith(MODULE)}
+        ways = Ways(self.table, self.namespace)
+        news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
+        stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
+        home = Home(write(cargo), news, self.deleted, stayed)
+        cargo.buffers = []  # they would keep alive what the next line of the user's may let go
+        self._walk = walk
+        return home
+
+    def leave(self, key: int, reason: str, packer: Packer, pieces: Pieces | None) -> Home:
+        """The same without this new object."""
+        assert self._walk is not None
+        self._staying[id(self.table.nodes[key].obj)] = Stay(reason, False)
+        self._walk.undo()
+        return self.pack(packer, pieces)
+
+    def _look(self) -> tuple[Walk, dict[str, int]]:
+        walk = Walk(self.table, self.namespace, keep_home=True)
+        walk.staying = self._staying
+        for name in self.keep:
+            value = self.namespace.get(name, MISSING)
+            if not walk.pass_by(value) and name in self.bound:
+                self._staying.setdefault(id(value), Stay(ASKED, True))
+        weights = {}
+        for name in dict.fromkeys([*self.known, *self.bound]):
+            if name in self.before and self.before[name] is not self.namespace.get(name, MISSING):
+                walk.name(name, self.before[name])
+                del walk.cargo.names[name]
+            if name in self.namespace:
+                before = walk.new_bytes
+                walk.name(name, self.namespace[name])
+                weights[name] = walk.new_bytes - before
+        for state in self.modules:
+            walk.name(MODULE + state.name, state)
+        return walk, weights
+
+
+@contextmanager
+def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[Changes], Parcel]]:
+    """How what a walk found becomes a parcel. The others, who serve `pieces`, are told what is wanted of them, also if
+    it does not come to that."""
+
+    def write(cargo: Changes) -> Parcel:
+        if pieces is not None:
+            pieces.announce(fetched(cargo))
+        return packer.pack(cargo, (KERNEL,))
+
+    with pieces.gathering() if pieces is not None else nullcontext():
+        yield write
+
+
+def pull(
+    table: ObjectTable, namespace: dict[str, Any], key: int, packer: Packer, pieces: Pieces | None
+) -> tuple[Parcel | None, str]:
+    """A copy of what lives under a handle's key; or why there can be none."""
+    with _writing(packer, pieces) as write:
+        return _pull(table, namespace, key, write)
+
+
+def _pull(
+    table: ObjectTable, namespace: dict[str, Any], key: int, write: Callable[[Changes], Parcel]
+) -> tuple[Parcel | None, str]:
+    node = table.nodes.get(key)
+    if node is None:
+        return None, "it was never made there"
+    numeric.learn_atoms()
+    identity = node.kind.identity(node.obj)
+    walk = Walk(table, namespace)
+    del table.by_id[identity]  # for this walk it is an object like any other
+    try:
+        walk.name("it", node.obj)
+        cargo = walk.finish()
+        if walk.culprits:
+            return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
+        return write(cargo), ""
+    finally:
+        walk.undo()
+        table.by_id[identity] = node
+
+
+def spared(table: ObjectTable, keys: Iterable[int]) -> list[tuple[int, Any]]:
+    """What the notebook has handles for."""
+    handle = dispatch.kind_named("handle")
+    return [(key, table.nodes[key].obj) for key in keys if key in table.nodes and table.nodes[key].kind is handle]

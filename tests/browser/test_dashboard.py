@@ -1,0 +1,207 @@
+"""The dashboard in a browser: what people see of a run, click and are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.absent import absent
+from tests.support.demonstration import demonstration
+from tests.support.lab import CHROMIUM, QUIET
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        absent("no Chromium", "install chromium, or name one in NBTRAIN_CHROMIUM")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with demonstration() as found:
+        yield found
+
+
+@pytest.fixture
+def dashboard(browser: Any, address: str) -> Iterator[Open]:
+    """`dashboard("ranks=4&dark")`: open, and the run as far as was asked for. Nothing may be wrong in its console."""
+    pages, wrong = [], []
+
+    def open_one(asked: str, width: int = 1000) -> Page:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        pages.append(page)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("request", lambda request: None if request.url.startswith(own) else wrong.append(request.url))
+        page.goto(f"{address}&ticks=20&{asked}")
+        page.wait_for_function("window.demo?.ready")
+        settle(page)
+        return page
+
+    own = (address.partition("/js/")[0], "data:")
+    yield open_one
+    for page in pages:
+        page.close()
+    assert not wrong
+
+
+def settle(page: Page) -> None:
+    """Until all that has come is drawn."""
+    page.evaluate("async () => { for (let i = 0; i < 5; i++) await new Promise(requestAnimationFrame); }")
+
+
+def say(page: Page, message: str) -> None:
+    page.evaluate(f"() => window.demo.model.say({message})")
+    settle(page)
+
+
+def sent(page: Page) -> list[dict[str, Any]]:
+    return page.evaluate("window.demo.model.sent")
+
+
+def test_what_is_known_of_a_run_is_shown(dashboard: Open):
+    page = dashboard("ranks=3")
+    assert page.locator(".nbt-head").inner_text().startswith("▸ running")
+    assert page.get_by_role("progressbar").get_attribute("aria-valuetext") == "epoch 1 · 60/1200 · 5 % · 0:38 left"
+    rows = [row.inner_text().split("\t") for row in page.locator(".nbt-table tbody tr").all()]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert "waiting for data" in rows[2][1]
+    assert rows[1][3] == "60"
+    assert "of 25.2 GB" in rows[0][5]
+    names = [name.inner_text() for name in page.locator(".nbt-chart-name").all()]
+    assert names[:2] == ["loss", "accuracy"]
+    assert page.locator(".nbt-ranks").inner_text().split("\n") == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_a_run_that_ended_stays_and_can_no_longer_be_stopped(dashboard: Open):
+    page = dashboard("ranks=2&end=failed")
+    assert page.locator(".nbt-run-state").inner_text() == "✕ failed"
+    assert "out of memory" in page.locator(".nbt-why").inner_text()
+    assert page.locator(".nbt-table").inner_text().count("failed: OutOfMemoryError") == 1
+    assert page.locator(".nbt-chart canvas").count() == 4
+    assert not page.get_by_role("button", name="Stop").is_visible()
+
+
+def test_before_anything_is_known_words_say_so(dashboard: Open):
+    page = dashboard("empty")
+    assert "nothing heard yet" in page.locator(".nbt-head").inner_text()
+    assert "log(loss=loss)" in page.locator(".nbt-empty:visible").inner_text()
+    assert [message["kind"] for message in sent(page)] == ["hello"]
+
+
+def test_to_kill_is_asked_once_more(dashboard: Open):
+    page = dashboard("ranks=2")
+    page.get_by_role("button", name="Kill", exact=True).click()
+    assert page.evaluate("document.activeElement.textContent") == "No"
+    page.keyboard.press("Enter")
+    assert not page.get_by_role("button", name="Kill them").is_visible()
+    assert not any(message["kind"] == "command" for message in sent(page))
+    page.get_by_role("button", name="Kill", exact=True).click()
+    page.get_by_role("button", name="Kill them").click()
+    page.get_by_role("status").filter(has_text="killed").wait_for()
+    assert [message["command"] for message in sent(page) if message["kind"] == "command"] == ["kill"]
+
+
+def test_the_keyboard_goes_from_tab_to_tab_and_the_choice_stays(dashboard: Open):
+    page = dashboard("ranks=2")
+    page.get_by_role("tab", name="Metrics").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.get_by_role("tab", selected=True).inner_text() == "Step"
+    assert "of a step is waiting for data: more num_workers" in page.locator(".nbt-sentence").inner_text()
+    say(page, "window.demo.run.news()")
+    assert page.get_by_role("tab", selected=True).inner_text() == "Step"
+
+
+def test_a_chart_is_zoomed_and_shown_whole_again(dashboard: Open):
+    page = dashboard("ranks=2")
+    over = page.locator(".nbt-chart .u-over").first
+    box = over.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 50, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 120, box["y"] + 40, steps=3)
+    page.mouse.up()
+    settle(page)
+    assert page.get_by_role("button", name="show all").count() == 4  # every chart of that x
+    assert page.get_by_role("button", name="show all").first.is_visible()
+    assert page.locator(".nbt-tip:visible").inner_text().startswith("step ")
+    over.dblclick(position={"x": 60, "y": 40})
+    settle(page)
+    assert not page.get_by_role("button", name="show all").first.is_visible()
+
+
+def test_what_was_missed_is_asked_for(dashboard: Open):
+    page = dashboard("ranks=1")
+    say(page, "window.demo.run.all()")  # the answer to the first question
+    before = len(sent(page))
+    page.evaluate("window.demo.run.news()")
+    say(page, "window.demo.run.news()")
+    assert [message["kind"] for message in sent(page)[before:]] == ["hello"]
+    assert page.locator("td.nbt-step").inner_text() == "66"
+
+
+def test_light_and_dark_follow_the_page_at_once(dashboard: Open):
+    page = dashboard("ranks=2")
+    dark = page.locator(".nbt-root.nbt-dark")
+    assert dark.count() == 0
+    page.evaluate("document.body.classList.add('dark')")
+    dark.wait_for()
+
+
+def test_a_narrow_window_is_enough(dashboard: Open):
+    page = dashboard("ranks=4&gpu&long", 360)
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+        settle(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_names_are_text_whatever_they_are(dashboard: Open):
+    page = dashboard("ranks=1")
+    name = "<img src=x onerror=alert(1)>"
+    say(page, f"{{kind: 'news', seq: 21, now: 3, points: {{'metric/{name}/0': [[1], [2]]}}, ranks: []}}")
+    assert page.locator(".nbt-chart-name:visible").last.inner_text() == name
+    assert page.locator("img").count() == 0
+
+
+def test_a_view_that_is_closed_leaves_nothing_and_another_one_knows_all(dashboard: Open):
+    page = dashboard("ranks=2")
+    page.evaluate("window.demo.close()")
+    assert page.locator(".nbt-root").count() == 0
+    say(page, "window.demo.run.news()")
+    page.evaluate("() => { window.demo.show(); }")
+    settle(page)
+    assert page.locator("td.nbt-step").first.inner_text() == "63"
+
+
+def test_a_lost_connection_is_said_and_comes_back(dashboard: Open):
+    page = dashboard("page&ranks=2")
+    assert page.locator("article h2").all_inner_texts() == ["digits.ipynb", "kernel 77aa0f1e"]
+    page.evaluate("window.demo.socket.dispatchEvent(new Event('close'))")
+    page.get_by_role("status").filter(has_text="trying again in 0.5 s").wait_for()
+    page.get_by_role("status").filter(has_text="No kernel of yours has ranks now").wait_for()
+    assert page.locator("article").count() == 0  # the server tells all of them anew
+    page.evaluate("window.demo.tell()")
+    assert page.locator("article").count() == 2
+
+
+def test_a_kernel_that_is_gone_is_gone_from_the_page(dashboard: Open):
+    page = dashboard("page&ranks=2")
+    for kernel in page.evaluate("window.demo.kernels"):
+        page.evaluate("(kernel) => window.demo.socket.say({ kernel, gone: true })", kernel)
+    assert "No kernel of yours has ranks now" in page.get_by_role("status").first.inner_text()
+    assert page.locator("article").count() == 0

@@ -1,0 +1,128 @@
+"""`--background`: a run goes on while the notebook is used, and its work comes home by itself."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernels import Kernel
+from tests.support.notebook import TRAIN, Notebook
+
+pytestmark = pytest.mark.kernel
+
+LONG = """
+for epoch in range(400):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(); opt.step(); opt.zero_grad()
+        log(loss=loss); time.sleep(0.01)
+    print('epoch', epoch)
+"""
+SHORT = LONG.replace("400", "4")
+
+
+@pytest.fixture
+def nb(shared_kernel: Kernel) -> Iterator[Notebook]:
+    notebook = Notebook(shared_kernel)
+    notebook(f"import time, nbtrain; torch.manual_seed(0); {TRAIN}; before = model[0].weight.detach().clone()")
+    yield notebook
+    notebook("%distributed stop")
+
+
+def test_its_work_comes_home_when_the_kernel_is_idle(nb: Notebook) -> None:
+    began = nb.in_background(SHORT)
+    assert nb("print(1 + 1)").stdout == "2\n"
+    nb.kernel.wait_for(lambda: "nbtrain: the run is over, 12 steps" in began.text)  # no cell was needed for that
+    assert "epoch 3" in began.stdout, "below the cell that started it"
+    assert nb("print(epoch, nbtrain.background().error)").stdout == "3 None\n"
+    nb(f"mine = model[0].weight.detach().clone(); torch.manual_seed(0); {TRAIN}")
+    nb(f"%%distributed -d 2{SHORT}")
+    assert nb("print(torch.equal(mine, model[0].weight), len(_oh) > 0)").stdout == "True True\n", "as in the foreground"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_cell_that_reads_its_model_gets_the_last_finished_step(nb: Notebook, strategy: str) -> None:
+    nb.in_background(LONG, options=f"-s {strategy}")
+    said = nb("first = model[0].weight.detach().clone(); print(torch.equal(first, before), opt.state != {})").stdout
+    assert "model, opt: as after step" in said
+    assert said.endswith("False True\n")
+    time.sleep(0.3)
+    assert nb("show = lambda: torch.equal(first, model[0].weight)").stdout == "", "said once"
+    nb("first = model[0].weight.detach().clone()")
+    time.sleep(0.3)
+    assert nb("print(show())").stdout == "False\n", "read through a function too"
+    assert nb("other = 3; print(other)").stdout == "3\n"
+    nb("print(nbtrain.background().stop().error)")
+    assert nb("print(len(nbtrain.background().metrics['loss']) == nbtrain.background().steps > 3)").stdout == "True\n"
+
+
+def test_weights_are_had_of_a_run_that_has_hardly_begun(nb: Notebook) -> None:
+    began = nb(f"%%distributed -d 2 --background --monitor off {LONG}")  # the ranks are about to start
+    said = nb("print(torch.equal(model[0].weight, before))").stdout
+    assert "model: as after step" in said
+    assert said.endswith("False\n")
+    nb.kernel.wait_for(lambda: "epoch 19" in began.stdout)
+    nb("nbtrain.background().stop()")
+    nb(f"%%distributed -d 2 --background --monitor off {LONG}")
+    step = re.search(r"as after step (\d+) of the run", nb("model").stdout)
+    nb("nbtrain.background().stop()")
+    assert step is not None
+    assert int(step[1]) <= int(nb("nbtrain.background().steps").value or 0), "the run's own steps"
+
+
+def test_what_the_notebook_assigns_meanwhile_stays(nb: Notebook) -> None:
+    nb("kept, gone = [1], [2]")
+    began = nb.in_background(f"{LONG.replace('400', '9')}\nkept = 'the run'; gone.append(3); fresh = 4")
+    nb("kept = 'mine'; del gone; fresh = 5")
+    nb("run = nbtrain.background().wait()")
+    assert nb("print(kept, fresh, 'gone' in dir())").stdout == "mine 5 False\n"
+    assert nb("print(sorted(run.values.items()))").stdout == ("[('fresh', 4), ('gone', [2, 3]), ('kept', 'the run')]\n")
+    said = "assigned in the notebook while the run went on: "
+    assert said in began.stdout
+    assert nb("%%distributed -d 2\nprint(kept, fresh)").stdout.endswith("mine 5\n"), "and so the ranks have it"
+
+
+def test_stop_keeps_its_work_and_a_failure_is_shown_below_its_cell(nb: Notebook) -> None:
+    began = nb.in_background(LONG)
+    assert "the ranks are in use: <run of In [" in nb.refused("%%distributed -d 2\nprint(1)")
+    assert "goes on>" in nb("%distributed status").stdout
+    assert "Cell In[" in nb("%distributed where").stdout
+    assert nb("run = nbtrain.background(); run.stop()").value.endswith("steps, stopped>")
+    assert "nbtrain: stopped after step" in began.stdout
+    assert nb("print(torch.equal(before, model[0].weight), isinstance(run.error, KeyboardInterrupt))").stdout == (
+        "False True\n"
+    )
+    began = nb.in_background(LONG.replace("print('epoch', epoch)", "print('epoch', epoch)\n    if epoch == 1: 1 / 0"))
+    assert nb.fails("nbtrain.background().wait()").ename == "ZeroDivisionError"
+    assert nb("nbtrain.background()").value.endswith("failed>")
+    assert "ZeroDivisionError: division by zero" in began.text
+
+
+def test_the_ranks_can_be_ended_and_so_can_the_kernel(kernel: Kernel) -> None:
+    nb = Notebook(kernel)
+    nb(f"import time, nbtrain; {TRAIN}; before = model[0].weight.detach().clone()")
+    began = nb.in_background(LONG)
+    nb("nbtrain.background().kill()")
+    assert "the notebook is as it was" in began.stdout
+    assert nb("print(torch.equal(before, model[0].weight))").stdout == "True\n"
+    nb.in_background(LONG)
+    nb("%distributed stop")  # the run's work first
+    assert nb("print(torch.equal(before, model[0].weight))").stdout == "False\n"
+    nb.in_background(LONG)  # the fixture says what is left when the kernel is shut down now
+
+
+def test_a_server_sees_that_the_kernel_is_not_idle(nb: Notebook) -> None:
+    """Jupyter Server ends kernels of which it has heard nothing for long; any message counts that a cell has caused."""
+    nb("import nbtrain.session.run.cell_run as run; run.STIR = 0.2")
+    nb.in_background(LONG)
+    stirred = 0
+    until = time.monotonic() + 20
+    while stirred < 3 and time.monotonic() < until:
+        message = nb.kernel.client.get_iopub_msg(timeout=20)
+        of_a_cell = message["parent_header"].get("msg_type") == "execute_request"
+        stirred += message["msg_type"] == "nbtrain_stirs" and of_a_cell
+    assert stirred == 3
+    nb("run.STIR = 30.0; nbtrain.background().stop()")

@@ -1,0 +1,93 @@
+"""Cells that read numbers out of a model in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernels import Kernel
+from tests.support.notebook import Notebook
+
+MODELS = """
+import copy
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(2, 6, 2, batch_first=True)
+        self.deep = nn.Sequential(nn.GRU(6, 6, batch_first=True))
+        self.head = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.head(self.deep(self.rnn(x.view(-1, 2, 2))[0])[0][:, -1])
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.proj(x)
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Sequential(Inner()))
+        self.head = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.head(self.body[0][0](x))
+loader = DataLoader(data, batch_size=48)
+"""
+
+TRAIN = "for x, y in loader: F.cross_entropy({0}(x), y).backward(); {1}.step(); {1}.zero_grad()\n"
+
+ALIKE = "print(all(torch.allclose(a, b, atol=1e-5) for a, b in zip({0}.parameters(), {1}.parameters())))"
+
+LINE = "%%distributed -s fsdp --devices 2 --split-batches\n"
+
+
+@pytest.fixture
+def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(shared_kernel)
+    made(MODELS)
+    yield made
+    made("%distributed stop")
+
+
+def test_cells(notebook: Notebook) -> None:
+    # Recurrent layers keep lists of their weights besides.
+    notebook("model = Tagger(); first = copy.deepcopy(model); opt = adamw(model); opt1 = adamw(first)")
+    for _ in range(2):
+        notebook(LINE + TRAIN.format("model", "opt"))
+        notebook(TRAIN.format("first", "opt1"))
+        assert notebook(ALIKE.format("model", "first")).text.strip() == "True"
+    lists = "[a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters())]"
+    assert notebook(f"print(all({lists}), len({lists}))").text.split() == ["True", "8"]
+    notebook(LINE.replace("fsdp", "ddp") + TRAIN.format("model", "opt"))
+    notebook(TRAIN.format("first", "opt1"))
+    assert notebook(ALIKE.format("model", "first")).text.strip() == "True"
+
+    # Norms: shown, and assigned to names.
+    squares = "sum(p.detach().pow(2).sum() for p in model.parameters())"
+    turned = "turned = model.head.weight.detach().T; held = [n * 2]"
+    wanted = notebook(f"print(f'{{{squares}:.3f}}')").text.strip()
+    shown = notebook(LINE + f"n = {squares}; {turned}\nif rank == 0: mine = n.detach()\nprint(f'{{n:.3f}}')\nn").text
+    for text in (wanted, "this rank's part", "mine stays on the ranks"):
+        assert text in shown
+    check = f"abs(n - {squares}) < 1e-3, abs(held[0] - 2 * n) < 1e-3, torch.equal(turned, model.head.weight.T)"
+    assert "False" not in notebook(f"print({check}, type(n) is torch.Tensor)").text
+
+    # One rank alone is told so, also where torch itself moves something.
+    for line in ("print(n)", "n.sqrt()"):
+        error = notebook.fails(LINE + f"n = {squares}\nif rank == 0: {line}")
+        assert "norm = float(norm)" in error.evalue
+        assert "rank 1 has come to the end" in error.evalue
+
+    # A part that nobody gathers, and weights that meet a batch.
+    notebook("model = Outer(); first = copy.deepcopy(model); opt = adamw(model); opt1 = adamw(first)")
+    for line in (LINE, LINE.replace("\n", " --wrap Inner\n")):
+        notebook(line + TRAIN.format("model", "opt") + "met = X[:4] @ model.head.weight.T")
+        notebook(TRAIN.format("first", "opt1") + "alone = X[:4] @ first.head.weight.T")
+        assert notebook(ALIKE.format("model", "first")).text.strip() == "True"
+        assert notebook("print(torch.allclose(met, alone, atol=1e-5))").text.strip() == "True"
+
+    # A policy that reads a name of the notebook.
+    notebook("from torch.distributed.fsdp.wrap import CustomPolicy; least = 1")
+    notebook("policy = CustomPolicy(lambda module: sum(p.numel() for p in module.parameters()) > least)")
+    notebook(LINE.replace("\n", " --wrap policy\n") + TRAIN.format("model", "opt"))

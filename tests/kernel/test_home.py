@@ -1,0 +1,499 @@
+"""What a cell made, changed or left behind, as the notebook finds it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernels import Kernel
+from tests.support.notebook import LOOP, TRAIN, Notebook
+
+pytestmark = pytest.mark.kernel
+
+TWO = "%%distributed --devices 2"
+ONE = "%%distributed --devices 1"
+
+
+@pytest.fixture
+def book(shared_kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(shared_kernel)
+    yield made
+    made("%distributed stop")
+
+
+# -- handles -------------------------------------------------------------------------------
+
+
+def test_kept_names_stay_on_the_ranks_and_copies_can_be_pulled(book: Notebook) -> None:
+    said = book(f"{TWO} --keep cache\ncache = {{'rank': rank, 'at': torch.full((3,), rank)}}\nother = 1").stdout
+    assert "cache stays on the ranks" in said
+    book("assert other == 1 and 'dict on the ranks' in repr(cache), cache")
+    book("assert cache.pull()['rank'] == 0; assert cache.pull() is not cache.pull()")
+    book("""
+found = {r: (v['rank'], v['at'].tolist()) for r, v in cache.per_rank().items()}
+assert found == {0: (0, [0] * 3), 1: (1, [1] * 3)}""")
+
+
+def test_in_the_next_cell_the_handle_is_the_object_itself(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]\nalias = cache")
+    book(f"{TWO}\ncache.append(10 + rank)\nsame = alias is cache")
+    book("assert same and alias is cache and cache.pull() == [0, 10] and cache.per_rank()[1] == [1, 11]")
+
+
+def test_what_otherwise_travels_by_value_is_kept_on_every_rank(book: Notebook) -> None:
+    made = "pair = (rank, [rank]); text = f'{rank}' * 20_000; few = frozenset([rank]); many = tuple(range(rank, 400))"
+    book(f"{TWO} --keep pair,text,few,many\n{made}")
+    book("assert pair.per_rank() == {0: (0, [0]), 1: (1, [1])} and few.per_rank()[1] == {1}")
+    book(f"{TWO}\npair[1].append(2)\nseen = gather((pair, text[0], set(few), many[0]))")
+    book("assert seen == [((r, [r, 2]), str(r), {r}, r) for r in (0, 1)], seen")
+
+
+def test_numbers_come_home_all_the_same_and_say_where_they_differ(book: Notebook) -> None:
+    said = book(f"{TWO} --keep n,box\nn = 7 + rank; box = [rank]").stdout
+    assert "differ between ranks: n; the notebook has rank 0's" in said, said
+    book(f"{TWO}\nseen = gather((n, box))")
+    book("assert n == 7 and seen == [(7, [0]), (7, [1])], seen")
+
+
+@pytest.mark.parametrize("keep", ["", "--keep a,b"])
+def test_one_object_on_a_rank_where_the_lead_has_two(book: Notebook, keep: str) -> None:
+    book(f"{TWO} {keep}\nif rank == 0: a, b = [0], [1]\nelse: a = b = [7]")
+    book("" if keep else "b.append(5); a.append(6)")
+    book(f"{TWO}\na.append(8)\nseen = gather((a, b if rank == 0 or {not keep} else None))")
+    book(f"assert seen == ([([0, 8], [1]), ([7, 8], None)] if {bool(keep)} else [([0, 6, 8], [1, 5])] * 2), seen")
+
+
+def test_what_was_pulled_is_an_ordinary_object_of_the_notebooks(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [1]")
+    book("cache = cache.pull(); cache.append(2)")
+    book(f"{TWO}\nseen = gather(sum(cache))\ncache.append(3)")
+    book("assert seen == [3, 3] and cache == [1, 2, 3]")
+
+
+def test_a_copy_holds_the_notebooks_own_objects(book: Notebook) -> None:
+    book("mine = [1, 2]")
+    book(f"{TWO} --keep cache\ncache = {{'mine': mine}}")
+    book("assert cache.pull()['mine'] is mine")
+
+
+def test_a_kept_model_stays_as_it_is_until_a_cell_brings_it_home(book: Notebook) -> None:
+    book(TRAIN)
+    book("before = [p.clone() for p in model.parameters()]")
+    book(f"{TWO} --keep model,opt{LOOP}")
+    book("assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())) and not opt.state")
+    book(f"{TWO}\nn = len(list(model.parameters()))")
+    book("assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))")
+    book(f"{TWO}\nn = len(opt.state)")
+    book("assert n == len(opt.state) == 4")
+
+
+def test_a_name_to_keep_that_nobody_has_is_a_mistake(book: Notebook) -> None:
+    said = book.refused(f"{TWO} --keep chache\ncache = [1]")
+    assert "no 'chache'" in said
+    assert "did you mean cache?" in said
+    assert "names" in book.refused(f"{TWO} --keep 1+1\ncache = [1]")
+
+
+def test_new_values_beyond_the_limit_stay_behind_a_handle(book: Notebook) -> None:
+    said = book(
+        f"{TWO}\nhuge = torch.zeros(280_000_000) if rank == 0 else torch.ones(2)\nsmall = huge[:3].clone()"
+    ).stdout
+    assert "huge stays on the ranks" in said, said
+    assert "huge.pull()" in said, said
+    book("assert small.tolist() == [0, 0, 0] and 'Tensor on the ranks' in repr(huge)")
+    book(f"{TWO}\ndel huge")
+    book("assert 'huge' not in globals()")
+
+
+def test_what_cannot_travel_stays_behind_and_says_why(book: Notebook) -> None:
+    book(f"{TWO}\nimport threading\nlock = threading.Lock()\nbox = {{'lock': lock, 'n': 1}}")
+    book("assert box['n'] == 1 and box['lock'] is lock and 'lock on the ranks' in repr(lock)")
+    assert "cannot leave the ranks" in book.fails("lock.pull()").evalue
+    assert "%%distributed" in book.fails("lock.acquire()").evalue
+
+
+def test_what_cannot_be_made_in_the_notebook_does_not_cost_the_rest(book: Notebook) -> None:
+    book(TRAIN)
+    book("before = [p.clone() for p in model.parameters()]")
+    said = book(f"""{TWO}
+class Odd:
+    def __init__(self): self.n = 1
+    def __setstate__(self, state): raise ValueError('not here')
+odd = Odd(); odds = [odd, Odd()]
+{LOOP}""").stdout
+    assert "ValueError: not here" in said
+    book("assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))")
+    book("assert odds[0] is odd and 'Odd on the ranks' in repr(odd)")
+    book(f"{TWO}\nstill = odds[0] is odd and odd.n + odds[1].n")
+    book("assert still == 2")
+
+
+def test_handles_outlive_a_cell_that_failed(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book.fails(f"{TWO}\n1/0")
+    book("assert cache.per_rank() == {0: [0], 1: [1]}")
+
+
+def test_no_option_ends_ranks_that_hold_something_kept(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    said = book.refused(f"{ONE}\npass")
+    assert "cache.pull()" in said
+    assert "%distributed stop" in said
+    book("assert cache.pull() == [0]; cache = None")
+    book(f"{ONE}\npass")
+
+
+def test_a_handle_whose_ranks_are_gone_says_so(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("%distributed stop")
+    book("assert 'gone' in repr(cache)")
+    assert "are gone" in book.fails("cache.pull()").evalue
+    said = book.fails(f"{TWO}\nlen(cache)").evalue
+    assert "are gone" in said, said
+    assert "run the cell that made it again" in said, said
+
+
+def test_keep_needs_ranks_that_live_on(book: Notebook) -> None:
+    assert "--start fork" in book.refused("%%distributed --start fork --devices 2 --keep a\na = [1]")
+    assert "inprocess" in book.refused("%%distributed --engine inprocess --keep a\na = [1]")
+
+
+def test_a_handle_is_one_thing_wherever_it_is_held(book: Notebook) -> None:
+    book("import copy, pickle")
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("other = copy.copy(cache); inside = [copy.deepcopy(cache)]; assert other is cache is inside[0]")
+    assert "pull" in book.fails("pickle.dumps(cache)").evalue
+    assert "set .size in a %%distributed cell" in book.fails("cache.size = 5").evalue
+    book("del cache, other")
+    said = book(f"{TWO}\ninside[0].append(5)").stdout  # nothing that stays may differ
+    assert "differ" not in said, said
+    book("assert inside[0].per_rank() == {0: [0, 5], 1: [1, 5]}")
+    book(f"{TWO} --keep more\nmore = [1]")
+    book("aside = [more]; Out['aside'] = aside; del more, aside")  # what only the history holds ends with its ranks
+    assert "UsageError: inside[0]: what" in book.refused(f"{ONE}\npass")
+    book("assert Out.pop('aside')[0].pull() == [1]")
+    book.fails(f"{TWO}\n1/0")
+    book("assert inside[0].per_rank() == {0: [0, 5], 1: [1, 5]}")
+    book(f"{TWO}\ninside[0].append(6)")
+    book("assert inside[0].pull() == [0, 5, 6]; inside = None")
+    book(f"{ONE}\npass")
+
+
+def test_a_handle_of_ranks_that_are_gone_brings_nothing_of_others(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("away = [cache]; del cache")
+    book("%distributed restart")
+    book(f"{TWO}\nother = [7, 8]")
+    assert "are gone" in book.fails("away[0].pull()").evalue
+
+
+def test_what_one_rank_made_is_pulled_from_it_after_a_failure_too(book: Notebook) -> None:
+    book("%distributed start --devices 2")
+    book("%%rank 1 --keep mine\nmine = [rank]")
+    book.fails(f"{TWO}\n1/0")
+    book("assert mine.pull() == [1]")
+
+
+def test_threads_do_not_take_each_others_answers(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    book("""
+import threading
+def ask():
+    try: cache.pull()
+    except Exception as error: said = str(error); answers.append(said)
+answers = []
+thread = threading.Thread(target=ask); thread.start(); thread.join()
+assert 'thread' in answers[0], answers""")
+
+
+KEPT = f"{ONE} --keep opt,pair\nopt = torch.optim.SGD(model.parameters(), 0.1); pair = [model, Word('a')]"
+WORD = """
+class Word:
+    def __init__(self, text): self.text = text
+model = net(); weight = model[0].weight"""
+
+
+def test_what_changes_through_a_kept_object_comes_home_and_goes_out(book: Notebook) -> None:
+    book(WORD)
+    book(KEPT)
+    book(f"{ONE}\nfor p in opt.param_groups[0]['params']: p.data.fill_(5.)")
+    book("assert (weight == 5).all() and pair.pull()[0] is model; weight.data.fill_(7.)")
+    book(f"{ONE}\nseen = opt.param_groups[0]['params'][0].mean().item()")
+    book("assert seen == 7")
+    book("more = [1]")
+    book(f"{ONE}\npair.append(more)")
+    book("more.append(2)")
+    book(f"{ONE}\nseen = list(pair[2]); pair[2].append(3)")
+    book("assert seen == [1, 2] and more == [1, 2, 3]")
+
+
+def test_a_kept_view_shows_the_notebooks_memory(book: Notebook) -> None:
+    book("import numpy as np; whole = torch.zeros(4); array = np.zeros(4)")
+    book(f"{ONE} --keep part,rest\npart = whole[2:]; rest = array[1:]")
+    book(f"{ONE}\npart += 1; rest += 1")
+    book("assert whole.tolist() == [0, 0, 1, 1] and array.tolist() == [0, 1, 1, 1]; whole += 10; array += 10")
+    book(f"{ONE}\nseen = part.tolist(), rest.tolist()")
+    book("assert seen == ([11, 11], [11, 11, 11])")
+
+
+def test_a_kept_optimizer_steps_the_notebooks_model_after_a_failure(book: Notebook) -> None:
+    book(WORD)
+    book(KEPT)
+    book.fails(
+        f"{ONE}\nwith torch.no_grad(): weight.fill_(3.)\nWord.text = 'no'; model.extra = 1; pair[1].text = 'b'; 1/0"
+    )
+    book("before = weight.detach().clone()")
+    book(f"""{ONE}
+assert torch.equal(before, weight) and not hasattr(model, 'extra') and not hasattr(Word, 'text')
+assert opt.param_groups[0]['params'][0] is weight is pair[0][0].weight and isinstance(pair[1], Word)
+F.cross_entropy(model(X), Y).backward(); opt.step(); opt.zero_grad()""")
+    book("assert not torch.equal(before, weight) and pair.pull()[0] is model and type(pair.pull()[1]) is Word")
+
+
+def test_a_copy_may_hold_what_the_notebook_let_go_of(book: Notebook) -> None:
+    book("mine = [1]; box = [2]")
+    book(f"{ONE} --keep cache\ncache = [0]; dropped = [mine, box]")
+    book(f"{ONE}\ncache[:] = [mine, box]")
+    book("del mine, dropped")
+    book("assert cache.pull()[0] == [1] and cache.pull()[1] is box")
+
+
+def test_what_could_not_be_told_of_a_change_is_said_as_it_is(book: Notebook) -> None:
+    book("""
+class Moody:
+    n = 0
+    def __getstate__(self):
+        import builtins
+        if hasattr(builtins, 'rank'): raise RuntimeError('not there')
+        return self.__dict__
+moody = Moody(); moody.n = 1""")
+    said = book(f"{TWO}\nmoody.n = 2\nnew = Moody()").stdout
+    assert "moody: what changed in it stays on the ranks, the notebook's is as it was" in said
+    assert "new stays on the ranks, the notebook has a handle for it" in said
+    assert said.count("RuntimeError: not there") >= 1
+    book("assert moody.n == 1")
+
+
+def test_an_object_that_hides_its_attributes_stays_behind_a_handle(book: Notebook) -> None:
+    book(f"""{TWO}
+class Hidden:
+    @property
+    def __dict__(self): raise RuntimeError('no dict')
+hidden = Hidden(); hidden.x = [1]""")
+    book("assert 'on the ranks' in repr(hidden)")
+    book(f"{TWO}\nassert isinstance(hidden, Hidden)")
+
+
+def test_a_method_of_what_stays_stays_with_it(book: Notebook) -> None:
+    made = "cache = [rank]; add = cache.append; gen = (i for i in range(3)); ahead = gen.__next__; ok = 1"
+    book(f"{TWO} --keep cache\n{made}")
+    book("assert ok == 1 and 'on the ranks' in repr(add) and 'on the ranks' in repr(ahead)")
+    book(f"{TWO}\nadd(7); first = ahead(); assert next(gen) == 1")
+    book("assert first == 0 and cache.per_rank() == {0: [0, 7], 1: [1, 7]}")
+
+
+def test_after_a_failure_kept_objects_hold_what_the_notebook_has(book: Notebook) -> None:
+    book("import numpy as np; array = np.zeros(6); part = array[2:4]; tensor = torch.from_numpy(array)")
+    book("notes = {'a': [1]}")
+    book(f"{TWO} --keep box\nbox = [array, part, tensor, notes, notes['a']]")
+    book.fails(f"{TWO}\narray[2] = 5; tensor += 1; notes['a'].append(2); notes['b'] = 1; box.append(1); 1/0")
+    book(f"""{TWO}
+mine = [array, part, tensor, notes, notes['a']]
+same = gather([a is b for a, b in zip(box, mine)])
+found = array.tolist(), part.tolist(), tensor.tolist(), notes""")
+    book("assert same == [[True] * 5] * 2 and found == ([0] * 6, [0] * 2, [0] * 6, {'a': [1]}), (same, found)")
+
+
+def test_a_handle_is_no_way_to_everything_the_notebook_has(book: Notebook) -> None:
+    book("""
+import threading
+lock = threading.Lock(); settings = [1]
+def locked(): return lock
+class Reader:
+    def read(self): return list(settings)""")
+    book(f"{TWO} --keep box\nbox = [Reader()]")
+    book(f"{TWO}\nseen = box[0].read()")
+    book("settings = seen + [2]")
+    book(f"{TWO}\nseen = box[0].read()")
+    book("assert seen == [1, 2]; settings.append(3)")
+    book(f"{TWO}\nseen = box[0].read()")
+    book("assert seen == [1, 2, 3]")
+
+
+# -- what differs between ranks ---------------------------------------------------------------
+
+
+def test_a_learning_rate_of_each_ranks_own_is_the_reason_that_is_named(book: Notebook) -> None:
+    book("w = torch.nn.Linear(2, 2); opt = torch.optim.SGD(w.parameters(), 0.1)")
+    loop = "for x in torch.utils.data.DataLoader(torch.ones(8, 2), 2):\n    w(x).sum().backward()\n"
+    step = "    opt.param_groups[0]['lr'] = {}\n    opt.step(); opt.zero_grad()\n"
+    said = book(f"{TWO}\n{loop}{step.format('0.1 + rank')}").stdout
+    (line,) = (line for line in said.splitlines() if "rank 1" in line)
+    assert line.startswith("opt.param_groups[0]['lr']: not the same on rank 1 as on rank 0"), said
+    said = book(f"{TWO}\n{loop}{step.format('reduce(0.1 + rank)')}").stdout
+    assert "rank 1" not in said
+
+
+def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> None:
+    book("log_ = []; same = []")
+    said = book(
+        f"{TWO}\nlog_.append(rank); same.append(1)\nx = torch.tensor(rank); y = {{'a': [1, {{rank}}]}}; z = 7"
+    ).stdout
+    line = next(line for line in said.splitlines() if line.startswith("differ between ranks"))
+    assert line == "differ between ranks: log_, x, y; the notebook has rank 0's"
+    said = book(f"{TWO}\nseen = gather((list(log_), same, x.item()))").stdout
+    assert "differ" not in said
+    book("assert seen == [([0], [1], 0)] * 2, seen")
+
+
+def test_large_things_are_compared_as_a_whole(book: Notebook) -> None:
+    book("big = torch.zeros(1_000_000); rows = [0.0] * 5000; words = {f'w{i}': str(i) for i in range(500)}")
+    same = book(f"{TWO}\nbig.add_(1); rows[7] = 1.0; words['w3'] = 'x'; new = torch.ones(900_000)").stdout
+    assert "differ" not in same
+    said = book(
+        f"{TWO}\nbig[5] = rank; rows[2500] = rank; words['w9'] = str(rank); new = torch.ones(900_000) * rank"
+    ).stdout
+    assert "differ between ranks: big, rows, words, new;" in said
+    said = book(f"{TWO}\nseen = gather((big[5].item(), rows[2500], words['w9'], new[3].item()))").stdout
+    assert "differ" not in said
+    book("assert seen == [(0, 0, '0', 0)] * 2, seen")
+
+
+def test_what_is_equal_everywhere_is_not_named(book: Notebook) -> None:
+    said = book(
+        f"{TWO}\na = [1.5, 'x', None]; b = torch.arange(9.); f = lambda: a; c = {{1, 2}}; d = {{'k': b}}"
+    ).stdout
+    assert "differ" not in said
+
+
+def test_sets_of_text_have_one_order_on_spawned_ranks(book: Notebook) -> None:
+    said = book(f"{TWO} --start spawn\norder = list({{str(i) for i in range(50)}})").stdout
+    assert "differ" not in said, said
+
+
+# -- in place ------------------------------------------------------------------------------
+
+
+def test_a_model_that_the_cell_rebuilt_is_still_the_notebooks_model(book: Notebook) -> None:
+    book("""
+import numpy as np
+class Grown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer('seen', torch.zeros(2))
+        self.notes = ['made here']
+model = Grown(); first, weight, notes = model.first, model.first.weight, model.notes""")
+    book(f"""{TWO}
+model.second = nn.Linear(4, 2)
+model.seen = torch.arange(5.)
+model.register_buffer('extra', torch.ones(1))
+model.notes.append('changed there'); model.epoch = 3; model.table = {{'lr': [0.1]}}
+model.mean = torch.ones(2); model.grid = np.arange(4.)
+model.first.weight.data.mul_(2); model.first.weight.requires_grad_(False)
+model.eval()""")
+    book("""
+assert model.first is first and first.weight is weight and not weight.requires_grad
+assert model.notes is notes == ['made here', 'changed there'] and model.epoch == 3 and model.table == {'lr': [0.1]}
+assert model.second.weight.shape == (2, 4) and isinstance(model.second, nn.Linear) and not model.second.training
+assert model.mean.tolist() == [1, 1] and model.grid.tolist() == [0, 1, 2, 3]
+assert model.seen.tolist() == [0, 1, 2, 3, 4] and 'extra' in dict(model.named_buffers())""")
+    book(f"{TWO}\ndel model.second, model.epoch\nmodel.first = nn.Identity()")
+    book("assert not hasattr(model, 'second') and not hasattr(model, 'epoch') and type(model.first) is nn.Identity")
+
+
+def test_containers_and_instances_are_changed_in_place_at_any_depth(book: Notebook) -> None:
+    book("""
+import collections, numpy as np
+class Run: pass
+run = Run(); run.log = {'loss': [1.0], 'tags': {'a'}, 'last': collections.deque([1, 2], maxlen=2)}
+run.grid = np.zeros((2, 2)); row = run.grid[0]; losses = run.log['loss']; run.me = run
+kept = [run, run.log, losses, run.log['tags'], run.log['last'], run.grid]""")
+    book(f"""{TWO}
+run.log['loss'].append(2.0); run.log['tags'].add('b'); run.log['last'].append(3); run.log['new'] = [losses]
+row[1] = 5; run.me.name = 'r'; run.grid[1] += 1""")
+    book("""
+assert kept[0] is run and kept[1] is run.log and kept[2] is losses is run.log['loss'] is run.log['new'][0]
+assert kept[3] is run.log['tags'] == {'a', 'b'} and kept[4] is run.log['last'] and list(run.log['last']) == [2, 3]
+assert kept[5] is run.grid and run.grid.tolist() == [[0, 5], [1, 1]] and np.shares_memory(row, run.grid)
+assert run.me is run and run.name == 'r' and losses == [1.0, 2.0]""")
+
+
+def test_a_name_that_the_cell_neither_assigned_nor_changed_is_the_users(book: Notebook) -> None:
+    book("a = [1]; b = a; c = (a, 'x'); untouched = object(); loss = 'mine'")
+    book(f"{TWO}\ndef inner():\n    loss = len(a)\n    return loss\nn = inner()\na = a + [2]")
+    book("assert a == [1, 2] and b == [1] and c[0] is b and loss == 'mine' and n == 1")
+
+
+def test_hooks_on_gradients_travel_and_are_noticed(book: Notebook) -> None:
+    """A mask that is lost would train what was to be frozen."""
+    book("""
+mask = torch.tensor([[1.0, 0, 1, 0]]); weight = torch.nn.Parameter(torch.ones(1, 4)); calls = []
+def masked(grad):
+    calls.append(1)
+    return grad * mask
+handle = weight.register_hook(masked)
+model = nn.Linear(4, 1, bias=False)""")
+    cell = "%%distributed --devices 2\nweight.sum().backward(); found = weight.grad.tolist(); weight.grad = None"
+    book(cell)
+    book("assert found == [[1, 0, 1, 0]] and calls == [1], (found, calls)")
+    book("mask[0, 0] = 5")
+    book(cell)
+    book("assert found == [[5, 0, 1, 0]], found\nhandle.remove()")
+    book(cell)
+    book("assert found == [[1, 1, 1, 1]], found")
+    book("model.weight.register_hook(lambda grad: grad * mask)")
+    book("%%distributed --devices 2\nmodel(torch.ones(1, 4)).sum().backward(); found = model.weight.grad.tolist()")
+    book("assert found == [[5, 0, 1, 0]], found")
+    book("%%distributed --devices 2\nmodel.weight.register_hook(lambda grad: grad + 1)")
+    book("model.weight.grad = None; model(torch.ones(1, 4)).sum().backward()")
+    book("assert model.weight.grad.tolist() == [[6, 1, 2, 1]], model.weight.grad")
+    book("other = nn.Linear(2, 2); _ = other.weight.register_post_accumulate_grad_hook(lambda p: None)")
+    assert "before it is averaged" in book.fails("%%distributed --devices 2\nother(torch.ones(1, 2)).sum()").evalue
+    book("%%distributed --devices 1\nother(torch.ones(1, 2)).sum().backward()")
+
+
+def test_what_the_others_have_outlives_a_rank(book: Notebook) -> None:
+    book(f"{TWO} --keep cache\ncache = torch.ones(3) * (rank + 1)")
+    lost = book.kernel.run(f"{TWO}\nimport os\nif rank == 0: os._exit(3)\nbarrier()")
+    assert lost.error is not None
+    assert lost.error.ename == "RankDied"
+    assert "cache: rank 0's is gone; bring home what the others have with cache = cache.pull()" in lost.stdout
+    refused = book.fails(f"{TWO}\nprint(cache)")
+    assert "rank 0 had to be started anew" in refused.traceback
+    assert ".pull()" in refused.traceback
+    book("assert cache.pull().tolist() == [2, 2, 2] and list(cache.per_rank()) == [1]")
+    book("cache = cache.pull()")
+    book(f"{TWO}\nassert cache.sum() == 6")
+    book(f"{TWO} --keep cache\ncache = 1.5 * torch.ones(3)")
+    lost = book.kernel.run(f"{TWO}\nimport os\nos._exit(3)")
+    assert "cache: lived on these ranks only" in lost.stdout
+    assert "make it again" in book.fails("cache.pull()").evalue
+
+
+def test_what_was_kept_and_is_dropped_is_said(book: Notebook) -> None:
+    book(TRAIN)
+    book(f"{TWO} --keep model,opt{LOOP}")
+    failed = book.kernel.run(f"{TWO}\n1/0")
+    assert failed.error is not None
+    assert "model, opt: what --keep had left on the ranks is dropped" in failed.stdout
+    assert "--keep" not in book.kernel.run(f"{TWO}\n1/0").stdout
+    book(f"{TWO} --keep cache\ncache = [rank]")
+    assert "cache: lived on these ranks only" in book("%distributed restart").stdout
+    book(f"{TWO} --keep model,opt{LOOP}")
+    book(f"{TWO}\n_ = model, opt")
+    assert "--keep" not in book("%distributed stop").stdout
+
+
+def test_a_model_that_a_cell_divides_by_itself_stays_and_goes_on(book: Notebook) -> None:
+    book("from torch import nn\nplain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))")
+    said = book.kernel.run(
+        "%%distributed -s none --devices 2\nimport copy\nfrom torch.distributed.fsdp import fully_shard\n"
+        "own = copy.deepcopy(plain)\nfor part in own:\n    fully_shard(part)\nfully_shard(own)\n"
+        "adam = torch.optim.Adam(own.parameters())\nown(torch.ones(1, 4)).sum().backward(); adam.step()"
+    )
+    assert said.error is None, said.text
+    assert "own stays on the ranks" in said.stdout
+    assert "bound to the ranks' process group" in said.stdout
+    book("%%distributed -s none --devices 2\nown(torch.ones(1, 4)).sum().backward(); adam.step()")

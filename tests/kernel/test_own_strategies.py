@@ -1,0 +1,269 @@
+"""Strategies that nbtrain does not know: classes and objects of the notebook, and what packages announce.
+
+The one of docs/add_a_strategy.md is taken from that page as it stands, and plays what test_parity plays.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtrain
+from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.fsdp import FSDP
+from tests.kernel.test_parity import ACCURACY, ANEW, TELL, WAYS
+from tests.kernel.test_parity import START as EVERYTHING
+from tests.support.kernels import running_kernel
+from tests.support.notebook import START, TRAIN, Notebook
+
+pytestmark = pytest.mark.kernel
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "docs" / "add_a_strategy.md").read_text(), re.MULTILINE | re.DOTALL
+)
+LOOP = """
+for x, y in loader:
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+"""
+NUMBERS = """
+def numbers(found):
+    if isinstance(found, torch.nn.Module):
+        return numbers(dict(found.named_parameters()))
+    if isinstance(found, (list, tuple)):
+        found = dict(enumerate(found))
+    if isinstance(found, dict):
+        return {f"{k}.{at}": v for k, one in found.items() for at, v in numbers(one).items()}
+    return {"": torch.as_tensor(found).detach().clone().double()}
+"""
+
+
+@pytest.fixture(scope="module")
+def nb() -> Iterator[Notebook]:
+    """With a directory of its own for what a pool keeps there, which outlives a test."""
+    with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder) as kernel:
+        notebook = Notebook(kernel, START + TRAIN)
+        yield notebook
+        notebook("%distributed stop")
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_the_pages_strategy_is_short() -> None:
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 40
+
+
+def test_the_page_says_how_to_see_that_it_is_right(nb: Notebook) -> None:
+    nb("torch.manual_seed(0); model = net(); optimizer = torch.optim.AdamW(model.parameters(), 1e-2)\n"
+       "loader = DataLoader(data, batch_size=16)")  # fmt: skip
+    for block in BLOCKS[:2]:
+        nb(block)
+    assert "TopK --fraction 1.0 · 2 ranks" in nb(BLOCKS[2]).stdout
+    nb(BLOCKS[3])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: str) -> None:
+    nb(EVERYTHING + NUMBERS + BLOCKS[0])
+    flags, cell, single = WAYS[way]
+    nb(ANEW + f"reduce = float\n{single}\nwanted = {TELL}\ndel reduce" + ANEW)
+    run = nb(f"%%distributed -s TopK --fraction 1 --devices 2 --split-batches {flags}\n{cell}")
+    assert "differs from rank" not in run.text
+    nb(f"found = {TELL}\nassert found.keys() == wanted.keys()")
+    nb("far = {at: float((found[at] - w).abs().max()) for at, w in wanted.items() if w.numel()}")
+    assert nb(f"print({{at: d for at, d in far.items() if not d <= {ACCURACY}}})").stdout.strip() == "{}"
+
+
+def test_the_pages_strategy_trains_when_it_sends_a_tenth(nb: Notebook) -> None:
+    """And what it has not sent is not lost: with nothing kept for later, the same training gets less far."""
+    nb(START + BLOCKS[0])
+    nb(BLOCKS[0].replace("self.left[p] =", "_ =").replace("TopK", "Forgetful").replace("Largest", "Lossy"))
+    losses = {}
+    for name in ("TopK", "Forgetful"):
+        nb("torch.manual_seed(1); model = net(); opt = torch.optim.SGD(model.parameters(), 0.1); seen = []\n"
+           "loader = DataLoader(data, batch_size=16)")  # fmt: skip
+        run = nb(f"%%distributed -s {name} --fraction 0.1 -d 2\nfor _ in range(20):\n"
+                 + textwrap.indent(LOOP, "    ") + "    seen.append(reduce(loss.item()))")  # fmt: skip
+        assert "differs from rank" not in run.text
+        losses[name] = eval(nb("print([sum(seen[:6]), sum(seen[-6:])])").stdout)
+    assert losses["TopK"][1] < 0.5 * losses["TopK"][0]
+    assert losses["TopK"][1] < losses["Forgetful"][1]
+
+
+# --- classes and objects of the notebook ---------------------------------------------------------
+
+WRONG = {
+    "a class that is none": ("class S: pass", "S is the class S, not a strategy"),
+    "Strategy itself": (
+        "S = nbtrain.Strategy",
+        "nbtrain.Strategy itself, which lets every rank train a model of its own",
+    ),
+    "options": (
+        "class S(nbtrain.Strategy):\n    class Options:\n        k: int = 1",
+        "S.Options has to be a dataclass",
+    ),
+    "a flag that is taken": (
+        "class S(nbtrain.Strategy):\n    @dataclass(frozen=True)\n    class Options:\n        devices: int = 1",
+        "S.Options.devices cannot be a flag",
+    ),
+    "no default": (
+        "class S(nbtrain.Strategy):\n    @dataclass(frozen=True)\n    class Options:\n        k: int",
+        "S needs --k, for its Options give no default",
+    ),
+    "a value that it refuses": (
+        "class S(nbtrain.Strategy):\n    @dataclass(frozen=True)\n    class Options:\n        k: int = 1\n"
+        "        def __post_init__(self): raise ValueError('one is too few')",
+        "S.Options: one is too few",
+    ),
+    "__init__": (
+        "class S(nbtrain.Strategy):\n    def __init__(self, a, b): pass",
+        "S.__init__ has to take (self, options)",
+    ),
+    "set_up takes": (
+        "class S(nbtrain.Strategy):\n    def set_up(self, component): pass",
+        "S.set_up has to take (self, component, precision)",
+    ),
+    "set_up returns": (
+        "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): pass",
+        "S.set_up returned NoneType: it has to return an nbtrain.Prepared",
+    ),
+    "Prepared": (
+        "class P(nbtrain.Prepared):\n    def __init__(self, component): pass\n"
+        "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)",
+        "has to call super().__init__(component)",
+    ),
+    "share": (
+        "class S(nbtrain.Strategy):\n    def share(self, rank, world_size): return 2, 2",
+        ", 2) returned (2, 2): it has to return (index, count)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_class_is_one_sentence(nb: Notebook, case: str) -> None:
+    define, says = WRONG[case]
+    nb(TRAIN + "\nimport nbtrain; from dataclasses import dataclass\n" + define)
+    assert says in nb.refused("%%distributed -s S -d 2" + LOOP)
+
+
+def test_an_error_inside_points_at_the_cells_line(nb: Notebook) -> None:
+    nb("import nbtrain\nclass S(nbtrain.Strategy):\n    def set_up(self, component, precision):\n"
+       "        return self.wrap(component)\n    def wrap(self, component):\n        1 / 0")  # fmt: skip
+    shown = nb.fails("%%distributed -s S -d 2" + LOOP).traceback
+    assert "----> 6         1 / 0" in shown
+    assert "----> 4         return self.wrap(component)" in shown
+    assert "nbtrain/" not in shown
+    assert "raised on all 2 ranks" in shown
+
+
+def test_one_of_nbtrains_own_is_built_upon(nb: Notebook) -> None:
+    nb(TRAIN)
+    nb("from dataclasses import dataclass\nfrom nbtrain.strategies.ddp import DDP\n"
+       "class Loud(DDP):\n    'ddp, and says so'\n    @dataclass(frozen=True, kw_only=True)\n"
+       "    class Options(DDP.Options):\n        word: str = 'here'\n"
+       "    def set_up(self, component, precision='32'):\n"
+       "        print(self.options.word, self.options.bucket_mb, self.place.world_size)\n"
+       "        return super().set_up(component, precision)\nloud = Loud(word='object', bucket_mb=2.0)")  # fmt: skip
+    assert "hello 3.0 2" in nb("%%distributed -s Loud -d 2 --word hello --bucket-mb 3" + LOOP).stdout
+    assert "object 2.0 2" in nb("%%distributed -s loud -d 2" + LOOP).stdout
+    assert nb.kernel.complete("%%distributed -s Lo") == ["Loud"]
+    assert nb.kernel.complete("%%distributed -s Loud --wo") == ["--word"]
+    assert "did you mean --word?" in nb.refused("%%distributed -s Loud -d 2 --wird x" + LOOP)
+    (page,) = nb("%distributed strategies").displays
+    (row,) = [line for line in page["text/plain"].splitlines() if line.startswith("Loud")]
+    assert row.split()[1:6] == ["ddp,", "and", "says", "so", "yes"]
+    assert row.endswith("--word")
+    assert "<code>loud</code>" in page["text/html"]
+    assert "<code>DDP</code>" not in page["text/html"]
+
+
+def test_names_and_objects_without_options() -> None:
+    assert DDP(bucket_mb=3).options == DDP.Options(bucket_mb=3) == DDP(DDP.Options(bucket_mb=3)).options
+    assert FSDP(cpu_offload=True).options.cpu_offload
+    assert issubclass(DDP, nbtrain.Strategy)
+    with pytest.raises(TypeError, match="bucket"):
+        DDP(bucket=3)
+    for name in ("Component", "Piece", "Prepared", "Strategy"):
+        assert getattr(nbtrain, name).__module__ == "nbtrain.strategies.base"
+
+
+# --- what packages announce ----------------------------------------------------------------------
+
+PACKAGE = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "brought-along"
+version = "1.0"
+[tool.setuptools]
+packages = ["brought_along"]
+[project.entry-points."nbtrain.strategies"]
+brought = "brought_along:Brought"
+broken = "brought_along.broken:Broken"
+gone = "brought_along:Gone"
+other = "brought_along:Other"
+ddp = "brought_along:Brought"
+"""
+MODULE = """
+from dataclasses import dataclass
+from nbtrain import Prepared, Strategy
+from nbtrain.strategies.ddp import DDP
+
+class Brought(DDP):
+    @dataclass(frozen=True, kw_only=True)
+    class Options(DDP.Options):
+        colour: str = "red"
+    def set_up(self, component, precision="32"):
+        print("brought", self.options.colour)
+        return super().set_up(component, precision)
+
+class Other:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package, built and installed by pip into a folder of its own."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
+    (source / "brought_along").mkdir()
+    (source / "pyproject.toml").write_text(PACKAGE)
+    (source / "brought_along" / "__init__.py").write_text(MODULE)
+    (source / "brought_along" / "broken.py").write_text("import a_module_that_is_not_there\n")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    ran = subprocess.run([*command, "--target", str(target), str(source)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return target
+
+
+def test_a_package_brings_a_strategy(nb: Notebook, installed: Path) -> None:
+    nb(f"import sys; sys.path.insert(0, {str(installed)!r})\n" + TRAIN)
+    try:
+        run = nb("%%distributed -s brought --colour green --bucket-mb 2 -d 2" + LOOP)
+        assert "brought green" in run.stdout
+        assert "brought --colour green --bucket-mb 2.0 · 2 ranks" in run.stdout
+        assert "brought" not in nb("%%distributed -s ddp -d 2" + LOOP).stdout, "nbtrain's own name"
+        assert "brought" in nb.kernel.complete("%%distributed -s bro")
+        assert nb.kernel.complete("%%distributed -s brought --col") == ["--colour"]
+        says = nb.refused("%%distributed -s broken -d 2" + LOOP)
+        assert "the strategy broken, which the package brought-along announces as brought_along.broken:Broken" in says
+        assert "ModuleNotFoundError: No module named 'a_module_that_is_not_there'" in says
+        assert "cannot be loaded: AttributeError" in nb.refused("%%distributed -s gone -d 2" + LOOP)
+        assert "not a subclass of nbtrain.Strategy" in nb.refused("%%distributed -s other -d 2" + LOOP)
+        table = nb("%distributed strategies").displays[0]["text/html"]
+        rows = dict(re.findall(r"<tr><td><code>(\w+)</code></td>(.*?)</tr>", table))
+        assert "--colour" in rows["brought"]
+        assert "--bucket-mb" in rows["ddp"]
+        assert "a_module_that_is_not_there" in rows["broken"]
+        assert "<td>no: " in rows["other"]
+    finally:
+        nb("sys.path.pop(0)")

@@ -1,0 +1,317 @@
+"""After something went wrong in the middle, notebook and ranks agree again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbtrain.awake_time import Patience
+from nbtrain.engines._local import directory
+from tests.support.kernels import Kernel, running_kernel
+from tests.support.notebook import Notebook
+
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture
+def nb(shared_kernel: Kernel) -> Iterator[Notebook]:
+    notebook = Notebook(shared_kernel)
+    notebook("%load_ext nbtrain")
+    yield notebook
+    notebook("%distributed stop")
+
+
+def test_an_object_that_cannot_be_changed_here_does_not_cost_the_rest(nb: Notebook) -> None:
+    nb("""
+import os
+class Bad:
+    here = os.getpid()
+    def __init__(self): self.n = 1
+    def __getstate__(self): return {'n': self.n}
+    def __setstate__(self, state):
+        if os.getpid() == self.here: raise ValueError('not here')
+        self.n = state['n']
+bad = Bad(); kept = [1]""")
+    said = nb("%%distributed -d 2\nbad.n = 2; kept.append(2)").stdout
+    assert "bad: ValueError: not here; the notebook's is not changed" in said
+    assert nb("print(kept, bad.n)").stdout == "[1, 2] 1\n"
+    assert nb("%%distributed -d 2\nprint(kept, bad.n)").stdout.splitlines()[-1] == "[1, 2] 1"
+
+
+def test_a_screen_that_fails_does_not_leave_the_cell_to_the_next_one(nb: Notebook, tmp_path: Path) -> None:
+    nb(f"import os; os.chdir({str(tmp_path)!r}); open('nbtrain-output', 'w').close(); seen = []")
+    assert nb.fails("%%distributed -d 2 --output files\nprint('x')\nimport time; time.sleep(1)\nseen.append('old')")
+    nb("%%distributed -d 2\nseen.append('new')")
+    assert nb("print(seen)").stdout == "['new']\n"
+    nb("os.chdir('/')")
+
+
+def test_ranks_that_were_cut_short_at_different_places_do_not_go_on(nb: Notebook) -> None:
+    """A collective that one rank had begun and the other had not would pair up with the next cell's, for ever."""
+    nb("m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)")
+    ranks = nb.pids()
+    nb.fails("%%distributed -d 2\nimport torch.distributed as dist\n"
+             "if rank == 0: work = dist.all_reduce(torch.ones(1), async_op=True)\nraise ValueError(rank)")  # fmt: skip
+    nb("%%distributed -d 2\nm(torch.ones(1, 2)).sum().backward(); o.step()", timeout=20)
+    assert not {*ranks} & {*nb.pids()}
+    before = nb.pids()
+    nb.fails("%%distributed -d 2\n1 / 0")
+    nb("%%distributed -d 2\npass")
+    assert nb.pids() == before, "all of them failed alike: they go on"
+
+
+def test_a_notebook_that_ignores_its_children_loses_a_spawned_rank_alone(nb: Notebook) -> None:
+    nb("import signal; before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    spawned = "%%distributed -d 2 --start spawn\n"
+    assert nb.fails(f"{spawned}import os\nif rank == 1: os.kill(os.getpid(), 9)\nbarrier()").ename == "RankDied"
+    assert "[0, 1]" in nb(f"{spawned}print(gather(rank))").stdout
+    nb("%distributed stop\nsignal.signal(signal.SIGCHLD, before)")
+
+
+def test_starting_twice_does_not_wait_for_ever(nb: Notebook) -> None:
+    nb("%distributed start --devices 2")
+    nb("%distributed start --devices 2")
+    assert "2 ranks" in nb("%distributed status").stdout
+
+
+def test_nothing_is_started_in_the_kernel(nb: Notebook) -> None:
+    assert "no ranks to start" in nb.refused("%distributed start --engine inprocess --devices 1")
+    nb("%distributed --engine local")
+
+
+def test_a_killed_nursery_is_replaced(nb: Notebook) -> None:
+    nb("x = [0]")
+    nb("%%distributed -d 2\nx.append(1)")
+    (nursery,) = [p for p in psutil.Process(nb.kernel.pid).children() if "nursery" in " ".join(p.cmdline())]
+    os.kill(nursery.pid, signal.SIGKILL)
+    nb.kernel.wait_for(lambda: nursery.status() == psutil.STATUS_ZOMBIE, 5)
+    said = nb("%%distributed -d 2\nx.append(2)").stdout
+    assert "new ones are started" in said
+    assert nb("print(x)").stdout == "[0, 1, 2]\n"
+
+
+def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
+    nb("from dataclasses import dataclass\nfrom nbtrain import Strategy\nimport torch\n"
+       "class Block(torch.nn.Module): pass\n"
+       "class Mine(Strategy):\n"
+       "    @dataclass(frozen=True, kw_only=True)\n"
+       "    class Options:\n        wrap: type = object\n"
+       "    def set_up(self, component, precision='32'):\n"
+       "        component.modules['m'].seen = self.options.wrap.__name__\n"
+       "        return super().set_up(component)\n"
+       "m = Block(); m.w = torch.nn.Parameter(torch.ones(2))")  # fmt: skip
+    nb("%%distributed -d 2 -s Mine --wrap Block\nname = m.seen")
+    assert nb("print(name)").stdout == "Block\n"
+    nb("%%distributed -d 2 -s Mine --wrap Block\nname += '!'")
+    assert nb("print(name)").stdout == "Block!\n"
+
+
+def test_directory_environment_and_settings_are_the_notebooks(nb: Notebook) -> None:
+    """What a cell changed of them on the ranks is put back before the next one."""
+    nb("import os, torch; os.environ['OF_THE_NOTEBOOK'] = 'x'; os.chdir('/tmp')")
+    nb("%%distributed -d 2\nos.chdir('/usr'); os.environ['OF_A_RANK'] = '1'; del os.environ['OF_THE_NOTEBOOK']\n"
+       "torch.set_default_dtype(torch.float64)")  # fmt: skip
+    said = nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_A_RANK' in os.environ, os.environ['OF_THE_NOTEBOOK'])\n"
+              "print(torch.get_default_dtype())").stdout  # fmt: skip
+    assert said.splitlines()[1:] == ["/tmp False x", "torch.float32"]
+    nb("os.chdir('/'); del os.environ['OF_THE_NOTEBOOK']")
+    assert nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_THE_NOTEBOOK' in os.environ)").stdout.endswith("/ False\n")
+
+
+def test_ranks_that_were_freed_form_a_new_group_where_only_some_ran_the_cell(nb: Notebook) -> None:
+    """What frees who waits shuts the connections to all the others, those that had no part in the cell too."""
+    nb("import time, torch")
+    nb("%%distributed -d 3\npass")
+    nb.fails(
+        "%%rank 0,1\nif rank == 0: raise ValueError\ntry: time.sleep(30)\nexcept KeyboardInterrupt: time.sleep(0.4)"
+    )
+    nb("%%distributed -d 3\nsum_ = float(reduce(torch.ones(1), 'sum'))")
+    assert nb("print(sum_)").stdout == "3.0\n"
+
+
+def test_a_rank_that_dies_while_its_objects_come_home_is_named(nb: Notebook) -> None:
+    error = nb.fails("""%%distributed -d 2
+import os
+class Bad:
+    def __getstate__(self): return {'a': 1}
+    def __setstate__(self, state): raise ValueError('not here')
+class Ends:
+    packed = 0
+    def __reduce__(self):
+        self.packed += 1
+        if self.packed > 1: os._exit(9)
+        return Ends, ()
+bad, ends = Bad(), Ends()""")
+    assert error.ename == "RankDied"
+    assert "exit code 9" in error.evalue
+    nb("%%distributed -d 2\npass")
+
+
+STEPS = """%%distributed -d 2
+import os, threading
+for i in range(3):
+    m(torch.ones(1, 2)).sum().backward(); o.step(); o.zero_grad(); log.append(i)
+"""
+TRAINING = "m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1); log = []; before = m.weight.clone()"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "if rank == 0: os._exit(3)",
+        "if rank == 0: threading.Timer(0.1, os._exit, (3,)).start(); raise ValueError\nbarrier()",
+        "log.append(os.getpid()); m(torch.ones(1, 2)).sum().backward(); raise ValueError",
+    ],
+    ids=["when the others have ended", "after it has failed", "after the cell"],
+)
+def test_what_the_others_have_is_recovered_whenever_a_rank_dies(nb: Notebook, end: str) -> None:
+    nb(TRAINING)
+    nb("%%distributed -d 2\npass")
+    first = nb.pids()[0]
+    nb.fails(STEPS + end)
+    if "getpid" in end:
+        os.kill(first, signal.SIGKILL)
+        nb.kernel.wait_for(lambda: first not in nb.pids(), 5)
+    assert "until step 3" in nb("%distributed recover").stdout
+    assert nb("print(log[:3], bool((before != m.weight).any()))").stdout == "[0, 1, 2] True\n"
+    nb("%%distributed -d 2\nbarrier()")
+
+
+def test_asking_how_ranks_are_ends_none(nb: Notebook) -> None:
+    nb("%%distributed -d 2 --keep mine\nmine = torch.ones(2) * rank")
+    last = nb.pids()[-1]
+    os.kill(last, signal.SIGKILL)
+    nb.kernel.wait_for(lambda: last not in nb.pids(), 5)
+    assert "rank 1: cpu · 1 threads · has died; the next cell replaces it" in nb("%distributed status").stdout
+    nb("mine = mine.pull()")
+    assert nb("print(mine)").stdout == "tensor([0., 0.])\n"
+
+
+def test_what_the_user_did_since_the_failure_is_not_overwritten_unasked(nb: Notebook) -> None:
+    nb(TRAINING + "; rest = [1]; z = 1; same = [0]")
+    nb.fails(STEPS + "z = 2; same.append(1); rest\nm(torch.ones(1, 2)).sum().backward(); raise ValueError")
+    nb("old = log; log = ['mine']; z = 3; rest = ['mine']\nwith torch.no_grad(): m.weight.fill_(7)")
+    said = nb.refused("%distributed recover")
+    assert "changed in the notebook since the cell failed: log, m, " in said
+    assert "z. What" in said
+    assert nb("print(log, z, m.weight[0, 0].item(), same)").stdout == "['mine'] 3 7.0 [0]\n"
+    nb("m.bias")
+    assert "until step 3" in nb("%distributed recover").stdout
+    said = nb("print(log, log is old, z, m.weight[0, 0].item() != 7, rest, same)").stdout
+    assert said == "[0, 1, 2] True 2 True ['mine'] [0, 1]\n"
+    nb("%%distributed -d 2\nlog.append(float(reduce(torch.ones(1), 'sum'))); rest.append(2)")
+    assert nb("print(log, rest)").stdout == "[0, 1, 2, 2.0] ['mine', 2]\n"
+
+
+def test_what_the_user_lets_go_of_is_said_before_it_comes_back(nb: Notebook) -> None:
+    nb(TRAINING + "; help_ = lambda: 1")
+    nb.fails(STEPS + "help_(); m(torch.ones(1, 2)).sum().backward(); raise ValueError")
+    nb("del log; help_ = lambda: 2")
+    assert "since the cell failed: log. What" in nb.refused("%distributed recover")
+    nb("%distributed recover")
+    assert nb("print(log, help_())").stdout == "[0, 1, 2] 2\n"
+
+
+def test_a_double_click_on_stop_is_one_press(nb: Notebook) -> None:
+    """The second press ends ranks, and with them what they did."""
+    nb(TRAINING)
+    nb("%%distributed -d 2\npass")
+    ranks = nb.pids()
+    cell = nb.kernel.start(STEPS.replace("range(3)", "range(10**6)") + "    if i == 5: print('here')")
+    nb.kernel.wait_for(lambda: "here" in cell.stdout, 20)
+    nb.kernel.interrupt()
+    time.sleep(0.05)
+    nb.kernel.interrupt()
+    nb.kernel.wait(cell, 15)
+    assert "what the cell did until then is in the notebook" in cell.text
+    assert nb.pids() == ranks
+    assert int(nb("print(len(log))").stdout) > 5
+
+
+def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
+    state = "    def __getstate__(self):\n        import time; time.sleep(self.n); return {'n': self.n}"
+    slow = f"class Slow:\n    n = 0\n{state}"
+    nb(f"{TRAINING}\n{slow}\nslow = Slow()")
+    body = "slow.n = 4\nm(torch.ones(1, 2)).sum().backward(); raise ValueError"
+    for presses in (1, 2):
+        nb.fails(STEPS + body)
+        cell = nb.kernel.start("%distributed recover")
+        time.sleep(1)
+        nb.kernel.interrupt()
+        nb.kernel.wait_for(lambda: "press Stop once more" in cell.text, 10)  # noqa: B023
+        if presses == 2:
+            time.sleep(0.5)
+            nb.kernel.interrupt()
+        nb.kernel.wait(cell, 20)
+        assert ("given up" in cell.text) == (presses == 2)
+        assert nb("print(log)").stdout == "[0, 1, 2]\n"
+        nb("slow.n = 0")
+    nb("%%distributed -d 2\nlog.append(3)")
+    assert nb("print(log)").stdout == "[0, 1, 2, 3]\n"
+
+
+def test_a_kernel_that_is_killed_while_its_ranks_start_leaves_no_directory(tmp_path: Path) -> None:
+    place = Path(tempfile.mkdtemp(prefix="k-"))  # a short path: sockets lie below it
+    try:
+        with running_kernel(TMPDIR=str(place), XDG_RUNTIME_DIR=str(place)) as kernel:
+            kernel.run("%load_ext nbtrain")
+            kernel.start("%%distributed -d 2\nprint(rank)")
+            kernel.wait_for(lambda: any(place.glob("nbtrain-*/channel")), 30)
+            kernel.kill()
+            patience = Patience(10)
+            while any(place.glob("nbtrain-*")) and not patience.over:
+                time.sleep(0.05)
+            assert not list(place.glob("nbtrain-*"))
+    finally:
+        shutil.rmtree(place)
+
+
+def test_only_what_nobody_has_any_more_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(tempfile.mkdtemp(prefix="k-"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    made = (
+        "import os, socket, sys\nfrom nbtrain.engines._local import directory\n"
+        "from nbtrain.worker.process.rank_channel import address\npath = directory.make()\n"
+        "socket.socket(socket.AF_UNIX).bind(address(path))\nprint(path, flush=True)\nsys.stdin.read()\nos._exit(1)"
+    )
+    other = place / "nbtrain-of-somebody"
+    other.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        directory.sweep()
+        assert path.exists(), "its owner lives"
+        owner.communicate()
+        assert path.exists()
+        directory.sweep()
+        assert not path.exists()
+        assert other.exists(), "it is no pool's"
+    finally:
+        owner.kill()
+        owner.wait()
+        shutil.rmtree(place)
+
+
+def test_the_notebooks_own_directory_is_not_looked_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may hold a million files, and may be gone. Sockets may lie there all the same, where no other place is."""
+    listed: list[str] = []
+    monkeypatch.setattr(directory.os, "listdir", lambda path: listed.append(path) or [])
+    monkeypatch.chdir(tmp_path)
+    directory.sweep()
+    assert "/tmp" in listed
+    assert str(tmp_path) not in listed
+    assert list(directory._places())[-1] == str(tmp_path)
+    tmp_path.rmdir()
+    directory.sweep()
+    assert list(directory._places()) == listed[: len(listed) // 2]

@@ -1,0 +1,134 @@
+"""Hooks, states, gradients and dtypes that a cell changes by hand: right, or the sentence that belongs to it; under
+pipeline also forwards that it cannot simply cut."""
+
+# ruff: noqa: E501 — a line of a cell is one line
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from nbtrain import registry
+from tests.fuzz.common_edits import CommonEdit
+from tests.fuzz.player import Player
+from tests.fuzz.verdicts import Oracle, Verdict, judge
+from tests.support.absent import absent
+
+pytestmark = pytest.mark.limit(300)
+
+RIGHT = ""
+HALF = "def half(p): p.grad.mul_(0.5)\n"
+TOO_EARLY = "register_post_accumulate_grad_hook"
+STATE = "the optimizer's state was read or edited in the cell"
+MOVED = "a model's device or dtype was changed in the cell"
+FROZEN = "requires_grad was changed inside of the cell"
+ONCE = "a forward can be used by one backward only"
+INPUT = "a = x.clone().requires_grad_()\nslope, = torch.autograd.grad(model(a)[:, 0].sum(), a{})\n"
+COPIED = "opt.state[model[0].weight]['exp_avg'] = torch.ones(8, 6)"
+
+EVERYWHERE = {
+    "a hook of the notebook's": (CommonEdit("", "", "between", notebook="hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
+    "a hook of the cell's": (CommonEdit("", "", "between", "if 'hook' not in globals(): hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
+    "an accumulated one": (CommonEdit("", "", "between", notebook=HALF + "hook = model[0].weight.register_post_accumulate_grad_hook(half)"), TOO_EARLY),
+    "an accumulated one of the cell's": (CommonEdit("", "", "between", HALF + "hook = model[0].weight.register_post_accumulate_grad_hook(half)"), TOO_EARLY),
+}  # fmt: skip
+DEEPSPEED = {
+    "an entry of the state is replaced": (CommonEdit("", COPIED, "epoch"), STATE),
+    "before there is one": (CommonEdit("", "", "between", COPIED), STATE),
+    "an entry is removed": (CommonEdit("", "opt.state.pop(model[0].weight)", "epoch"), STATE),
+    "all of the state is thrown away": (CommonEdit("", "opt.state.clear()", "epoch"), RIGHT),
+    "at the end": (CommonEdit("", "opt.state.clear()", "after"), RIGHT),
+    "another state": (CommonEdit("", "from collections import defaultdict; opt.state = defaultdict(dict)", "epoch"), RIGHT),
+    "wider before the loop": (CommonEdit("", "", "between", "model.double(); X = X.double(); loader = DataLoader(TensorDataset(X, Y), batch_size=8)"), MOVED),
+    "moved to where it is": (CommonEdit("", "model.to('cpu'); model.float()", "gradients"), RIGHT),
+    "frozen before the loss": (CommonEdit("", "if i == 1: model[0].requires_grad_(False)", "loss"), FROZEN),
+    "frozen while accumulating": (CommonEdit("", "if i == 1: model[0].requires_grad_(False)\nif i % 2 == 0: continue", "gradients"), FROZEN),
+    "a gradient of an input after a backward": (CommonEdit("", INPUT.format(""), "gradients"), RIGHT),
+    "after a step": (CommonEdit("", INPUT.format(""), "between"), RIGHT),
+    "while accumulating": (CommonEdit("", INPUT.format("") + "if i % 2 == 0: continue", "gradients"), RIGHT),
+}  # fmt: skip
+PENALTY = CommonEdit(
+    "", INPUT.format(", create_graph=True") + "loss = loss + 0.1 * slope.square().sum(1).mean()", "loss"
+)
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {made}
+    def forward(self, x{more}):
+        {forward}
+adjacency = torch.eye(8)
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+"""
+FIRST, MIDDLE, HEAD = "self.first = nn.Linear(6, 8)", "self.middle = nn.Linear(8, 8)", "self.head = nn.Linear(8, 3)"
+PARTS = "\n        ".join((FIRST, MIDDLE, HEAD))
+HEAD_FIRST = "\n        ".join((HEAD, FIRST, MIDDLE))
+PLAIN = "return self.head(torch.tanh(self.middle(torch.tanh(self.first(x)))))"
+BY_HAND = "y = x @ self.first.weight.t()\n        y += self.first.bias\n        return self.head(torch.tanh(self.middle(torch.tanh(y))))"
+LOOKS = "if x.sum() > 1e9: return x\n        "
+GRAPH = "return self.head(torch.sparse.mm(adjacency.to_sparse() if a is None else a, torch.tanh(self.middle(self.first(x)))))"
+APART = "if torch.distributed.is_initialized() and torch.distributed.get_rank(): x = x * 1.0\n        "
+
+
+def net(
+    forward: str, made: str = PARTS, text: str = "", place: str = "loss", more: str = "", notebook: str = ""
+) -> CommonEdit:
+    return CommonEdit("", text, place, notebook=NET.format(made=made, forward=forward, more=more) + notebook)
+
+
+PIPELINE = {
+    "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
+    "weights of a part in the forward": (net(BY_HAND), RIGHT),
+    "the same, part by part": (net(LOOKS + BY_HAND), RIGHT),
+    "a sparse adjacency": (net(GRAPH, text="loss = loss + model(x, adjacency.to_sparse()).square().mean()", more=", a=None"), RIGHT),
+    "double, clipped, a frozen stage": (
+        net(PLAIN.replace("(x)", "(x.double())"), text="result['n'] = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))", place="gradients",
+            notebook="model.double(); model.first.requires_grad_(False); model.middle.requires_grad_(False)"),
+        RIGHT,
+    ),
+    "a forward that asks for the rank": (net(APART + PLAIN), "does not do the same on every rank"),
+    "a hook of a part": (
+        CommonEdit("", "", "between", notebook="model[4].register_forward_hook(lambda m, a, o: result.setdefault('seen', []).append(1))"),
+        RIGHT,
+    ),
+}  # fmt: skip
+
+
+def word(verdict: Verdict) -> str:
+    """As the tables above have it: empty, or the sentence."""
+    return (
+        ""
+        if verdict.word == "right"
+        else verdict.why
+        if verdict.word in ("refused", "said")
+        else f"WRONG: {verdict.why}"
+    )
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with Oracle() as found:
+        yield found
+
+
+@pytest.mark.sample("ddp")
+@pytest.mark.parametrize(
+    "name", ["ddp", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"]
+)
+def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
+    if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
+        absent(f"{name} is not installed")
+    table = PIPELINE if name == "pipeline" else EVERYWHERE
+    if name.startswith("deepspeed"):
+        table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
+    found = {}
+    with Player(name) as ranks:
+        for what, (edit, wanted) in table.items():
+            cells = edit.program()
+            said = word(judge(*oracle.recall(cells), ranks.play(cells)))
+            if (wanted not in said) if wanted else said:
+                found[what] = said
+    assert found == {}

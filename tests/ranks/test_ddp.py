@@ -1,0 +1,533 @@
+"""ddp against one process on the same global batches: the same loops, the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbtrain.errors import NotSupported
+from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.single import Single
+from nbtrain.training.runtime import Runtime
+from tests.support.ranks import run_on_ranks
+
+Weights = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.spare = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        if spare:
+            h = h + self.spare(h)
+        return self.last(h) * self.scale
+
+    def train_on(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Layers and backward in a method of the model's own, two passes before one backward."""
+        loss = F.cross_entropy(self.last(torch.tanh(self.first(x))), y) + F.cross_entropy(self(x), y)
+        loss.backward()
+        return loss.detach()
+
+
+class Bench:
+    """A rank, or the one process that everything is compared with."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
+        strategy = DDP(DDP.Options()) if world_size > 1 else Single(Single.Options())
+        self.runtime = Runtime(info, strategy, lambda event: None)
+        self.world_size = world_size
+        self.data = _data(24)
+
+    def loader(self, samples: int = 24, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
+        return DataLoader(_data(samples), batch_size=batch_size, **options)
+
+    def cell(self, loop: Callable[[], None], accumulate: int = 1, **objects: Any) -> list[str]:
+        pool = PoolSpec(devices=("cpu",) * self.world_size)
+        notes = self.runtime.begin(
+            RunSpec(pool=pool, strategy="ddp", split_batches=True, accumulate=accumulate), objects
+        )
+        ok = False
+        try:
+            loop()
+            ok = True
+        finally:
+            notes += self.runtime.end(ok)
+        return notes
+
+
+def _data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(
+        torch.randn(samples, 6, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+    )
+
+
+def net(seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], epochs: int = 2) -> None:
+    for _ in range(epochs):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- the cases: each runs on ranks and in one process ----------------------------------------------
+
+
+def plain(bench: Bench) -> Weights:
+    model = net()
+    groups: list[dict[str, Any]] = [
+        {"params": [*model.first.parameters()], "lr": 1e-2},
+        {"params": [*model.last.parameters(), model.scale]},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=1e-3,
+        betas=(0.8, 0.99),
+        weight_decay=0.1,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    loader = bench.loader()
+
+    def loop() -> None:
+        for _ in range(3):
+            train(model, optimizer, loader, 1)
+            scheduler.step()
+
+    bench.cell(loop, model=model, optimizer=optimizer, scheduler=scheduler)
+    before = bench.runtime.workshop.prepared[-1]
+    bench.cell(loop, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert bench.runtime.workshop.prepared[-1] is before, "the second cell keeps what is prepared"
+    assert type(model) is Net
+    assert bench.runtime.steps.count == 9
+    state = {f"state {i}": value["exp_avg"] for i, value in enumerate(optimizer.state.values())}
+    return {**model.state_dict(), **state, "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
+
+
+def by_hand(bench: Bench) -> Weights:
+    """Accumulation written in the loop, and no option."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def loop() -> None:
+        for i, (x, y) in enumerate(bench.loader(batch_size=4), 1):
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if i % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def other_memory(bench: Bench) -> Weights:
+    """Weights that are other tensors by now, and not where the strategy had put them."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.data = p.data * 0.99
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def own_method(bench: Bench) -> Weights:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            optimizer.zero_grad()
+            model.train_on(x, y)
+            optimizer.step()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def frozen_then_thawed(bench: Bench) -> Weights:
+    model = net()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop() -> None:
+        train(model, optimizer, bench.loader(), 1)
+        model.first.requires_grad_(True)
+        model.blocks.requires_grad_(False)
+        train(model, optimizer, bench.loader(), 1)
+        (prepared,) = bench.runtime.workshop.prepared
+        if isinstance(prepared, Replicated):
+            assert {*prepared.sync.where} == {id(p) for p in model.parameters() if p.requires_grad}
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def tied(bench: Bench) -> Weights:
+    model = net()
+    model.blocks[1].weight = model.blocks[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    bench.cell(lambda: train(model, optimizer, bench.loader()), model=model, optimizer=optimizer)
+    assert model.blocks[1].weight is model.blocks[0].weight
+    return model.state_dict()
+
+
+def used_on_one_rank(bench: Bench) -> Weights:
+    """A layer that only some samples, all of them on one rank, go through; and one that nobody uses."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.5)
+
+    def loop() -> None:
+        for x, y in bench.loader(batch_size=2):
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            if bench.world_size == 1:  # sample 1 is rank 1's
+                loss = loss + model(x[1:], spare=True).square().sum()
+            elif bench.runtime.info.rank == 1:
+                loss = loss + model(x, spare=True).square().sum()
+            (loss / 2 * bench.world_size).backward()
+            assert model.spare.weight.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+        for x, y in bench.loader():
+            F.cross_entropy(model(x), y).backward()
+            assert model.spare.weight.grad is None, "nobody used it: no zeros, or decay would move it"
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def adversaries(bench: Bench) -> Weights:
+    """Two models, two optimizers."""
+    maker, critic = net(1), net(2)
+    make = torch.optim.Adam(maker.parameters(), 1e-2)
+    judge = torch.optim.Adam(critic.parameters(), 1e-2)
+    widen = nn.Linear(3, 6)
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            judge.zero_grad()
+            fake = widen(maker(x))
+            (F.cross_entropy(critic(x), y) + critic(fake.detach()).square().mean()).backward()
+            judge.step()
+            make.zero_grad()
+            (-critic(fake).mean()).backward()
+            make.step()
+
+    bench.cell(loop, maker=maker, critic=critic, make=make, judge=judge)
+    assert bench.runtime.steps.count == 3
+    return {**maker.state_dict(), **{f"critic.{k}": v for k, v in critic.state_dict().items()}}
+
+
+def penalty(bench: Bench) -> Weights:
+    """Double backward, and gradients that autograd never put into `.grad` by itself."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def loop() -> None:
+        for i, (x, y) in enumerate(bench.loader()):
+            x.requires_grad_()
+            loss = F.cross_entropy(model(x), y)
+            (slope,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
+            (loss + slope.square().sum(1).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            used = [p for p in model.parameters() if p.shape != model.spare.weight.shape and p.numel() != 12]
+            for p, g in zip(used, torch.autograd.grad(F.cross_entropy(model(x), y), used), strict=True):
+                p.grad = g
+            if i == 1:  # clipping averages what it clips; without it the step has to
+                nn.utils.clip_grad_norm_(used, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in the middle of a backward")
+
+
+def broken_backward(bench: Bench) -> Weights:
+    """A backward that raises half way, caught in the cell, and one that ends the cell; training goes on after both."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def breaks() -> None:
+        h = torch.tanh(model.first(bench.data.tensors[0][:4]))
+        (model.last(Broken.apply(h))).sum().backward()
+
+    def loop() -> None:
+        with pytest.raises(ValueError, match="middle"):
+            breaks()
+        (prepared,) = bench.runtime.workshop.prepared
+        assert not isinstance(prepared, Replicated) or not prepared.sync.armed, "the half backward is forgotten"
+        optimizer.zero_grad()
+        train(model, optimizer, bench.loader(), 1)
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="middle"):
+        bench.cell(breaks, model=model, optimizer=optimizer)
+    optimizer.zero_grad()
+    bench.cell(lambda: train(model, optimizer, bench.loader(), 1), model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def with_workers(bench: Bench) -> Weights:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = bench.loader(num_workers=0 if bench.world_size == 1 else 2)
+    bench.cell(lambda: train(model, optimizer, loader, 1), model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def closure(bench: Bench) -> Weights:
+    """It returns a rank's own loss, by which a line search would go a way of its own."""
+    model = net().double()  # a line search makes much of rounding
+    parameters = [*model.first.parameters(), *model.last.parameters()]
+    optimizer = torch.optim.LBFGS(parameters, 0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+    def loop() -> None:
+        for x, y in bench.loader():
+
+            def again(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x.double()), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(again)
+            optimizer.step(closure=again)
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def sparse(bench: Bench) -> Weights:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words = torch.arange(24).remainder(10).view(12, 2)
+
+    def loop() -> None:
+        for (x,) in DataLoader(TensorDataset(words), batch_size=4):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def channels_last(bench: Bench) -> Weights:
+    torch.manual_seed(6)
+    model: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+    model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    images = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def loop() -> None:
+        for (x,) in DataLoader(TensorDataset(images), batch_size=4):
+            model(x).square().mean().backward()
+            assert model[0].weight.grad.stride() == model[0].weight.stride()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+def made_in_the_cell(bench: Bench) -> Weights:
+    """Whatever each rank drew: rank 0's weights are the ones. Later the component grows."""
+    found: Weights = {}
+
+    def loop() -> None:
+        model = net(1 + bench.runtime.info.rank)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        same, also = bench.runtime.setup(model, optimizer)
+        assert same is model
+        assert also is optimizer
+        train(model, optimizer, bench.loader(), 1)
+        model.first = nn.Linear(6, 12)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        bench.runtime.setup(model, optimizer)
+        train(model, optimizer, bench.loader(), 1)
+        found.update(model.state_dict())
+
+    torch.manual_seed(9)
+    bench.cell(loop)
+    return found
+
+
+def accumulate(bench: Bench) -> Weights:
+    """Three batches of 4 are one of 12, the last batch of a loader steps with what there is (8 samples = 2 batches)."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    alone = bench.world_size == 1
+
+    def loop() -> None:
+        for x, y in bench.loader(20, 12 if alone else 4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+
+    own = dict(vars(optimizer))
+    bench.cell(loop, accumulate=1 if alone else 3, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert vars(optimizer)["step"] is own["step"], "the scheduler's wrapper is back"
+    assert bench.runtime.steps.count == 2
+    return {**model.state_dict(), "lr": torch.tensor(scheduler.get_last_lr())}
+
+
+def accumulate_what_one_rank_used(bench: Bench) -> Weights:
+    """A layer that one rank used in the first of two small batches, and nobody in the second."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = bench.data.tensors
+    alone, rank = bench.world_size == 1, bench.runtime.info.rank
+
+    def loop() -> None:
+        mine = slice(0, 8) if alone else slice(rank * 4, rank * 4 + 4)
+        loss = F.cross_entropy(model(x[mine]), y[mine])
+        if alone or rank == 1:
+            loss = loss + model(x[4:8], spare=True).square().mean() * bench.world_size
+        loss.backward()
+        optimizer.step()
+        F.cross_entropy(model(x[8:]), y[8:]).backward()
+        optimizer.step()
+
+    bench.cell(loop, accumulate=2, model=model, optimizer=optimizer)
+    assert bench.runtime.steps.count == 1
+    return model.state_dict()
+
+
+CASES = [
+    plain, by_hand, other_memory, own_method, frozen_then_thawed, tied, used_on_one_rank, adversaries, penalty,
+    broken_backward, with_workers, closure, sparse, channels_last, made_in_the_cell, accumulate,
+    accumulate_what_one_rank_used,
+]  # fmt: skip
+
+
+def _run(rank: int, world_size: int) -> dict[str, Weights]:
+    found = {}
+    for case in CASES:
+        bench = Bench(rank, world_size)
+        bench.runtime.install()
+        found[case.__name__] = {name: value.clone() for name, value in case(bench).items()}
+        bench.runtime.uninstall()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Weights]]:
+    return run_on_ranks(_run, 2, world_size=2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_equals_one_process(case: Callable[[Bench], Weights], ranks: list[dict[str, Weights]]) -> None:
+    alone = Bench()
+    alone.runtime.install()
+    try:
+        expected = case(alone)
+    finally:
+        alone.runtime.uninstall()
+    for found in ranks:
+        assert found[case.__name__].keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[case.__name__][name], value, rtol=1e-5, atol=1e-5)
+    for name in expected:
+        assert torch.equal(ranks[0][case.__name__][name], ranks[1][case.__name__][name]), name
+
+
+def _norms(rank: int) -> dict[str, Any]:
+    bench = Bench(rank, 2)
+    bench.runtime.install()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    bench.cell(lambda: train(model, optimizer, bench.loader(), 1), model=model, optimizer=optimizer)
+    first = bench.runtime.agreement()
+    again = bench.runtime.agreement()
+    bench.cell(lambda: None, model=model, optimizer=optimizer)
+    idle = bench.runtime.agreement()
+    with torch.no_grad():
+        model[0].weight[0, 0] += rank
+    return {
+        "mean": model[1].running_mean,
+        "first": first,
+        "again": again,
+        "idle": idle,
+        "apart": bench.runtime.agreement(),
+    }
+
+
+def test_agreement_sees_ranks_drift_apart_and_leaves_batch_norm_out() -> None:
+    one, other = run_on_ranks(_norms)
+    assert torch.equal(one["mean"], other["mean"]), "all ranks evaluate the same model"
+    assert one["first"] == other["first"]
+    names = [name for name, _ in one["first"]]
+    assert {"model.0.weight", "model.1.num_batches_tracked"} <= {*names}
+    assert "model.1.running_mean" not in names
+    assert one["again"] == one["first"][-1:]
+    assert [name for name, _ in one["idle"]] == names[-1:], "nothing was trained, nothing is looked at"
+    differing = [a[0] for a, b in zip(one["apart"], other["apart"], strict=True) if a != b]
+    assert differing == ["model.0.weight"]
+
+
+def test_accumulation_with_two_optimizers_is_refused() -> None:
+    bench = Bench()
+    bench.runtime.install()
+    model = net()
+    one, two = torch.optim.SGD(model.first.parameters(), 0.1), torch.optim.SGD(model.last.parameters(), 0.1)
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            F.cross_entropy(model(x), y).backward()
+            one.step()
+            two.step()
+
+    try:
+        with pytest.raises(NotSupported, match="two optimizers"):
+            bench.cell(loop, accumulate=2, model=model, one=one, two=two)
+    finally:
+        bench.runtime.uninstall()
+    assert "step" not in vars(one)
+    assert all(p.grad is None for p in model.first.parameters())

@@ -1,0 +1,1100 @@
+"""DeepSpeed behind the plain loop: the numbers of one process, the user's objects, and what is refused."""
+
+import contextlib
+import copy
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Component
+from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.strategies.deepspeed.loss_scale import PATIENCE
+from nbtrain.training.loop.accumulation import Accumulation
+from tests.support.absent import absent
+from tests.support.ranks import run_on_ranks
+
+mse = nn.functional.mse_loss
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""stage 3 cuts everything, however small"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """Once, here: the ranks are forks of this process."""
+    if find_spec("deepspeed") is None:
+        absent("DeepSpeed is not installed", "pip install deepspeed")
+    from nbtrain.strategies.deepspeed.library import imported
+
+    imported(torch.device("cpu"))
+
+
+class Net(nn.Module):
+    """A tied embedding, a frozen layer, a parameter of its own, methods that run layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.out = nn.Linear(8, 12, bias=False)
+        self.out.weight = self.emb.weight
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.zeros(8))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.emb(x).mean(1)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return hidden * self.scale + self.shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.encode(x))  # type: ignore[no-any-return]
+
+    def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse(self.forward(x), y) + (self.encode(x) - self.encode(x[:, 1:])).pow(2).mean()
+
+
+def make() -> tuple[Net, torch.optim.AdamW, CosineAnnealingLR]:
+    torch.manual_seed(0)
+    model = Net()
+    decayed = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
+    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 1e-2, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.99))
+    return model, optimizer, CosineAnnealingLR(optimizer, 20)
+
+
+def batches(count: int, start: int = 0) -> Batches:
+    generator = torch.Generator().manual_seed(3)
+    made = [
+        (torch.randint(0, 12, (8, 4), generator=generator), torch.randn(8, 12, generator=generator))
+        for _ in range(start + count)
+    ]
+    return made[start:]
+
+
+Clip = Callable[[list[torch.Tensor]], Any]
+
+
+def plain_loop(model: Net, optimizer: Any, scheduler: Any, data: Batches, clip: Clip) -> list[torch.Tensor]:
+    """Two steps, then two of two micro-batches each, then one by the model's own method."""
+    norms = []
+    for i, (x, y) in enumerate(data):
+        gathered = i in (2, 4)
+        half = 0.5 if 2 <= i < 6 else 1.0
+        loss = mse(model(x), y) if i < 6 else model.training_step(x, y)
+        (loss * half).backward()
+        if gathered:
+            continue
+        norms.append(clip(list(model.parameters())))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return norms
+
+
+def by_torch(parameters: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(parameters, 0.05)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": torch.as_tensor(value).clone()
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def assembled(prepared: Any) -> dict[int, torch.Tensor]:
+    """Every tensor that is in pieces, put together from all ranks; each number is spoken for once."""
+    found = {}
+    for tensor, piece in prepared.pieces():
+        whole, spoken = torch.zeros(piece.shape.numel(), dtype=torch.float64), torch.zeros(piece.shape.numel())
+        for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
+            assert part.shape == (stop - start,)
+            assert part.dtype == piece.dtype
+            whole[start:stop] += part
+            spoken[start:stop] += 1
+        dist.all_reduce(whole)
+        dist.all_reduce(spoken)
+        assert bool((spoken == 1).all())
+        assert tensor.shape == piece.shape
+        found[id(tensor)] = whole.view(piece.shape)
+    return found
+
+
+def shape_of(model: nn.Module, optimizer: Any) -> list[Any]:
+    """What the notebook knows of them, but for the numbers."""
+    hooks = [k for k in vars(model) if k.endswith("_hooks")]
+    return [
+        type(model), [sorted(vars(m)) for m in model.modules()], [vars(p) for p in model.parameters()],
+        [[len(vars(m)[k]) for k in hooks] for m in model.modules()],
+        [(type(m), type(m._parameters), list(m._parameters)) for m in model.modules()],
+        [(id(g), id(g["params"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups],
+        sorted(vars(optimizer)), [(p.shape, p.dtype, p.grad) for p in model.parameters()],
+    ]  # fmt: skip
+
+
+def two_cells(rank: int, stage: int, options: dict[str, Any], count: int) -> dict[str, Any]:
+    model, optimizer, scheduler = make()
+    plain_loop(model, optimizer, scheduler, batches(2), by_torch)  # the notebook had begun
+    optimizer.zero_grad()
+    known = {key: value for s in optimizer.state.values() for key, value in s.items()}
+    held = {(name, key): value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    before, threads = shape_of(model, optimizer), set(threading.enumerate())
+    component = Component({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, **options)).set_up(component)
+    assert shape_of(model, optimizer) == before
+    steps: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda o, a, k: steps.append(o))
+    norms: list[torch.Tensor] = []
+    for cell in range(2):
+        prepared.enter()
+        assert isinstance(model, Net)
+        assert optimizer.param_groups[0]["params"][0] is model.emb.weight
+        mine = [(x[rank::count], y[rank::count]) for x, y in batches(7, 2 + 7 * cell)]
+        norms += plain_loop(model, optimizer, scheduler, mine, lambda ps: prepared.clip(ps, 0.05, 2.0))
+        prepared.leave()
+        assert shape_of(model, optimizer) == before
+    handle.remove()
+    assert steps == [optimizer] * 10
+    assert set(known) == {"step", "exp_avg", "exp_avg_sq"}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            assert held[name, key] is value
+            assert value.shape == (p.shape if key != "step" else ())
+    tensors = assembled(prepared)
+    names = {id(p): name for name, p in model.named_parameters()}
+    names |= {id(v): f"{n}.{k}" for n, p in model.named_parameters() for k, v in optimizer.state.get(p, {}).items()}
+    pieces = {names[key]: value for key, value in tensors.items()}
+    counts = {f"{n}.step": optimizer.state[p]["step"].clone() for n, p in model.named_parameters() if p.requires_grad}
+    local = sum(part.numel() for _, piece in prepared.pieces() for part in piece.read())
+    for tensor, piece in prepared.pieces():  # the notebook has changed something
+        if tensor is model.scale:
+            piece.fill(torch.full((8,), 0.5))
+    prepared.enter()
+    with torch.no_grad():
+        changed = model(batches(1)[0][0])
+    prepared.leave()
+    prepared.close()
+    assert shape_of(model, optimizer) == before
+    assert set(threading.enumerate()) == threads
+    closed = weights_of(model)
+    with torch.no_grad():
+        again = model(batches(1)[0][0])
+    return {
+        "pieces": pieces, "counts": counts, "norms": [float(n) for n in norms], "local": local, "closed": closed,
+        "state": state_of(model, optimizer), "changed": (changed, again),
+        "lr": [g["lr"] for g in optimizer.param_groups],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "count"),
+    [(1, {}, 2), (2, {}, 4), (3, {}, 2), (3, {"config": SHARDED}, 4), (2, {"contiguous_gradients": False}, 2)],
+)
+def test_two_cells_are_one_process(stage: int, options: dict[str, Any], count: int) -> None:
+    model, optimizer, scheduler = make()
+    plain_loop(model, optimizer, scheduler, batches(2), by_torch)
+    optimizer.zero_grad()
+    norms = [n for c in (2, 9) for n in plain_loop(model, optimizer, scheduler, batches(7, c), by_torch)]
+    weights, state = weights_of(model), state_of(model, optimizer)
+    answers = run_on_ranks(two_cells, stage, options, count, world_size=count)
+    for answer in answers:
+        wanted = {**weights, **state}
+        # Frozen layers are in pieces under stage 3 alone; elsewhere they are whole, and nobody's.
+        pieces = {**answer["pieces"], **answer["counts"]}
+        assert {n for n in wanted if n not in pieces} <= {"blocks.1.weight", "blocks.1.bias"}
+        assert distance(pieces, {n: wanted[n] for n in pieces}) < 1e-5
+        assert answer["norms"] == pytest.approx([float(n) for n in norms], abs=1e-5)
+        assert answer["lr"] == pytest.approx([g["lr"] for g in optimizer.param_groups])
+        assert distance(answer["closed"], {**weights, "scale": torch.full((8,), 0.5)}) < 1e-5
+        assert distance(answer["state"], state) < 1e-5
+        assert torch.allclose(*answer["changed"], atol=1e-6)
+    total = sum(value.numel() for value in answers[0]["pieces"].values())
+    assert sum(answer["local"] for answer in answers) == total
+    assert max(answer["local"] for answer in answers) < total / count * 1.35
+
+
+def other_forms(rank: int, stage: int, options: dict[str, Any], count: int, one: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, form in FORMS.items():
+        if stage == 3 and name == "retain_graph":
+            continue
+        model, optimizer, _ = make()
+        data = [(x[rank::count], y[rank::count]) for x, y in batches(3)]
+        if one:
+            form(model, optimizer, data, contextlib.nullcontext)
+        else:
+            prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, **options)).set_up(
+                Component({"model": model}, {"optimizer": optimizer})
+            )
+            prepared.enter()
+            form(model, optimizer, data, prepared.backward)
+            prepared.leave()
+            prepared.close()
+        found[name] = weights_of(model)
+    return found
+
+
+def two_forwards(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for x, y in data:
+        (mse(model(x), y) + mse(model(x.flip(1)[:, 1:]), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_backwards(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for x, y in data:
+        one, two = mse(model(x), y), mse(model(x[:, 1:]), y)
+        one.backward()
+        two.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def thrown_away(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for i, (x, y) in enumerate(data):
+        (3 * mse(model(x[:, 1:]), y)).backward()
+        if i == 0:
+            optimizer.zero_grad(set_to_none=False)
+        elif i == 1:
+            model.zero_grad()
+        else:
+            for p in model.parameters():
+                p.grad = None
+        loss = mse(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def with_closure(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for x, y in data:
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+
+
+def evaluated_between(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for x, y in data:
+        mse(model(x), y).backward()
+        with torch.no_grad():
+            model.eval()(x)
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def one_forward(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for x, y in data:
+        out = model(x)
+        with around():
+            mse(out, y).backward(retain_graph=True)
+        with around():
+            out.pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def edited(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+    for x, y in data:
+        (mse(model(x), y) + 1e-2 * model.scale.pow(2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+
+
+FORMS: dict[str, Callable[..., None]] = {
+    "two forwards, one backward": two_forwards,
+    "two forwards, two backwards": two_backwards,
+    "a backward thrown away": thrown_away,
+    "a closure": with_closure,
+    "evaluation in between": evaluated_between,
+    "retain_graph": one_forward,
+    "edited weights": edited,
+}
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"config": SHARDED})])
+def test_other_forms_of_the_loop(stage: int, options: dict[str, Any]) -> None:
+    wanted = other_forms(0, stage, options, 1, True)
+    (found, _) = run_on_ranks(other_forms, stage, options, 2, False)
+    assert {name: distance(found[name], wanted[name]) < 1e-5 for name in wanted} == dict.fromkeys(wanted, True)
+
+
+def penalised(rank: int, stage: int, count: int, one: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    prepared: Any = None
+    if not one:
+        prepared = DeepSpeed(DeepSpeed.Options(stage=stage)).set_up(Component({"m": model}, {"o": optimizer}))
+        prepared.enter()
+    for i in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))[rank::count].requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with contextlib.nullcontext() if one else prepared.backward():
+            (out.mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if prepared:
+        prepared.leave()
+        prepared.close()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_penalty_on_gradients(stage: int) -> None:
+    wanted = penalised(0, stage, 1, True)
+    for found in run_on_ranks(penalised, stage, 2, False):
+        assert distance(found, wanted) < 1e-5
+
+
+def accumulated(rank: int, stage: int, count: int, one: bool) -> dict[str, torch.Tensor]:
+    """`--accumulate 2` in a loop that says nothing of it."""
+    model, optimizer, scheduler = make()
+    prepared: Any = None
+    if not one:
+        component = Component({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
+        prepared = DeepSpeed(DeepSpeed.Options(stage=stage)).set_up(component)
+        prepared.enter()
+    accumulation = Accumulation(2, lambda: False, lambda: [prepared] if prepared else [])
+    accumulation.enter([optimizer])
+    for x, y in batches(6):
+        with accumulation.backward() as share:
+            (mse(model(x[rank::count]), y[rank::count]) * share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    accumulation.leave()
+    if prepared:
+        prepared.leave()
+        prepared.close()
+    return weights_of(model)
+
+
+@pytest.mark.sample("2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulating_by_option(stage: int) -> None:
+    wanted = accumulated(0, stage, 1, True)
+    for found in run_on_ranks(accumulated, stage, 2, False):
+        assert distance(found, wanted) < 1e-5
+
+
+def multiplied(rank: int, stage: int) -> float:
+    """What was gathered is to count half: as when a loader ends in the middle of a group."""
+    results = []
+    for factor in (1.0, 0.5):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(
+            Component({"m": model}, {"o": optimizer})
+        )
+        was = model.weight.detach().clone()
+        if stage == 3:
+            torch.manual_seed(0)
+            was = nn.Linear(4, 4, bias=False).weight.detach()
+        prepared.enter()
+        model(torch.ones(2, 4)).mean().backward()
+        prepared.rescale([], factor)
+        optimizer.step()
+        prepared.leave()
+        prepared.close()
+        results.append((model.weight.detach() - was).norm().item())
+    return results[1] / results[0]
+
+
+@pytest.mark.sample("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gathered_gradients_can_be_scaled(stage: int) -> None:
+    assert run_on_ranks(multiplied, stage) == pytest.approx([0.5, 0.5], rel=1e-4)
+
+
+def gan(rank: int, stage: int, count: int, one: bool) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)),
+    ]
+    make_it, judge = models
+    optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in models]
+    prepared: list[Any] = []
+    if not one:
+        strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
+        prepared = [
+            strategy.set_up(Component({f"m{i}": m}, {f"o{i}": o}))
+            for i, (m, o) in enumerate(zip(models, optimizers, strict=True))
+        ]
+    for one_of in prepared:
+        one_of.enter()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        noise, real = (
+            torch.randn(8, 4, generator=generator)[rank::count],
+            torch.randn(8, 4, generator=generator)[rank::count],
+        )
+        optimizers[1].zero_grad()
+        (judge(make_it(noise).detach()).mean() - judge(real).mean()).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        (-judge(make_it(noise)).mean()).backward()
+        optimizers[0].step()
+    for one_of in prepared:
+        one_of.leave()
+        one_of.close()
+    return [weights_of(m) for m in models]
+
+
+@pytest.mark.sample("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_models_with_an_optimizer_each(stage: int) -> None:
+    wanted = gan(0, stage, 1, True)
+    for found in run_on_ranks(gan, stage, 2, False):
+        assert max(distance(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-5
+
+
+def other_optimizers(rank: int, count: int, one: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Fresh state, and a component of two models."""
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "sgd": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, nesterov=True),
+        "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.05, initial_accumulator_value=0.1),
+        "rmsprop": lambda ps: torch.optim.RMSprop(ps, 1e-2, momentum=0.5),
+    }
+    found = {}
+    for name, kind in kinds.items():
+        torch.manual_seed(0)
+        encoder, decoder = nn.Linear(4, 6), nn.Linear(6, 4)
+        optimizer = kind([{"params": encoder.parameters()}, {"params": decoder.parameters(), "lr": 0.02}])
+        prepared: Any = None
+        if not one:
+            component = Component({"encoder": encoder, "decoder": decoder}, {"optimizer": optimizer})
+            prepared = DeepSpeed(DeepSpeed.Options(stage=3 if name == "sgd" else 2, config=SHARDED)).set_up(component)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))[rank::count]
+        for _ in range(2):
+            if prepared:
+                prepared.enter()
+            for _ in range(3):
+                mse(decoder(torch.tanh(encoder(x))), x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if prepared:
+                prepared.leave()
+        if prepared:
+            prepared.close()
+        models = nn.ModuleList([encoder, decoder])
+        found[name] = {**weights_of(models), **state_of(models, optimizer)}
+    return found
+
+
+def test_other_optimizers_and_two_models_of_one() -> None:
+    wanted = other_optimizers(0, 1, True)
+    for found in run_on_ranks(other_optimizers, 2, False):
+        assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-5
+
+
+def low_precision(rank: int, stage: int, precision: str, count: int, one: bool) -> dict[str, torch.Tensor]:
+    model, optimizer, _ = make()
+    prepared: Any = None
+    if not one:
+        strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
+        prepared = strategy.set_up(Component({"model": model}, {"optimizer": optimizer}), precision)
+        prepared.enter()
+    for x, y in batches(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=one):
+            out = model(x[rank::count])
+        assert one or out.dtype == torch.float32
+        mse(out.float(), y[rank::count]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if prepared:
+        prepared.leave()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        prepared.close()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sixteen_bits(stage: int) -> None:
+    wanted = low_precision(0, stage, "", 1, True)
+    full = weights_of(make()[0])
+    assert distance(wanted, full) > 1e-3
+    (mixed, _) = run_on_ranks(low_precision, stage, "bf16-mixed", 2, False)
+    assert distance(mixed, wanted) < 1e-3
+    (true, _) = run_on_ranks(low_precision, stage, "bf16-true", 2, False)
+    assert distance(true, wanted) < 2e-2
+    # Frozen weights have not been rounded, and masters have more digits than sixteen bits hold.
+    assert torch.equal(true["blocks.1.weight"], full["blocks.1.weight"])
+    assert not torch.equal(true["emb.weight"], true["emb.weight"].bfloat16().float())
+
+
+def refused(rank: int) -> dict[str, str]:
+    """Each of these is a sentence, on every rank alike."""
+    found: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def noted(name: str) -> Iterator[None]:
+        try:
+            yield
+        except (NotSupported, UsageError) as error:
+            found[name] = str(error)
+
+    def prepared(model: nn.Module, optimizer: Any, stage: int = 2, precision: str = "32", **options: Any) -> Any:
+        component = Component({"model": model}, {"optimizer": optimizer})
+        one: Any = DeepSpeed(DeepSpeed.Options(stage=stage, **options)).set_up(component, precision)
+        one.enter()
+        return one
+
+    model, optimizer, _ = make()
+    x, y = batches(1)[0]
+    strategy = DeepSpeed(DeepSpeed.Options())
+    with noted("two optimizers"):
+        strategy.set_up(Component({"m": model}, {"a": optimizer, "b": torch.optim.SGD(model.parameters(), 0.1)}))
+    with noted("loose"):
+        strategy.set_up(Component({"m": model}, {"a": optimizer}, loose={"a[3]": torch.zeros(1)}))
+    with noted("lbfgs"):
+        strategy.set_up(Component({"m": model}, {"a": torch.optim.LBFGS(model.parameters())}))
+    with noted("fp16"):
+        strategy.set_up(Component({"m": model}, {"a": optimizer}), "16-mixed")
+    with noted("cpu checkpointing"):
+        DeepSpeed(DeepSpeed.Options(cpu_checkpointing=True)).set_up(Component({"m": model}, {"a": optimizer}))
+    for stage in (1, 3):
+        one = prepared(*make()[:2], stage=stage, config=SHARDED)
+        inner = one.component.modules["model"]
+        with noted(f"submodule {stage}"):
+            inner.blocks[0](torch.ones(2, 8))
+        with noted(f"by hand {stage}"):
+            gradients = torch.autograd.grad(mse(inner(x), y), [inner.scale])
+            inner.scale.grad = gradients[0]
+            one.parts.user.step()
+        one.drop()
+        one = prepared(*make()[:2], stage=stage, config=SHARDED)
+        inner = one.component.modules["model"]
+        with noted(f"whole model recomputed {stage}"), one.backward():
+            torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False).sum().backward()
+        one.drop()
+        one = prepared(*make()[:2], stage=stage, config=SHARDED)
+        inner = one.component.modules["model"]
+        mse(inner(x), y).backward()
+        assert inner.scale.grad.shape == inner.scale.shape
+        with noted(f"looked at {stage}"):
+            inner.scale.grad.norm()
+        with noted(f"edited {stage}"):
+            inner.scale.grad /= 2
+        with noted(f"thawed {stage}"):
+            inner.blocks[1].requires_grad_(True)
+            one.parts.user.step()
+        inner.blocks[1].requires_grad_(False)
+        with noted(f"part of a clip {stage}"):
+            one.clip([inner.scale], 1.0, 2.0)
+        with noted(f"another norm {stage}"):
+            one.clip(list(inner.parameters()), 1.0, 1.0)
+        with noted(f"clip value {stage}"):
+            one.clip_value(list(inner.parameters()), 1.0)
+        with noted(f"some set to None {stage}"):
+            inner.scale.grad = None
+            one.parts.user.step()
+        one.drop()
+    one = prepared(*make()[:2], stage=3, config=SHARDED)
+    inner = one.component.modules["model"]
+    assert sum(p.numel() for p in inner.parameters()) == sum(p.numel() for p in make()[0].parameters())
+    assert torch.equal(inner.scale.detach(), make()[0].scale.detach())
+    out = inner(x)
+    mse(out, y).backward(retain_graph=True)
+    with noted("retain_graph 3"), one.backward():
+        out.sum().backward()
+    one.reset()
+    with noted("a copy 3"):
+        copy.deepcopy(inner)
+    one.drop()
+    return found
+
+
+def test_what_it_cannot_do_is_a_sentence() -> None:
+    (found, other) = run_on_ranks(refused)
+    assert found == other
+    words = {
+        "two optimizers": "a and b train parameters of the same model, and DeepSpeed's engine has one optimizer",
+        "loose": "parameters that no module owns",
+        "lbfgs": "LBFGS takes steps along one direction",
+        "fp16": "no half precision on the CPU",
+        "cpu checkpointing": "moves activations from a GPU",
+        "a copy 3": "under stage 3 they are in pieces",
+        "retain_graph 3": "a forward can be used by one backward only",
+    }
+    for stage in (1, 3):
+        words |= {
+            f"submodule {stage}": "was called directly, past DeepSpeed's engine",
+            f"by hand {stage}": "assigned by hand",
+            f"whole model recomputed {stage}": "checkpoint its blocks",
+            f"thawed {stage}": "requires_grad was changed inside of the cell",
+            f"part of a clip {stage}": "clip model.parameters()",
+            f"another norm {stage}": "DeepSpeed knows the 2-norm",
+            f"clip value {stage}": "write clip_grad_norm_",
+            f"some set to None {stage}": "set to None",
+            f"looked at {stage}": "clip_grad_norm_ returns their norm",
+            f"edited {stage}": "take --strategy ddp",
+        }
+    assert found.keys() == words.keys()
+    assert [name for name in words if words[name] not in found[name]] == []
+
+
+def dicts(rank: int, stage: int) -> dict[str, Any]:
+    """A cell that keeps what it has, goes on, and goes back to it."""
+    model, optimizer, scheduler = make()
+    component = Component({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(component)
+    prepared.enter()
+    mine = [(x[rank::2], y[rank::2]) for x, y in batches(14)]
+    clip = functools.partial(prepared.clip, max_norm=0.05, norm_type=2.0)
+    plain_loop(model, optimizer, scheduler, mine[:7], clip)
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    plain_loop(model, optimizer, scheduler, mine[7:], clip)
+    model.out.load_state_dict({name[4:]: w for name, w in kept["model"].items() if name.startswith("out.")})
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    with pytest.raises(RuntimeError, match="size mismatch for shift"):
+        model.load_state_dict({**kept["model"], "shift": torch.zeros(3)})
+    prepared.leave()
+    prepared.close()
+    return {**kept, "weights": weights_of(model), "state": state_of(model, optimizer)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_dicts_in_a_cell_are_whole(stage: int) -> None:
+    model, optimizer, scheduler = make()
+    plain_loop(model, optimizer, scheduler, batches(7), by_torch)
+    wanted, state = model.state_dict(), optimizer.state_dict()["state"]
+    for found in run_on_ranks(dicts, stage):
+        assert distance(found["model"], wanted) < 1e-5
+        kept = found["optimizer"]["state"]
+        assert {n: set(entry) for n, entry in kept.items()} == {n: set(entry) for n, entry in state.items()}
+        assert max(distance(kept[number], state[number]) for number in state) < 1e-5
+        assert distance(found["weights"], weights_of(model)) < 1e-5
+        assert distance(found["state"], state_of(model, optimizer)) < 1e-5
+
+
+def clipped_twice(model: Net, optimizer: Any, data: Batches, clip: Clip, around: Callable[[], Any]) -> list[float]:
+    """Each backward's gradients, and then those of both."""
+    norms = []
+    for (x, y), (u, v) in zip(data[::2], data[1::2], strict=True):
+        for one, other in ((x, y), (u, v)):
+            with around():
+                mse(model(one), other).backward()
+            norms.append(float(clip(list(model.parameters()))))
+        norms.append(float(clip(list(model.parameters()))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def clips(rank: int, stage: int) -> dict[str, Any]:
+    model, optimizer, _ = make()
+    component = Component({"model": model}, {"optimizer": optimizer})
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(component)
+    prepared.enter()
+    mine = [(x[rank::2], y[rank::2]) for x, y in batches(4)]
+    clip = functools.partial(prepared.clip, max_norm=0.05, norm_type=2.0)
+    if stage == 1:
+        with pytest.raises(NotSupported, match=r"a backward between clip_grad_norm_ and the step.*--stage 2"):
+            clipped_twice(model, optimizer, mine, clip, prepared.backward)
+        prepared.reset()
+        prepared.leave()
+        prepared.drop()
+        return {}
+    norms = clipped_twice(model, optimizer, mine, clip, prepared.backward)
+    for again in (False, True):
+        with prepared.backward():
+            mse(model(mine[0][0]), mine[0][1]).backward()
+        if again:
+            with pytest.raises(NotSupported, match="were not set to None or zero"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            before = weights_of(model) if stage == 2 else {}
+            optimizer.zero_grad()
+            optimizer.step()  # on nothing
+            assert not before or distance(weights_of(model), before) == 0
+            with prepared.backward():
+                mse(model(mine[0][0]), mine[0][1]).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+            assert float(clip(list(model.parameters()))) == 0
+            with prepared.backward():
+                mse(model(mine[0][0]), mine[0][1]).backward()
+            optimizer.step()
+    prepared.leave()
+    prepared.close()
+    return {"norms": norms}
+
+
+@pytest.mark.sample("2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_is_of_what_there_is_then(stage: int) -> None:
+    model, optimizer, _ = make()
+    norms = clipped_twice(model, optimizer, batches(4), by_torch, contextlib.nullcontext)
+    for found in run_on_ranks(clips, stage):
+        if stage > 1:
+            assert found["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def idle_layer(rank: int, stage: int) -> tuple[list[str], float]:
+    torch.manual_seed(0)
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(
+        Component({"m": model}, {"o": optimizer})
+    )
+    was = model.idle.weight.detach().clone() if stage != 3 else None
+    prepared.enter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", UserWarning)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    prepared.leave()
+    prepared.close()
+    moved = 0.0 if was is None else (model.idle.weight - was).abs().max().item()
+    return [str(w.message) for w in caught if "got no gradient" in str(w.message)], moved
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_without_a_gradient_is_said_once(stage: int) -> None:
+    (first, moved), (second, _) = run_on_ranks(idle_layer, stage)
+    assert len(first) == 1
+    assert "idle.weight, idle.bias got no gradient" in first[0]
+    assert second == []
+    assert moved == 0.0  # SGD without decay; an earlier step's gradient must not come again
+
+
+def cut_short(rank: int, stage: int) -> bool:
+    model, optimizer, _scheduler = make()
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(
+        Component({"m": model}, {"o": optimizer})
+    )
+    before = shape_of(*make()[:2])[1]
+    prepared.enter()
+    x, y = batches(1)[0]
+    loss = mse(model(x), y)
+    hidden = model.blocks[2].bias.register_hook(lambda g: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss.backward()
+    hidden.remove()
+    prepared.reset()
+    prepared.leave()
+    prepared.drop()  # without a word to the others
+    return shape_of(model, optimizer)[1] == before and type(model) is Net and "zero_grad" not in vars(optimizer)
+
+
+@pytest.mark.sample("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_cell_that_was_cut_short_leaves_the_objects_as_they_were(stage: int) -> None:
+    assert run_on_ranks(cut_short, stage) == [True, True]
+
+
+def grown(rank: int) -> tuple[bool, bool, float]:
+    """A scheduler comes later; a layer is thawed between cells; a copy is a plain model; a teacher has no optimizer."""
+    model, optimizer, _ = make()
+    strategy = DeepSpeed(DeepSpeed.Options(stage=2))
+    prepared: Any = strategy.set_up(Component({"m": model}, {"o": optimizer}))
+    prepared.enter()
+    copied = copy.deepcopy(model)
+    prepared.leave()
+    scheduler = CosineAnnealingLR(optimizer, 5)
+    kept = prepared.grow(Component({"m": model}, {"o": optimizer}, {"s": scheduler}))
+    other = prepared.grow(Component({"m": model, "n": nn.Linear(1, 1)}, {"o": optimizer}))
+    model.blocks[1].requires_grad_(True)
+    prepared.enter()
+    was = model.blocks[1].weight.detach().clone()
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    optimizer.step()
+    scheduler.step()
+    prepared.leave()
+    prepared.close()
+    assert type(copied) is Net
+    assert not any(vars(p) for p in copied.parameters() if isinstance(p, nn.Parameter))
+    teacher = strategy.set_up(Component({"teacher": nn.Linear(2, 2)}))
+    teacher.enter()
+    teacher.leave()
+    teacher.close()
+    return kept, other, (model.blocks[1].weight - was).abs().max().item()
+
+
+def test_what_comes_later() -> None:
+    for kept, other, moved in run_on_ranks(grown):
+        assert kept
+        assert not other
+        assert moved > 0
+
+
+def regrouped(rank: int, store: str) -> float:
+    """The process group is formed anew, and the engine of the old one is dropped without a word."""
+    dist.barrier()
+    for attempt in range(2):
+        model, optimizer, _ = make()
+        prepared: Any = DeepSpeed(DeepSpeed.Options(stage=3)).set_up(Component({"m": model}, {"o": optimizer}))
+        prepared.enter()
+        x, y = batches(1)[0]
+        mse(model(x), y).backward()
+        optimizer.step()
+        if attempt == 0:
+            prepared.leave()
+            prepared.drop()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    prepared.leave()
+    prepared.close()
+    return model.scale.sum().item()
+
+
+def test_a_new_process_group(tmp_path: Path) -> None:
+    model, optimizer, _ = make()
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    optimizer.step()
+    assert run_on_ranks(regrouped, str(tmp_path / "store")) == pytest.approx([model.scale.sum().item()] * 2, abs=1e-5)
+
+
+def configured(rank: int) -> tuple[list[str], list[float], bool]:
+    """The config makes the optimizer and the scheduler."""
+    model, optimizer, _ = make()
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 2},
+        },
+    }
+    prepared: Any = DeepSpeed(DeepSpeed.Options(config=config)).set_up(Component({"m": model}, {"o": optimizer}))
+    hooks: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda o, a, k: hooks.append(o))
+    was = weights_of(model)
+    prepared.enter()
+    for x, y in batches(3):
+        mse(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    handle.remove()
+    assert hooks == [optimizer] * 3
+    pieces = [tensor for tensor, _ in prepared.pieces()]
+    assert all(any(tensor is p for p in model.parameters()) for tensor in pieces)
+    prepared.close()
+    return prepared.notes, [g["lr"] for g in optimizer.param_groups], distance(weights_of(model), was) > 0
+
+
+def test_an_optimizer_from_the_config() -> None:
+    for notes, rates, moved in run_on_ranks(configured):
+        assert "the config's AdamW trains" in notes[0]
+        assert len(set(rates)) == 1
+        assert rates[0] > 0
+        assert moved
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """DeepSpeed's CPU Adam: about a minute, once per machine."""
+    from nbtrain.strategies.deepspeed import compile_ops, library
+
+    compile_ops.load(library.imported(torch.device("cpu")), "CPUAdamBuilder")
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(400)
+@pytest.mark.parametrize(("stage", "options"), [(2, {}), (3, {"offload_parameters": "cpu", "config": SHARDED})])
+def test_offloaded_to_the_host(stage: int, options: dict[str, Any], compiled: None) -> None:
+    model, optimizer, scheduler = make()
+    plain_loop(model, optimizer, scheduler, batches(2), by_torch)
+    optimizer.zero_grad()
+    for start in (2, 9):
+        plain_loop(model, optimizer, scheduler, batches(7, start), by_torch)
+    options = {**options, "offload_optimizer": "cpu"}
+    for answer in run_on_ranks(two_cells, stage, options, 2):
+        state = state_of(model, optimizer)
+        assert distance(answer["state"], state) < 1e-5
+        assert distance(answer["closed"], {**weights_of(model), "scale": torch.full((8,), 0.5)}) < 1e-5
+
+
+def without_libaio(rank: int) -> str:
+    """Why there is none. Elsewhere than in this process: to compile something leaves its traces."""
+    from nbtrain.strategies.deepspeed import compile_ops, library
+
+    try:
+        compile_ops.load(library.imported(torch.device("cpu")), "AsyncIOBuilder")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def on_a_disk(rank: int, place: str, count: int) -> tuple[dict[str, torch.Tensor], int, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
+    options = DeepSpeed.Options(stage=3, offload_optimizer="nvme", nvme_path=place)
+    prepared: Any = DeepSpeed(options).set_up(Component({"m": model}, {"o": optimizer}))
+    written = 0
+    for _ in range(2):
+        prepared.enter()
+        for i in range(2):
+            x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(i))[rank::count]
+            mse(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        prepared.leave()
+        written = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(place) for f in files)
+    prepared.close()
+    return weights_of(model), written, prepared.notes
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(600)
+def test_offloaded_to_a_disk(tmp_path: Path) -> None:
+    if why := run_on_ranks(without_libaio, world_size=1, timeout=500)[0]:
+        absent(f"libaio is not here ({why})", "apt install libaio-dev")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
+    for i in (0, 1, 0, 1):
+        x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(i))
+        mse(model(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, written, notes in run_on_ranks(on_a_disk, str(tmp_path), 2, timeout=120):
+        assert distance(weights, weights_of(model)) < 1e-5
+        assert written > 2**20
+        assert any("1 MiB" in note for note in notes)
+    assert [f for _, _, files in os.walk(tmp_path) for f in files] == []
+
+
+class Tempered(nn.Module):
+    """A layer and one number that it is divided by."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.temperature = nn.Parameter(torch.tensor(0.5), requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * torch.exp(-self.temperature)  # type: ignore[no-any-return]
+
+
+def tempered(rank: int, stage: int, trained: bool, alone: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Tempered(trained=trained)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    options = DeepSpeed.Options(stage=stage, config=SHARDED)
+    prepared = None if alone else DeepSpeed(options).set_up(Component({"model": model}, {"o": optimizer}))
+    if prepared is not None:
+        prepared.enter()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))[rank :: 1 if alone else 2]
+    for _ in range(3):
+        optimizer.zero_grad()
+        mse(model(x), x).backward()
+        optimizer.step()
+    if prepared is not None:
+        prepared.leave()
+        prepared.close()
+    return weights_of(model)
+
+
+@pytest.mark.sample("True-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_without_dimensions(stage: int, trained: bool) -> None:
+    """Left alone, DeepSpeed cannot send one to its ranks."""
+    alone = tempered(0, stage, trained, True)
+    for weights in run_on_ranks(tempered, stage, trained, False):
+        assert weights["temperature"].shape == ()
+        assert distance(weights, alone) < 1e-6
+
+
+def rescaled(rank: int, stage: int) -> list[tuple[float, float]]:
+    """Norms and losses while the scale changes: half precision needs a GPU, its scale does not. 0: one process."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 4)
+    clip, around = nn.utils.clip_grad_norm_, lambda: contextlib.nullcontext(1.0)
+    if stage:
+        x = x[rank::2]
+        strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
+        prepared: Any = strategy.set_up(Component({"m": model}, {"o": optimizer}))
+        prepared.enter()
+        prepared.gradients.scaled = True
+        clip, around = (lambda parameters, norm: prepared.clip(parameters, norm, 2.0)), prepared.backward
+    found = []
+    for step, scale in enumerate((2.0**16, 2.0**15, 2.0**15, 2.0**16)):
+        for again in (False, True)[: 1 + step % 2]:
+            if again:  # added to what was clipped
+                clip(model.parameters(), 0.1)
+            with around() as factor:
+                (model(x).square().mean() * factor).backward()
+        norm = float(clip(model.parameters(), 0.2))
+        if stage:
+            assert factor == scale
+            if step == 0:
+                strategy.scale.stepped(True)  # another model's gradients were infinite
+            elif step == 2:
+                strategy.scale._good = PATIENCE - 1
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(x).square().mean().detach()
+        if stage:
+            dist.all_reduce(loss.div_(2))
+        found.append((norm, float(loss)))
+    if stage:
+        prepared.leave()
+        prepared.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_norms_while_the_scale_of_losses_changes(stage: int) -> None:
+    wanted = rescaled(0, 0)
+    for found in run_on_ranks(rescaled, stage):
+        assert found == [pytest.approx(pair, rel=1e-4) for pair in wanted]

@@ -1,0 +1,994 @@
+"""fsdp against one process on the same global batches: the same loops, the same numbers, a part of the memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nbtrain.compat import fsdp2
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.fsdp import FSDP
+from nbtrain.strategies.kit.full_tensors import everywhere, gathered
+from tests.support.ranks import run_on_ranks
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Numbers = dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * self.gain
+
+
+class Net(nn.Module):
+    """Tied first and last layers, repeated blocks, a layer nobody trains, parameters of the root's own."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width, bias=False)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.last = nn.Linear(5, width, bias=False)
+        self.last.weight = self.first.weight
+        self.head = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.heat = nn.Parameter(torch.tensor(1.5))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.frozen(h) @ self.last.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x)) * self.scale * self.heat
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[0].inner(torch.tanh(self.first(x)))
+        return F.linear(h, self.last.weight.t())[:, :3] * self.scale
+
+    def contrastive(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.scores(x), y) + (self.encode(x) - self.encode(-x)).square().mean()
+
+    def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(self.first(x)[:, :3] * self.scale, y) + F.cross_entropy(self(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def describe(self) -> str:
+        return type(self).__name__
+
+
+class Stage:
+    """A rank, or the one process that everything is compared with."""
+
+    def __init__(self, many: bool, **options: Any) -> None:
+        self.strategy: Strategy = FSDP(FSDP.Options(**options)) if many else Strategy(None)
+        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
+
+    def batches(self, number: int, size: int = 12) -> list[Batch]:
+        random = torch.Generator().manual_seed(7)
+        found = []
+        for _ in range(number):
+            x, y = torch.randn(size, 5, generator=random), torch.randint(0, 3, (size,), generator=random)
+            found.append((x[self.rank :: self.count], y[self.rank :: self.count]))
+        return found
+
+    def set_up(self, modules: Any = (), optimizers: Any = (), schedulers: Any = (), loose: Any = ()) -> Prepared:
+        component = Component(
+            {f"model{i}": m for i, m in enumerate(modules)},
+            {f"optimizer{i}": o for i, o in enumerate(optimizers)},
+            {f"scheduler{i}": s for i, s in enumerate(schedulers)},
+            {f"loose{i}": p for i, p in enumerate(loose)},
+        )
+        return self.strategy.set_up(component)
+
+
+def clip(prepared: Prepared, parameters: Iterable[torch.Tensor], norm: float, kind: float = 2.0) -> torch.Tensor:
+    """As the patched `clip_grad_norm_` does it."""
+    held = list(parameters)
+    found = prepared.clip(held, norm, kind)
+    return nn.utils.clip_grad_norm_(held, norm, kind) if found is None else found
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def optimizer_with_state(model: Net) -> torch.optim.Optimizer:
+    groups = [
+        {"params": list(model.blocks.parameters()), "lr": 1e-2},
+        {"params": [*model.first.parameters(), *model.head.parameters(), model.scale, model.heat]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        F.cross_entropy(model(torch.randn(6, 5)), torch.tensor([0, 1, 2, 0, 1, 2])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def assembled(prepared: Prepared) -> list[torch.Tensor]:
+    """What the notebook would get: everybody's pieces, in one place."""
+    found = []
+    for tensor, piece in prepared.pieces():
+        assert tensor.shape == piece.shape
+        full = torch.full((piece.shape.numel(),), torch.nan, dtype=piece.dtype)
+        parts = list(zip(piece.ranges(), piece.read(), strict=True))
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, parts)
+        for (start, stop), part in (one for parts in everybody for one in parts):
+            assert full[start:stop].isnan().all()  # nobody else has spoken for it
+            full[start:stop] = part
+        assert not full.isnan().any()
+        found.append(full.view(piece.shape))
+    return found
+
+
+def numbers(prepared: Prepared, **more: Any) -> Numbers:
+    """Weights, buffers and state of a component, whole."""
+    prepared.close()
+    component = prepared.component
+    found = dict(more)
+    for where, module in component.modules.items():
+        assert not any(isinstance(t, DTensor) for t in module.state_dict().values())
+        found |= {f"{where}.{name}": t.detach() for name, t in module.state_dict().items()}
+    for where, optimizer in component.optimizers.items():
+        ordered = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, p in enumerate(ordered):
+            found |= {f"{where}.{i}.{key}": value for key, value in optimizer.state.get(p, {}).items()}
+    return found | {where: p.detach() for where, p in component.loose.items()}
+
+
+def same(case: Callable[..., Numbers], world_size: int = 2, **options: Any) -> None:
+    alone = case(Stage(False))
+    together = run_on_ranks(_on_rank, case, options, world_size=world_size)
+    for found in together:
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- what only a rank can be asked ----------------------------------------------------------------
+
+
+def on_ranks(test: Callable[..., Any], *args: Any, world_size: int = 2, **options: Any) -> list[Any]:
+    return run_on_ranks(_asked, test, args, options, world_size=world_size)
+
+
+def _asked(rank: int, test: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return test(Stage(True, **options), *args)
+
+
+def _on_rank(rank: int, case: Callable[..., Numbers], options: dict[str, Any]) -> Numbers:
+    return case(Stage(True, **options))
+
+
+# --- the cases: each runs on ranks and in one process ----------------------------------------------
+
+
+def in_place(stage: Stage) -> Numbers:
+    """`x += …` on what a unit gave, which is a view: the graph is another one afterwards."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+            self.place = nn.Parameter(torch.zeros(2, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(torch.stack([x, -x], dim=1))
+            x += self.place
+            x = self.head(x)
+            x *= 2
+            return x.mean(dim=1)
+
+    torch.manual_seed(1)
+    model = Reader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for x, y in stage.batches(3):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared)
+
+
+def plain(stage: Stage) -> Numbers:
+    """Two cells of a plain loop: state from before, a schedule, clipping, losses that are logged."""
+    model = net()
+    optimizer = optimizer_with_state(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    prepared = stage.set_up([model], [optimizer], [schedule])
+    norms = []
+    for _ in range(2):
+        prepared.enter()
+        for x, y in stage.batches(4):
+            F.cross_entropy(model(x), y).backward()
+            norms.append(float(f"{clip(prepared, model.parameters(), 0.3):.6f}"))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        prepared.leave()
+    return numbers(prepared, norms=norms)
+
+
+def accumulation(stage: Stage) -> Numbers:
+    """By hand; then with `no_sync`, its last group cut short and counted otherwise."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    first, second, third, fourth = stage.batches(4)
+    for x, y in (first, second):
+        (F.cross_entropy(model(x), y) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with prepared.no_sync():
+        for x, y in (first, third):
+            (F.cross_entropy(model(x), y) / 4).backward()
+    prepared.rescale(model.parameters(), 4 / 3)  # as when a loader ends early
+    (F.cross_entropy(model(fourth[0]), fourth[1]) / 3).backward()
+    clip(prepared, model.parameters(), 0.05, float("inf"))
+    optimizer.step()
+    prepared.leave()
+    return numbers(prepared)
+
+
+def own_methods(stage: Stage) -> Numbers:
+    """Methods that run layers, parts called by themselves, a backward inside of a method."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for x, y in stage.batches(3):
+        model.contrastive(x, y).backward()
+        model.first(x).square().mean().backward()
+        model.blocks[1].inner(torch.tanh(model.first(x))).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        model.training_step(x, y)
+        optimizer.step()
+        out = model(x)
+        with torch.no_grad():
+            model(x + 1)
+        optimizer.zero_grad()
+        model.zero_grad()  # between forward and backward
+        F.cross_entropy(out, y).backward()
+        with torch.no_grad():
+            model(x)  # gathers once more, before the step
+        optimizer.step()
+        optimizer.zero_grad()
+    if stage.rank == 0:
+        model.describe()  # gathers nothing: the others need not come
+    prepared.leave()
+    return numbers(prepared)
+
+
+def frozen_and_thawed(stage: Stage) -> Numbers:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for step, (x, y) in enumerate(stage.batches(4)):
+        model.blocks[0].requires_grad_(step != 1)
+        model.frozen.requires_grad_(step > 1)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared)
+
+
+def several(stage: Stage) -> Numbers:
+    """Two models in one optimizer with a parameter of nobody's; a second optimizer; both models in one clipping."""
+    torch.manual_seed(2)
+    one, two = Net(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    heat = nn.Parameter(torch.tensor([0.7]))
+    first = torch.optim.AdamW([*one.parameters(), heat], lr=1e-2)
+    second = torch.optim.SGD([*two.parameters(), one.scale], lr=0.1, momentum=0.9)
+    prepared = stage.set_up([one, two, two[0]], [first, second], loose=[heat])
+    prepared.enter()
+    for x, y in stage.batches(3):
+        F.cross_entropy(two(one(x)) * heat, y).backward()
+        norm = clip(prepared, [*one.parameters(), *two.parameters(), heat], 0.2)
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    prepared.leave()
+    return numbers(prepared, norm=norm)
+
+
+def shared_encoder(stage: Stage) -> Numbers:
+    """Two models that share a part, of which neither contains the other; one is called, then both."""
+    torch.manual_seed(3)
+    body = nn.Sequential(nn.Linear(5, 6), nn.Tanh())
+    one, two = nn.Sequential(body, nn.Linear(6, 3)), nn.Sequential(body, nn.Linear(6, 3))
+    optimizer = torch.optim.Adam([*one.parameters(), *two[1].parameters()], lr=1e-2)
+    prepared = stage.set_up([one, two], [optimizer])
+    prepared.enter()
+    for x, y in stage.batches(3):
+        F.cross_entropy(one(x), y).backward()
+        F.cross_entropy(one(x) + two(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared)
+
+
+def averages(stage: Stage) -> Numbers:
+    """An average of the weights, copied in the cell, evaluated, and used in the next cell."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    ema = copy.deepcopy(model)
+    seen = []
+    for _ in range(2):
+        for x, y in stage.batches(2):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for a, b in zip(ema.parameters(), model.parameters(), strict=True):
+                    a.mul_(0.7).add_(b, alpha=0.3)
+                loss = F.cross_entropy(ema(x), y)
+            seen.append(loss)
+        prepared.leave()
+        assert type(ema) is Net
+        prepared.enter()
+    prepared.leave()
+    found = numbers(prepared)
+    found = {name: value for name, value in found.items() if " (copy " not in name}
+    return found | {f"ema.{name}": value for name, value in ema.state_dict().items()}
+
+
+def folds(stage: Stage) -> Numbers:
+    """The best model so far, kept again and again: what is not held any more is gone."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = stage.set_up([model], [optimizer])
+    for _ in range(2):
+        prepared.enter()
+        for x, y in stage.batches(3):
+            best = copy.deepcopy(model)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert F.cross_entropy(best(x), y).ndim == 0
+        prepared.leave()
+        assert stage.count == 1 or list(prepared.component.modules.values()) == [model, best]
+    found = {f"best.{name}": value for name, value in assembled_weights(best).items()}
+    del best
+    prepared.enter()
+    prepared.leave()
+    assert list(prepared.component.modules.values()) == [model]
+    return numbers(prepared) | found
+
+
+def assembled_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
+    }
+
+
+def after_errors(stage: Stage) -> Numbers:
+    """A forward that raises inside of a unit and is caught; then a cell that ends in the middle of a backward."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    x, y = stage.batches(1)[0]
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 4))
+        handle = model.blocks[0].inner.register_forward_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = F.cross_entropy(Cut.apply(model.encode(x)[:, :3]), y) + model(x).mean()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    prepared.leave()
+    optimizer.zero_grad()
+    prepared.enter()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    prepared.leave()
+    return numbers(prepared)
+
+
+class Skipping(nn.Module):
+    """Uses one half of its parameters or the other, by its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.halves[int(x[0, 0] > 0)]
+        return half(x) * self.gain if x.shape[1] == 5 else x
+
+
+def unused(stage: Stage) -> Numbers:
+    """Ranks that use other parameters than their peers, parameters that nobody uses: those keep None."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Sequential(Skipping(), nn.Tanh()), nn.Sequential(Skipping(), nn.Tanh()), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for signs in ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)):
+        total = 0.0
+        for side in (0, 1):  # the whole batch in one process: one sign after the other
+            if stage.count == 1 or stage.rank == side:
+                torch.manual_seed(side)
+                x, y = torch.randn(4, 5).abs() * signs[side], torch.randint(0, 3, (4,))
+                (F.cross_entropy(model(x), y) * stage.count / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared, total=total)
+
+
+def _raise(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+class Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+def compiled(stage: Stage) -> Numbers:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    faster = torch.compile(model, backend="eager")
+    for x, y in stage.batches(3):
+        F.cross_entropy(faster(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.leave()
+    return numbers(prepared)
+
+
+def restored(stage: Stage) -> Numbers:
+    """The best weights, kept as a dict and put back; whole ones from a file."""
+    model = net()
+    file = net().state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    x, y = stage.batches(1)[0]
+    for best in (copy.deepcopy(model.state_dict()), {name: value + 1 for name, value in file.items()}):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(best)
+    F.cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+    prepared.leave()
+    return numbers(prepared)
+
+
+CASES = [
+    plain,
+    accumulation,
+    own_methods,
+    frozen_and_thawed,
+    several,
+    shared_encoder,
+    averages,
+    folds,
+    after_errors,
+    restored,
+    unused,
+    in_place,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_like_one_process(case: Callable[[Stage], Numbers]) -> None:
+    same(case)
+
+
+@pytest.mark.sample("4")
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_like_one_process_on_more_ranks(world_size: int) -> None:
+    same(plain, world_size)
+
+
+@pytest.mark.sample(first=3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding": "SHARD_GRAD_OP"},
+        {"sharding": "HYBRID_SHARD", "replicas": 2},
+        {"sharding": "NO_SHARD"},
+        {"cpu_offload": True},
+        {"limit_all_gathers": False},
+        {"wrap": Block},
+        {"wrap": 20},
+        pytest.param({"wrap": lambda module: isinstance(module, nn.Linear)}, id="{'wrap': a function}"),
+        {"wrap": "Block,Linear"},
+    ],
+    ids=str,
+)
+def test_options_change_no_numbers(options: dict[str, Any]) -> None:
+    same(plain, 4 if "replicas" in options else 2, **options)
+    if options.keys() & {"sharding", "limit_all_gathers"} and "replicas" not in options:
+        same(own_methods, **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled() -> None:
+    same(compiled)
+
+
+def one_step(stage: Stage) -> tuple[Net, torch.optim.Optimizer, Prepared]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    x, y = stage.batches(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return model, optimizer, prepared
+
+
+def pieces_are_the_whole(stage: Stage) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    model = net()
+    optimizer = optimizer_with_state(model)
+    kept = copy.deepcopy([p.detach() for p in model.parameters() if p.ndim])
+    state = [
+        optimizer.state[p][key].clone()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for key in ("exp_avg", "exp_avg_sq")
+        if p.ndim
+    ]
+    prepared = stage.set_up([model], [optimizer])
+    assert {id(new) for _, new in prepared.replaced} >= {id(t) for t, _ in prepared.pieces()}
+    found = assembled(prepared)
+    torch.testing.assert_close(found, kept + state, rtol=0, atol=0)
+    for i, (_, piece) in enumerate(prepared.pieces()):  # every rank takes its own out of the whole
+        piece.fill(torch.arange(piece.shape.numel(), dtype=torch.float32).view(piece.shape) + i)
+    filled = assembled(prepared)
+    prepared.close()
+    assert all(not isinstance(p, DTensor) for p in model.parameters())
+    pairs = zip([p for p in model.parameters() if p.ndim], filled, strict=False)
+    assert all(torch.equal(p, full) for p, full in pairs)
+    assert model.last.weight is model.first.weight
+    return found, filled
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(2, {}), (4, {}), (4, {"sharding": "HYBRID_SHARD", "replicas": 2})]
+)
+def test_pieces_are_the_whole(world_size: int, options: dict[str, Any]) -> None:
+    found = on_ranks(pieces_are_the_whole, world_size=world_size, **options)
+    for _, filled in found:
+        for i, tensor in enumerate(filled):
+            assert torch.equal(tensor, torch.arange(tensor.numel()).view(tensor.shape) + float(i))
+
+
+def looks(model: nn.Module) -> list[Any]:
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    return [
+        (type(part), list(vars(part)), {key: list(value) for key, value in vars(part).items() if "_hooks" in key})
+        for part in model.modules()
+        if all(hasattr(part, table) for table in tables)
+    ]
+
+
+def between_cells(stage: Stage) -> None:
+    model = net()
+    handle = model.head.register_forward_hook(lambda module, args, out: out * 2)
+    before = looks(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    group, held = optimizer.param_groups[0], optimizer.param_groups[0]["params"]
+    prepared = stage.set_up([model], [optimizer])
+    backward, grad = torch.autograd.backward, torch.autograd.grad
+    for _ in range(2):
+        assert looks(model) == before
+        prepared.enter()
+        assert isinstance(model, Net)
+        assert (type(model) is Net, type(model).__name__) == (False, "Net")
+        model.note = "of the cell's own"  # type: ignore[assignment]
+        model(stage.batches(1)[0][0])
+        prepared.leave()
+        del model.note
+        assert (torch.autograd.backward, torch.autograd.grad) == (backward, grad)
+        assert optimizer.param_groups[0] is group
+        assert group["params"] is held
+    assert looks(model) == before
+    handle.remove()
+    prepared.enter()
+    prepared.leave()
+    prepared.drop()
+    assert all(not value for _, _, tables in looks(model) for value in tables.values())
+    again = net()
+    old = [ref(p) for p in again.parameters() if p.ndim]
+    prepared = stage.set_up([again])
+    prepared.replaced.clear()
+    assert {one() for one in old} == {None}  # nobody but the caller held what was cut
+    prepared.close()
+
+
+def test_between_cells_everything_looks_as_before() -> None:
+    on_ranks(between_cells)
+
+
+def memory(stage: Stage) -> dict[str, int]:
+    """Numbers held by this rank in a step, by kind; weights also between forward and backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    loss = model(torch.randn(2, 64)).square().mean()
+    groups = [group for tree in prepared.trees for group in tree.groups()]  # type: ignore[attr-defined]
+    shown = sum(p.numel() for group in groups if group.is_unsharded for p in map(fsdp2.gathered, fsdp2.weights(group)))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    loss.backward()
+    optimizer.step()
+    prepared.leave()
+    parameters = list(model.parameters())
+    local = [p._local_tensor for p in parameters if isinstance(p, DTensor)]
+    state = [v._local_tensor for s in optimizer.state.values() for v in s.values() if isinstance(v, DTensor)]
+    return {
+        "whole": sum(p.numel() for p in parameters),
+        "weights": sum(t.untyped_storage().nbytes() // 4 for t in local),
+        "gradients": sum(p.grad._local_tensor.numel() for p in parameters if isinstance(p.grad, DTensor)),
+        "state": sum(t.untyped_storage().nbytes() // 4 for t in state),
+        "gathered": shown,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "gathered"),
+    [
+        ({}, 4, False),
+        ({"sharding": "SHARD_GRAD_OP"}, 4, True),
+        ({"sharding": "HYBRID_SHARD", "replicas": 2}, 2, False),
+        ({"sharding": "NO_SHARD"}, 1, False),
+    ],
+    ids=str,
+)
+def test_memory_of_every_sharding(options: dict[str, Any], share: int, gathered: bool) -> None:
+    for found in on_ranks(memory, world_size=4, **options):
+        part = found["whole"] / share
+        assert found["weights"] == found["gradients"] == part
+        assert found["state"] == 2 * part
+        assert found["gathered"] == (found["whole"] if gathered else 0)
+
+
+def refused(stage: Stage) -> list[str]:
+    model, _, prepared = one_step(stage)
+    x, _ = stage.batches(1)[0]
+    told = []
+    x.requires_grad_()
+    with pytest.raises(NotSupported) as error:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    told.append(str(error.value))
+    (slope,) = torch.autograd.grad(model(x).sum(), x)  # this can be done
+    assert slope.shape == x.shape
+    with pytest.raises(NotSupported) as error:
+        model.__reduce_ex__(2)
+    handle = model.head.weight.register_hook(lambda grad: grad / 2)
+    with pytest.raises(NotSupported) as error, prepared.backward():
+        pass
+    handle.remove()
+    told.append(str(error.value))
+    prepared.leave()
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        hooked = nn.Linear(2, 2)
+        getattr(hooked.weight, hook)(lambda grad: None)
+        with pytest.raises(NotSupported) as error:
+            stage.set_up([hooked], [])
+        told.append(str(error.value))
+    for other in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor):
+        with pytest.raises(NotSupported) as error:
+            stage.set_up([model], [other(nn.Linear(2, 2).parameters())])
+        told.append(str(error.value))
+    with pytest.raises(NotSupported) as error:
+        stage.set_up([nn.LazyLinear(3)], [])
+    told.append(str(error.value))
+    with pytest.raises(NotSupported) as error:
+        stage.set_up([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())], [])
+    told.append(str(error.value))
+    return told
+
+
+def test_what_cannot_be_is_refused_with_what_can() -> None:
+    for told in on_ranks(refused):
+        assert all("fsdp" in text and "ddp" in text for text in told), told
+
+
+def saved(stage: Stage) -> Any:
+    model, optimizer, prepared = one_step(stage)
+    nothing = {"step": 3}
+    assert gathered(nothing) is nothing
+    found = gathered({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3})
+    prepared.leave()
+    prepared.close()
+    if stage.rank:
+        assert found["model"]["head.weight"] is None
+        return None
+    assert found["step"] == 3
+    assert found["model"]["last.weight"] is found["model"]["first.weight"]
+    torch.testing.assert_close(dict(found["model"]), dict(model.state_dict()), rtol=0, atol=0)
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(found["optimizer"])
+    for p, state in optimizer.state.items():
+        assert all(torch.equal(value, again.state[p][key]) for key, value in state.items())
+    return found["optimizer"]["param_groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "HYBRID_SHARD", "replicas": 2}], ids=str)
+def test_state_dicts_are_whole_on_rank_0(options: dict[str, Any]) -> None:
+    assert on_ranks(saved, world_size=4, **options) == [1e-2, None, None, None]
+
+
+def for_each(rank: int, options: dict[str, Any]) -> None:
+    """What every rank writes by itself: weights, and what was computed from them."""
+    stage, model, square = Stage(True, **options), net(), nn.Linear(7, 7, bias=False)
+    wanted = [p.detach().clone() for p in (model.first.weight, square.weight)]
+    prepared = stage.set_up([model, square])
+    prepared.enter()
+    w, s = model.first.weight.detach(), square.weight.detach()
+    held = {"w": w, "tied": model.last.weight, "norm": w.norm(), "mean": w.mean(0), "s": s, "t": s.t()}
+    told = mock.patch.object(dist, "broadcast_object_list", side_effect=dist.broadcast_object_list)
+    with told as called:
+        found = everywhere(held)
+    assert called.call_count == 1, "not once for each rank"
+    assert found["tied"] is found["w"]
+    one, two = wanted
+    for key, whole in {"w": one, "norm": one.norm(), "mean": one.mean(0), "s": two, "t": two.t()}.items():
+        torch.testing.assert_close(found[key], whole)
+    for key, value in gathered(held, to=1).items():
+        assert value is None if rank != 1 else torch.equal(value, found[key])
+    prepared.leave()
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "HYBRID_SHARD", "replicas": 2}], ids=str)
+def test_every_rank_may_have_what_is_in_pieces_whole(options: dict[str, Any]) -> None:
+    run_on_ranks(for_each, options, world_size=4)
+
+
+def from_nothing(stage: Stage) -> None:
+    with torch.device("meta"):
+        model = Net(64)
+    model.register_buffer("mean", torch.zeros(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared = stage.set_up([model], [optimizer])
+    assert type(model.blocks[0].gain) is DTensor
+    assert {p.device.type for p in model.parameters() if p.ndim} == {"cpu"}
+    assert model.last.weight is model.first.weight
+    for _, piece in prepared.pieces():
+        assert piece.shape.numel() > sum(stop - start for start, stop in piece.ranges())
+        piece.fill(torch.full(piece.shape, 0.5))
+    assert all(tensor.eq(0.5).all() for tensor in assembled(prepared))
+
+
+def test_a_model_without_storage_gets_its_rows_only() -> None:
+    on_ranks(from_nothing)
+
+
+def grown(stage: Stage) -> bool:
+    model, _, prepared = one_step(stage)
+    prepared.leave()
+    more = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+    more.state[model.head.weight]["momentum_buffer"] = torch.ones(3, 5)
+    larger = Component(prepared.component.modules, {**prepared.component.optimizers, "more": more})
+    assert prepared.grow(larger)
+    assert [new.shape for _, new in prepared.replaced] == [(3, 5)]
+    assert more.state[model.head.weight]["momentum_buffer"] is prepared.replaced[0][1]
+    assert not prepared.grow(Component({"other": nn.Linear(2, 2)}))
+    return torch.equal(assembled(prepared)[-1], torch.ones(3, 5))
+
+
+def test_another_optimizer_joins() -> None:
+    assert on_ranks(grown) == [True, True]
+
+
+def exchanged(stage: Stage) -> bool:
+    """A layer that takes over the parameters of another, as `convert_sync_batchnorm` makes them."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    prepared = stage.set_up([model])
+    prepared.enter()
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    prepared.leave()
+    same = prepared.grow(prepared.component)
+    prepared.close()
+    return same or any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_model_with_another_layer_is_set_up_again() -> None:
+    assert on_ranks(exchanged) == [False, False]
+
+
+def release_modules(stage: Stage) -> list[bool]:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    other = net()
+    both = stage.set_up([model]), stage.set_up([other])
+    for prepared in both:
+        prepared.enter()
+    for x, y in stage.batches(1):
+        (F.cross_entropy(model(x), y) + F.cross_entropy(other(x), y)).backward()
+    alive, shape = ref(model), list(model.parameters())
+    del model
+    found = []
+    for prepared in both:
+        modules = dict(prepared.component.modules)
+        prepared.component.modules.clear()
+        hold_again = prepared.release_modules()
+        del modules
+        gc.collect()
+        assert hold_again is not None
+        hold_again()
+        found.append(bool(prepared.trees))  # type: ignore[attr-defined]
+    learned = other.head.weight.grad is not None
+    both[1].leave()
+    return [alive() is None, len(shape) == 6, learned, *found]
+
+
+def test_a_model_that_nobody_holds_is_let_go_of() -> None:
+    assert on_ranks(release_modules) == [[True, True, True, False, True]] * 2
+
+
+def other_layers(stage: Stage) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    prepared = stage.set_up([model], [])
+    prepared.enter()
+    h = torch.ones(2, 4)
+    with pytest.raises(NotSupported) as error:
+        model[2](model[stage.rank](h)).sum().backward()
+    prepared.leave()
+    return str(error.value)
+
+
+def test_ranks_that_run_other_layers_are_told_so() -> None:
+    assert all("the ranks ran different layers" in text for text in on_ranks(other_layers))
+
+
+def norms(stage: Stage) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    for x, y in stage.batches(2):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    prepared.leave()
+    names = [name for name, _ in prepared.replicas()]
+    assert names == ["model0.1.num_batches_tracked"]
+    return [model[1].running_mean, model[1].running_var]
+
+
+def test_all_ranks_evaluate_one_model() -> None:
+    first, second = on_ranks(norms)
+    assert all(torch.equal(a, b) and a.ne(0).any() for a, b in zip(first, second, strict=True))
+
+
+def in_other_dtypes(stage: Stage) -> tuple[torch.dtype, torch.dtype, float]:
+    model, seen = net(), []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = stage.set_up([model], [optimizer])
+    prepared.enter()
+    x, y = stage.batches(1)[0]
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+    assert model.head.weight.dtype == torch.float32
+    prepared.leave()
+    return seen[0], out.dtype, loss.item()
+
+
+def test_comm_dtype() -> None:
+    for dtype, computed in (("none", torch.float32), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        for inside, outside, loss in on_ranks(in_other_dtypes, comm_dtype=dtype):
+            assert (inside, outside) == (computed, torch.float32)
+            assert 0 < loss < 5
+
+
+def ahead(stage: Stage) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)))
+    prepared = stage.set_up([model], [])
+    counts = []
+    model[1].register_forward_hook(lambda *_: counts.append(_gathered_ahead(model)))
+    prepared.enter()
+    model(torch.randn(2, 4)).sum().backward()
+    prepared.leave()
+    return counts[0]
+
+
+def _gathered_ahead(model: Any) -> int:
+    groups = [group for unit in model for group in fsdp2.groups(fsdp2.state(unit))]
+    return sum(group._all_gather_result is not None for group in groups)
+
+
+def test_limit_all_gathers() -> None:
+    assert on_ranks(ahead) == [0, 0]
+    assert on_ranks(ahead, limit_all_gathers=False) == [2, 2]
+
+
+def test_one_rank_is_an_ordinary_model() -> None:
+    model = net()
+    prepared = FSDP(FSDP.Options()).set_up(Component({"model": model}))
+    prepared.enter()
+    assert type(model) is Net
+    assert not list(prepared.pieces())
+    prepared.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sharding": "HYBRID_SHARD"}, "needs --replicas N"),
+        ({"replicas": 2}, "--replicas is for --sharding HYBRID_SHARD"),
+        ({"wrap": 0}, "at least one parameter"),
+        ({"wrap": 2.5}, "it takes classes or their names"),
+        ({"wrap": (Block, 3)}, "it takes classes or their names"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        FSDP.Options(**options)
+
+
+def wrong(stage: Stage) -> str:
+    with pytest.raises(UsageError) as error:
+        stage.set_up([net()], [])
+    return str(error.value)
+
+
+def test_options_that_do_not_fit() -> None:
+    assert "3 ranks cannot be divided into 2" in on_ranks(wrong, world_size=3, sharding="HYBRID_SHARD", replicas=2)[0]
+    assert "has no such part; it has Block, Linear" in on_ranks(wrong, wrap="Blok")[0]
+
+
+def test_replicas_are_nodes_where_nobody_says_otherwise() -> None:
+    hybrid: dict[str, Any] = {"sharding": "HYBRID_SHARD"}
+    assert FSDP.for_nodes(hybrid, 2) == {**hybrid, "replicas": 2}
+    assert FSDP.for_nodes({**hybrid, "replicas": 4}, 2)["replicas"] == 4
+    assert FSDP.for_nodes({}, 2) == {}

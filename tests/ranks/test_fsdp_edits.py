@@ -1,0 +1,301 @@
+"""Edits by hand under fsdp: each line gives what it gives in one process, whole weights, states and random numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbtrain.errors import NotSupported
+from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.fsdp import FSDP
+from nbtrain.strategies.kit.row_shards import whole
+from nbtrain.strategies.single import Single
+from nbtrain.training.random_states.default_generators import capture
+from nbtrain.training.runtime import Runtime
+from tests.ranks.test_fsdp import Stage
+from tests.support.ranks import run_on_ranks
+
+DRAWS = [
+    "nn.init.normal_(w)",
+    "nn.init.trunc_normal_(w, std=0.02)",
+    "model[0].reset_parameters()",
+    "w.data.add_(torch.randn_like(w))",
+    "w.data.bernoulli_(torch.full_like(w, 0.5))",
+    "w.data.random_(3, 10)",
+    "w.data.t().normal_()",
+    "result = F.dropout(w.detach(), 0.5)",
+    "result = torch.normal(w.detach(), 1.0)",
+    "g = torch.Generator().manual_seed(4); w.data.normal_(generator=g); result = torch.randn(3, generator=g)",
+    "w.data[1:3].normal_()",
+    "w.grad.normal_()",
+    "opt.step(); opt.state[w]['exp_avg'].uniform_()",
+]
+WRITES = [
+    "nn.init.eye_(w)",
+    "w.data[0] = 0",
+    "w.data[1:3].zero_()",
+    "w.data[2, 3] = 9",
+    "w.data[:, 2] = 1",
+    "w.data[1:3] = 5",
+    "w.data[5].mul_(3)",
+    "w.grad[1:3].zero_()",
+    "nn.init.dirac_(w.data.view(7, 5, 1))",
+    "w.data[[1, 3]] = 2",
+    "w.data[w.data > 0] = 0",
+    "w.data[1:3].normal_()",
+    "w.grad[1:3].mul_(2)",
+    "model[0].bias.data[-1] += 3",
+    "w.data.triu_()",
+]
+NEW = ["result = w.new_ones(7, 5) + torch.ones(7, 5)", "result = w.new_full((2, 2), 3.) @ torch.ones(2, 2)"]
+DATA = [
+    "w.data = torch.ones(7, 5)",
+    "w.data = w.data * 2",
+    "nn.utils.vector_to_parameters(torch.arange(66.), model.parameters())",
+    "opt.step(); opt.state[w]['exp_avg'].data = torch.ones(7, 5)",
+]
+MIXED = [
+    "w.data.mul_(torch.arange(35.).view(7, 5))",
+    "w.data.mul_(torch.arange(5.))",
+    "w.grad.mul_(torch.full((7, 5), 3.))",
+    "opt.step(); opt.state[w]['exp_avg'].mul_(torch.arange(5.))",
+    "w.data *= torch.arange(35.).view(7, 5)",
+    "w.data[1:3].mul_(torch.full((2, 5), 2.))",
+    "w.data[torch.arange(7) > 3] = 7.",
+    "w.grad = torch.ones(7, 5)",
+    "torch.add(w.data, torch.ones(7, 5), out=w.data)",
+    "w.data.copy_(torch.arange(5.))",
+    "w.data.masked_fill_((torch.arange(40).view(8, 5) % 3 > 0)[1:], 0.)",
+    "torch._foreach_mul_([p.data for p in model.parameters()], [torch.full(p.shape, 2.) for p in model.parameters()])",
+    "result = w.detach() * torch.ones(7, 5)",
+    "result = torch.where(torch.eye(7, 5) > 0, w.detach(), 0)",
+    "result = torch.ones(7, 5).mul_(0.9).add_(w.data, alpha=0.1)",
+    "result = torch.linalg.svdvals(w.detach()) + w.detach().quantile(0.5)",
+    "result = w.detach().flatten().topk(3).values",
+]
+MEMORY = [
+    "result = torch.tensor(w.tolist())",
+    "result = torch.tensor(w.detach().numpy())",
+    "result = torch.tensor(np.asarray(w.grad))",
+    "result = w.data.new(2, 3).fill_(1)",
+    "result = st.load(st.save(model.state_dict()))['0.weight']",
+]
+PENALTIES = [
+    "sum(p.square().sum() for p in model.parameters()).backward()",
+    "(leaf * 2 + 0.01 * sum(p.abs().sum() for p in model.parameters())).backward()",
+    "(leaf + 0.01 * sum(p.norm() for p in model.parameters()) + w.mean() + w.t()[0].sum()).backward()",
+    "F.mse_loss(w, torch.ones(7, 5)).backward()",
+    "F.linear(torch.ones(2, 5), w, model[0].bias).square().sum().backward()",
+    "torch.cat([p.flatten() for p in model.parameters()]).square().mean().backward()",
+    "w.grad = torch.autograd.grad(model(torch.ones(2, 5)).sum() + w.norm(), [*model.parameters()])[0]",
+    "result, = torch.autograd.grad(w.square().sum(), w)",
+    "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
+    "torch.func.functional_call(model, half, torch.ones(2, 5)).sum().backward()",
+    "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
+    "torch.func.functional_call(model, parameter_and_buffer_dicts=half, args=torch.ones(2, 5)).sum().backward()",
+]
+METHODS = [
+    "model[0].twice()",
+    "model[0].step_of(opt)",
+    "model[0].renew(); opt.step(); result = model(torch.ones(2, 5)).detach()",
+]
+KEPT = [
+    "d = w.data; w.data = torch.ones(7, 5); opt.step(); result = d.clone()",
+    "d = w.data; w.data = w.data * 2; d.mul_(3); result = d.clone()",
+    "v = w.data * 2; w.data = v; v.add_(1); opt.step(); result = v.clone()",
+    "t = w.data; w.data = w.grad.data; w.grad.data = t; opt.step()",
+    "held = {n: p.data for n, p in model.named_parameters()}\n"
+    "for p in model.parameters(): p.data = p.data * 0.5\n"
+    "result = model(torch.ones(2, 5)).detach()\n"
+    "for n, p in model.named_parameters(): p.data = held[n]\n"
+    "opt.step()",
+    "model(torch.ones(2, 5)); w.data = torch.ones(7, 5); result = model(torch.ones(2, 5)).detach()",
+    "r = w.data[1]; r.data = torch.ones(5); r.mul_(2); result = r.clone()",
+    "with torch.no_grad(): r = w[1]\n" + "w.data = w.data * 2; result = r.clone()",
+    "copied = copy.deepcopy(model); result = copied[0].weight.detach().clone()",
+    "result = copy.deepcopy(w.data[1])",
+    "model.to('cpu').float(); model(torch.ones(2, 5)).sum().backward(); opt.step()",
+    "w.data_ptr(); model.float(); opt.step()",
+    "s = w.data[0:1]; w.data.add_(1); v = w.data[1:2]; v.data = s; result = v.clone()",
+    "a = w.data * 1; b = a * 2; s = b[0:7]; b.add_(1); w.data = s",
+]
+ROWS = [
+    "r = w.data[1]; opt.step(); result = r.clone()",
+    "r = w.data[1]; opt.step(); r.mul_(2)",
+    "r = w.data[1]; opt.step(); result = torch.tensor([float(r[2]), float(f'{r[0]:.5f}')])",
+    "r = w.data[1]; model[0].twice(); result = torch.tensor(r.tolist())",
+    "r = w.data[1]; w.data[1] = r * 2 + 1; w.data[2] = r; result = r.clone()",
+    "r = w.data[1:4]; s = r[1]; opt.step(); s.mul_(2); result = r.clone()",
+    "r, q = w.data[1], w.data[1]; r.mul_(2); result = q + torch.ones(5)",
+    "r = w.grad[1]; model(torch.ones(2, 5)).sum().backward(); result = r.clone()",
+    "r = w.data[2:4]; opt.step(); r[r > 0] = 0",
+    "w.data[1].detach().mul_(2); w.data[2].unsqueeze(0).data.mul_(2); w.data[1:3].t().mul_(2)",
+    "w.data.split(2)[1].zero_(); w.data.diagonal().fill_(9); w.data.unfold(0, 2, 2)[1].zero_()",
+    "r = w.data[1]; torch.add(r, 1, out=r); torch._foreach_mul_([r], 2.)",
+    "w.data[1:3, [0, 2]] = 5; w.data[4:6][:, 1:3] = w.data[1:3, 0:2]",
+    "nn.init.orthogonal_(w); w.data.view_as(torch.ones(35))[3:5].zero_()",
+    "r = w.data[0:3]; w.data.mul_(2); result = r.T + r.data.t()",
+    "r = w.data[0:3]; opt.step(); result = torch.ones(2, 5) @ r.T",
+    "w.data[:1].squeeze().zero_(); w.data[1:2].squeeze(0).fill_(3)",
+    "result = w.data[:1].squeeze().expand(2, 5) + 1",
+]
+
+
+class Own(nn.Linear):
+    """With methods that write to its weights, which are gathered for them."""
+
+    def twice(self) -> None:
+        self.weight.data.mul_(2)
+
+    def renew(self) -> None:
+        self.weight.data = torch.ones(7, 5) * 0.5
+
+    def step_of(self, opt: torch.optim.Optimizer) -> None:
+        (self.weight**2).sum().backward()
+        opt.step()
+
+
+def numbers(stage: Stage, line: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    prepared = stage.set_up([model], [opt])
+    prepared.enter()
+    x, y = stage.batches(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    torch.manual_seed(3)
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "model": model, "opt": opt, "w": model[0].weight}
+    names |= {"np": np, "copy": copy, "st": safetensors.torch, "leaf": torch.ones((), requires_grad=True)}
+    exec(line, names)
+    found = [t for p in model.parameters() for t in (p.detach(), p.grad, *opt.state.get(p, {}).values())]
+    found += [names["result"]] if "result" in names else []
+    found = [whole(t) if isinstance(t, DTensor) else t for t in found]
+    prepared.leave()
+    return [*found, torch.randn(2)]
+
+
+def on_a_rank(rank: int, lines: list[str]) -> list[list[torch.Tensor]]:
+    return [[t.clone() for t in numbers(Stage(True), line)] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES", "KEPT", "ROWS"]
+)
+def test_as_in_one_process(kind: str) -> None:
+    lines: list[str] = globals()[kind]
+    wanted = [numbers(Stage(False), line) for line in lines]
+    for found in run_on_ranks(on_a_rank, lines):
+        for line, have, want in zip(lines, found, wanted, strict=True):
+            same = [torch.allclose(a, b, atol=1e-5) for a, b in zip(have, want, strict=True)]
+            assert all(same), (line, same)
+
+
+def refused(rank: int) -> list[str]:
+    stage = Stage(True)
+    model = nn.Linear(5, 7)
+    prepared = stage.set_up([model])
+    prepared.enter()
+    said = []
+    for line in ("w.data.mul_(own)", "w.grad = own"):
+        with pytest.raises(NotSupported) as error:
+            exec(line, {"w": model.weight, "own": torch.full((7, 5), float(rank))})
+        said.append(str(error.value))
+    with pytest.raises(ValueError, match="read-only"):
+        model.weight.detach().numpy()[0] = 1
+    prepared.leave()
+    return said
+
+
+def test_what_differs_between_ranks_is_written_to_nothing() -> None:
+    for said in run_on_ranks(refused):
+        assert all("differs between ranks" in one for one in said)
+
+
+class Sometimes(nn.Linear):
+    """With weights that a batch uses, or not, by what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 7)
+        self.gain, self.vain = nn.Parameter(torch.arange(7.0)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        return (h * self.gain if x.sum() > 0 else h).sum(1)
+
+
+def by_name(rank: int, count: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = Sometimes()
+    prepared = Stage(count > 1).set_up([model])
+    prepared.enter()
+    losses = [model(x) for x in [torch.ones(2, 5), -torch.ones(2, 5)][rank::count]]
+    loss, held = torch.stack(losses).mean(0), [model.weight, model.gain, model.vain]
+    found: list[Any] = []
+    plain = {"allow_unused": True}
+    for given in (plain, {"materialize_grads": True}, plain | {"is_grads_batched": True}):
+        at = torch.eye(2) if "is_grads_batched" in given else torch.ones(2)
+        found += torch.autograd.grad(loss, held, at, retain_graph=True, **given)
+    found += torch.autograd.grad(loss.sum(), iter(held), retain_graph=True, allow_unused=True)
+    if torch.__version__ >= "2.13":
+        named = torch.autograd.grad(loss.sum(), dict(enumerate(held)), retain_graph=True, allow_unused=True)
+        found += [named[number] for number in range(len(held))]
+    with pytest.raises(RuntimeError, match="allow_unused=True"):
+        torch.autograd.grad(loss.sum(), held)
+    found = [whole(t) if isinstance(t, DTensor) else t for t in found]
+    prepared.leave()
+    return found
+
+
+def test_gradients_by_name_of_what_some_batches_use() -> None:
+    wanted = by_name(0, 1)
+    for found in run_on_ranks(by_name, 2):
+        torch.testing.assert_close(found, wanted)
+
+
+# --- where the numbers come from, on ranks whose own streams differ -----------------------------------
+
+
+def drawn(rank: int, count: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draws in a cell, after a batch has set the ranks apart; and where the notebook's stream stands then."""
+    info = RankInfo(rank=rank, world_size=count, local_rank=rank, device="cpu", threads=1)
+    strategy: Any = FSDP(FSDP.Options()) if count > 1 else Single(Single.Options())
+    runtime = Runtime(info, strategy, lambda event: None)
+    torch.manual_seed(5)
+    model = nn.Linear(5, 7)
+    data = TensorDataset(torch.ones(8, 5))
+    runtime.install()
+    runtime.randomness.adopt(capture())
+    runtime.begin(RunSpec(pool=PoolSpec(devices=("cpu",) * count), strategy="fsdp"), {"model": model})
+    for (x,) in DataLoader(data, batch_size=4):
+        model(x).sum().backward()
+    nn.init.normal_(model.weight)
+    model.weight.data.add_(torch.randn_like(model.weight))
+    model.bias.grad.uniform_()  # type: ignore[union-attr]
+    found = [model.weight.detach(), model.bias.grad]
+    found = [(whole(t) if isinstance(t, DTensor) else t).clone() for t in found if t is not None]
+    model.reset_parameters()
+    found += [(whole(t) if isinstance(t, DTensor) else t).clone() for t in (model.weight.detach(),)]
+    runtime.end(True)
+    runtime.uninstall()
+    own, states = torch.get_rng_state(), runtime.randomness.collect()
+    torch.set_rng_state(own if rank or states is None else states["torch"])
+    return found, torch.rand(3)
+
+
+def test_one_process_and_ranks_draw_the_same() -> None:
+    wanted, after = drawn(0, 1)
+    ranks = run_on_ranks(drawn, 2)
+    for found, _ in ranks:
+        for have, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(have, want)
+    torch.testing.assert_close(ranks[0][1], after)
+    assert not torch.equal(ranks[1][1], after), "dropout differs between ranks"

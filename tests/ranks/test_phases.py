@@ -1,0 +1,452 @@
+"""Where the time of a step goes: by a clock that the tests move, on ranks that wait for each other, and on a card."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from nbtrain.events import PHASES
+from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.single import Single
+from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, PhaseTimer
+from nbtrain.training.runtime import Runtime
+from tests.support.ranks import run_on_ranks
+
+SPEC = RunSpec(pool=PoolSpec())
+
+
+class Clock:
+    """Stands still until it is moved. What is computed moves it: a sample 1, a forward 10, a backward 100, a step 1000,
+    anything else 10000."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+    def pass_by(self, seconds: float) -> None:
+        self.at += seconds
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __init__(self, clock: Clock, count: int) -> None:
+        self.clock, self.count = clock, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.clock.pass_by(1)
+        return torch.ones(2)
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
+        ctx.clock = clock
+        clock.pass_by(10)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.clock.pass_by(100)
+        return grad, None
+
+
+class Net(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Slow.apply(self.layer(x), self.clock)
+        return found
+
+
+class SGD(torch.optim.SGD):
+    def __init__(self, model: Net) -> None:
+        super().__init__(model.parameters(), 0.1)
+        self.clock = model.clock
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.clock.pass_by(1000)
+        super().step()
+        return loss
+
+
+class Bench:
+    """One rank, and a clock."""
+
+    def __init__(self) -> None:
+        info = RankInfo(rank=0, world_size=1, local_rank=0, device="cpu", threads=1)
+        self.clock = Clock()
+        self.model = Net(self.clock)
+        self.optimizer = SGD(self.model)
+        self.runtime = Runtime(info, Single(Single.Options()), lambda event: None)
+        self.phases = self.runtime.phases = PhaseTimer(clock=self.clock)
+        for part in (self.runtime.loaders, self.runtime.wrapped, self.runtime.meeting):
+            part.phases = self.phases
+
+    def loader(self, samples: int = 4, batch_size: int = 2) -> DataLoader[torch.Tensor]:
+        return DataLoader(Samples(self.clock, samples), batch_size)
+
+    def cell(self, loop: Callable[[], None], spec: RunSpec = SPEC, **objects: object) -> dict[str, float]:
+        """The seconds in each phase, those without any left out."""
+        self.runtime.begin(spec, objects or {"model": self.model, "optimizer": self.optimizer})
+        try:
+            loop()
+        finally:
+            self.runtime.end(True)
+        return {name: seconds for name, seconds in zip(PHASES, self.phases.seconds(), strict=True) if seconds}
+
+    def learn(self, x: torch.Tensor) -> None:
+        self.model(x).sum().backward()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    here = Bench()
+    here.runtime.install()
+    yield here
+    here.runtime.uninstall()
+
+
+X = torch.ones(2, 2)
+
+
+def test_a_plain_loop(bench: Bench) -> None:
+    def loop() -> None:
+        for x in bench.loader():
+            bench.learn(x)
+            bench.optimizer.step()
+            bench.clock.pass_by(10000)
+
+    assert bench.cell(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000, "rest": 20000}
+
+
+def test_without_a_loader_what_comes_before_a_backward_is_the_forward(bench: Bench) -> None:
+    def loop() -> None:
+        for _ in range(3):
+            bench.learn(X)
+            bench.optimizer.step()
+        bench.clock.pass_by(10000)
+
+    # Nobody knows where the first forward began: the cell has done other things before.
+    assert bench.cell(loop) == {"forward": 20, "backward": 300, "optimizer": 3000, "rest": 10000}
+
+
+def test_the_second_half_of_a_gan_is_a_forward_too(bench: Bench) -> None:
+    other = SGD(bench.model)
+
+    def loop() -> None:
+        for x in bench.loader():
+            bench.learn(x)
+            bench.optimizer.step()
+            bench.learn(x)
+            other.step()
+            bench.clock.pass_by(10000)
+
+    assert bench.cell(loop) == {"data": 4, "forward": 40, "backward": 400, "optimizer": 4000, "rest": 20000}
+
+
+def test_accumulated_backwards(bench: Bench) -> None:
+    def loop() -> None:
+        for x in bench.loader(samples=8):
+            bench.learn(x)
+            bench.optimizer.step()
+
+    spec = RunSpec(pool=PoolSpec(), accumulate=2)
+    assert bench.cell(loop, spec) == {"data": 8, "forward": 40, "backward": 400, "optimizer": 2000}
+
+
+def test_a_closure_is_no_optimizers_work(bench: Bench) -> None:
+    def loop() -> None:
+        for x in bench.loader():
+
+            def closure() -> torch.Tensor:
+                loss = bench.model(x).sum()  # noqa: B023 it is called at once
+                loss.backward()
+                return loss
+
+            bench.optimizer.step(closure)
+
+    assert bench.cell(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
+
+
+def test_a_step_in_a_hook_of_the_backward_leaves_it_the_rest(bench: Bench) -> None:
+    def loop() -> None:
+        for x in bench.loader():
+            loss = bench.model(x).sum()
+            loss.register_hook(lambda grad: bench.optimizer.step())
+            loss.backward()
+
+    assert bench.cell(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
+
+
+def test_an_evaluation_has_data_and_forwards(bench: Bench) -> None:
+    def loop() -> None:
+        with torch.no_grad():
+            for x in bench.loader():
+                bench.model(x)
+        bench.clock.pass_by(10000)
+
+    assert bench.cell(loop) == {"data": 4, "forward": 20, "rest": 10000}
+
+
+def test_a_cell_without_a_model_has_none(bench: Bench) -> None:
+    words = []
+
+    def loop() -> None:
+        for _ in bench.loader():
+            bench.clock.pass_by(10000)
+            words.append(bench.phases.word(True))
+
+    assert bench.cell(loop, numbers=[1, 2]) == {}
+    assert words == ["", ""]
+
+
+def test_a_model_that_the_cell_makes_is_seen_at_its_first_backward(bench: Bench) -> None:
+    def loop() -> None:
+        for x in bench.loader():
+            bench.learn(x)
+            bench.optimizer.step()
+
+    assert bench.cell(loop, numbers=[1, 2]) == {"data": 2, "forward": 10, "backward": 200, "optimizer": 2000}
+
+
+def test_a_loader_that_draws_from_another_is_data_throughout(bench: Bench) -> None:
+    inner = bench.loader()
+
+    class Doubled(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for x in inner:
+                bench.clock.pass_by(0.25)
+                yield x
+
+    def loop() -> None:
+        for x in DataLoader(Doubled(), batch_size=None):
+            bench.learn(x)
+
+    assert bench.cell(loop) == {"data": 4.5, "forward": 20, "backward": 200}
+
+
+def test_a_loader_that_another_thread_runs_ahead_with_is_passed_over(bench: Bench) -> None:
+    def loop() -> None:
+        for x in bench.loader(2):
+            ahead = threading.Thread(target=lambda: [*bench.loader(6)])
+            ahead.start()
+            ahead.join()
+            bench.learn(x)
+
+    assert bench.cell(loop) == {"data": 2, "forward": 16, "backward": 100}
+
+
+def test_the_word_for_what_goes_on(bench: Bench) -> None:
+    words = []
+
+    def say() -> None:
+        words.append(bench.phases.word(bench.runtime.steps.loading))
+
+    def loop() -> None:
+        say()
+        for x in bench.loader(2):
+            say()
+            loss = bench.model(x).sum()
+            loss.register_hook(lambda grad: say())
+            loss.backward()
+            bench.optimizer.register_step_post_hook(lambda *_: say())
+            bench.optimizer.step()
+            say()
+        bench.learn(X)
+        say()
+
+    bench.cell(loop)
+    # torch calls the hooks of a class whose `step` calls its parent's twice, once the parent has been used itself.
+    assert [word for word, _ in groupby(words)] == ["", "forward", "backward", "optimizer", "rest", "forward"]
+
+
+def test_a_failed_backward_is_over_and_the_next_cell_begins_at_nothing(bench: Bench) -> None:
+    def fails() -> None:
+        for x in bench.loader():
+            loss = bench.model(x).sum()
+            loss.register_hook(lambda grad: 1 / 0)
+            loss.backward()
+
+    with pytest.raises(ZeroDivisionError):
+        bench.cell(fails)
+    assert bench.phases.word(False) == ""
+    bench.clock.pass_by(10000)
+    assert bench.cell(lambda: bench.clock.pass_by(10000)) == {}
+
+
+def test_time_in_the_phase_that_is_open_counts(bench: Bench) -> None:
+    seen = []
+
+    def loop() -> None:
+        for x in bench.loader(2):
+            bench.clock.pass_by(10)
+            seen.append(bench.phases.seconds()[FORWARD])
+            bench.clock.pass_by(10)
+            seen.append(bench.phases.seconds()[FORWARD])
+            bench.learn(x)
+
+    bench.cell(loop)
+    assert seen == [10, 20]
+    assert bench.phases.seconds()[FORWARD] == 30
+
+
+def test_what_another_thread_reads_never_goes_back_and_adds_up() -> None:
+    phases = PhaseTimer()
+    over = threading.Event()
+    read: list[tuple[float, ...]] = []
+
+    def reading() -> None:
+        while not over.is_set():
+            read.append(phases.seconds())
+
+    began = time.perf_counter()
+    phases.begin(True)
+    reader = threading.Thread(target=reading)
+    reader.start()
+    for _ in range(20_000):
+        for phase in (DATA, FORWARD, BACKWARD, UNDECIDED, OPTIMIZER, UNDECIDED):
+            phases.mark(phase)
+    phases.end()
+    over.set()
+    reader.join()
+    assert len(read) > 10
+    for earlier, later in pairwise(read):
+        assert all(a <= b for a, b in zip(earlier, later, strict=True))
+    assert sum(phases.seconds()) <= 1.05 * (time.perf_counter() - began)
+
+
+# --- other ranks ------------------------------------------------------------------------------------
+
+
+def _one_is_late(rank: int) -> tuple[float, ...]:
+    info = RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1)
+    runtime = Runtime(info, DDP(DDP.Options()), lambda event: None)
+    runtime.install()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    runtime.begin(RunSpec(pool=PoolSpec(devices=("cpu", "cpu")), strategy="ddp"), {"model": model})
+    model(X).sum().backward()
+    loss = model(X).sum()
+    if rank == 1:
+        time.sleep(0.4)
+    loss.backward()
+    runtime.end(True)
+    runtime.uninstall()
+    return runtime.phases.seconds()
+
+
+def test_waiting_for_another_rank_is_no_part_of_the_backward() -> None:
+    early, late = (dict(zip(PHASES, found, strict=True)) for found in run_on_ranks(_one_is_late))
+    assert early["communication"] > 0.3 > early["backward"]
+    assert late["forward"] > 0.3 > late["communication"]
+
+
+# --- a card that is behind --------------------------------------------------------------------------
+
+
+class Gpu:
+    """Passes marks when it is told how far it has come. Its time has nothing to do with the host's."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[GpuMark, float]] = deque()
+        self.made = 0
+        self.end = 500.0
+        """of what has been queued so far"""
+
+    def mark(self) -> GpuMark:
+        self.made += 1
+        return GpuMark(self)
+
+    def launch(self, seconds: float) -> None:
+        self.end += seconds
+
+    def catch_up(self) -> None:
+        while self.queue:
+            mark, at = self.queue.popleft()
+            mark.at = at
+
+
+class GpuMark:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.at: float | None = None
+
+    def record(self) -> None:
+        self.at = None
+        self.gpu.queue.append((self, self.gpu.end))
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, other: GpuMark) -> float:
+        assert self.at is not None, "a real one would raise"
+        assert other.at is not None, "a real one would raise"
+        return (other.at - self.at) * 1000
+
+
+def test_on_a_card_the_cards_own_time_counts_one_step_later() -> None:
+    gpu = Gpu()
+    phases = PhaseTimer(Card(gpu.mark))
+    phases.begin(True)
+    found = []
+    for _ in range(4):
+        phases.mark(DATA)
+        gpu.launch(1)
+        phases.mark(FORWARD)
+        gpu.launch(10)
+        phases.mark(BACKWARD)
+        gpu.launch(100)
+        phases.mark(UNDECIDED)
+        phases.mark(OPTIMIZER)
+        gpu.launch(1000)
+        phases.mark(UNDECIDED)
+        found.append([round(seconds) for seconds in phases.seconds()])
+        gpu.catch_up()
+    phases.mark(DATA)
+    assert found[0] == [0, 0, 0, 0, 0, 0], "nothing is waited for"
+    assert found[1] == [1, 10, 100, 0, 1000, 0]
+    assert found[3] == [3, 30, 300, 0, 3000, 0]
+    phases.end()
+    assert [round(seconds) for seconds in phases.seconds()] == [4, 40, 400, 0, 4000, 0]
+    assert gpu.made < 20, "marks are used again"
+
+
+def test_a_card_that_waits_for_data_is_seen_to_wait() -> None:
+    gpu = Gpu()
+    phases = PhaseTimer(Card(gpu.mark))
+    phases.begin(True)
+    phases.mark(DATA)
+    before = phases.seconds()[DATA]
+    time.sleep(0.02)
+    assert phases.seconds()[DATA] == before == 0, "it may still be at what came before"
+    gpu.catch_up()
+    assert phases.seconds()[DATA] >= 0.02
+    phases.end()
+
+
+def test_nothing_is_marked_where_a_graph_is_recorded() -> None:
+    gpu = Gpu()
+    recorded = True
+    phases = PhaseTimer(Card(gpu.mark, lambda: recorded))
+    phases.begin(True)
+    phases.mark(BACKWARD)
+    phases.end()
+    assert not gpu.queue

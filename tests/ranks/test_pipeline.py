@@ -1,0 +1,567 @@
+"""`pipeline` on real ranks against one process: Sequentials, blocks, tied weights, odd batches, two models."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Component
+from nbtrain.strategies.pipeline import Pipeline
+from nbtrain.strategies.pipeline.cut_stages import cut
+from tests.support.ranks import run_on_ranks
+
+SIZES = (8, 7, 9, 1)
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        h = F.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+        return x + self.back(F.gelu(self.wide(h)))
+
+
+class Language(nn.Module):
+    """Tied weights, a parameter of its own, a mask that all blocks get, a skip over all of them."""
+
+    def __init__(self, direct: bool = False) -> None:
+        super().__init__()
+        self.direct = direct
+        self.embed = nn.Embedding(11, 8)
+        self.place = nn.Parameter(torch.randn(5, 8) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 11, bias=False)
+        if not direct:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        _, length = tokens.shape
+        assert length <= len(self.place)
+        x = self.embed(tokens)
+        x += self.place[:length]
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        first = x
+        for block in self.blocks:
+            x = block(x, mask)
+        x = x + 0.1 * first
+        out = F.linear(x, self.embed.weight) + self.head(x) if self.direct else self.head(x)
+        return out if targets is None else F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+class Looks(Language):
+    """At numbers, to decide."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        if self.embed(tokens).max() > 1e9:
+            raise AssertionError
+        return super().forward(tokens, targets)
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(5, 16),
+        nn.ReLU(inplace=True),
+        nn.Linear(16, 16),
+        nn.BatchNorm1d(16).eval(),
+        nn.Tanh(),
+        nn.Linear(16, 4),
+    )
+
+
+def of_language(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    x, y = (torch.randint(11, (size, 5), generator=draw) for _ in range(2))
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def own_loss(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    x, y = (torch.randint(11, (size, 5), generator=draw) for _ in range(2))
+    loss: torch.Tensor = model(x, targets=y)
+    return loss
+
+
+def under_autocast(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return of_language(model, size, draw)
+
+
+def checkpointed(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    x, y = (torch.randint(11, (size, 5), generator=draw) for _ in range(2))
+    out: torch.Tensor = checkpoint(model, x, use_reentrant=False)
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def of_chain(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    x, y = torch.randn(size, 5, generator=draw), torch.randint(4, (size,), generator=draw)
+    return F.cross_entropy(model(x), y)
+
+
+def summed(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    x, y = (torch.randint(11, (size, 5), generator=draw) for _ in range(2))
+    y[:, 2:] = y[:, 2:].where(torch.rand(size, 3, generator=draw) < 0.5, -100)  # left out, more of some samples
+    out: torch.Tensor = model(x, targets=y)
+    return out
+
+
+class Alike(Language):
+    """Returns how much each sample of the batch is like each other one."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        found = super().forward(tokens).mean(1)
+        return found @ found.T
+
+
+def contrasted(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
+    x = torch.randint(11, (size, 5), generator=draw)
+    return F.cross_entropy(model(x), torch.arange(size))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "a Sequential": (chain, of_chain),
+    "blocks": (Language, of_language),
+    "blocks, and the loss": (Language, own_loss),
+    "the loss, of some tokens only": (Language, summed),
+    "what only the whole batch has": (Alike, contrasted),
+    "a weight that is used past its layer": (lambda: Language(direct=True), of_language),
+    "a forward that looks at numbers": (Looks, of_language),
+    "autocast": (Language, under_autocast),
+    "a checkpoint around the model": (Language, checkpointed),
+}
+
+
+def made(case: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = CASES[case][0]()
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: str, around: Around, clip: Any, sizes: tuple[int, ...]
+) -> list[float]:
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for size in sizes:
+        loss = CASES[case][1](model, size, draw)
+        with around():
+            loss.backward()
+        found += [loss.item(), float(clip(list(model.parameters()), 0.5, 2.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def far(ours: nn.Module, theirs: nn.Module) -> float:
+    pairs = [
+        *zip(ours.parameters(), theirs.parameters(), strict=True),
+        *zip(ours.buffers(), theirs.buffers(), strict=True),
+    ]
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+
+
+def _against_one_process(rank: int, case: str) -> tuple[float, float, int]:
+    alone, plain = made(case)
+    expected = train(alone, plain, case, contextlib.nullcontext, torch.nn.utils.clip_grad_norm_, SIZES)
+    model, optimizer = made(case)
+    prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}, {"optimizer": optimizer}))
+    prepared.enter()
+    found = train(model, optimizer, case, prepared.backward, prepared.clip, SIZES)
+    prepared.leave()
+    kept = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    prepared.close()
+    apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    states = [
+        float((optimizer.state[p]["momentum_buffer"] - plain.state[q]["momentum_buffer"]).abs().max())
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+    ]
+    return max(apart, *states), far(model, alone), kept
+
+
+@pytest.mark.sample("2-*")
+@pytest.mark.filterwarnings("ignore:pipeline. ")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_numbers_are_those_of_one_process(case: str, ranks: int) -> None:
+    found = run_on_ranks(_against_one_process, case, world_size=ranks)
+    whole = sum(p.untyped_storage().nbytes() for p in made(case)[0].parameters())
+    close = 1e-2 if case == "autocast" else 1e-5  # bf16 products of other shapes
+    for apart, weights, kept in found:
+        assert apart < close
+        assert weights < close
+        assert kept < 0.9 * whole
+
+
+def _two_models(rank: int) -> float:
+    def pair() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, width)) for width in (3, 1)]
+        return models[0], models[1], [torch.optim.Adam(m.parameters(), 1e-2) for m in models]
+
+    def game(make: nn.Module, judge: nn.Module, steps: list[torch.optim.Optimizer], around: Around) -> None:
+        draw = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            noise, real = torch.randn(6, 3, generator=draw), torch.randn(6, 3, generator=draw)
+            loss = F.softplus(judge(make(noise).detach())).mean() + F.softplus(-judge(real)).mean()
+            with around():
+                loss.backward()
+            steps[1].step()
+            steps[1].zero_grad()
+            with around():
+                F.softplus(-judge(make(noise))).mean().backward()
+            steps[0].step()
+            for one in steps:
+                one.zero_grad()
+
+    alone = pair()
+    game(*alone, contextlib.nullcontext)
+    make, judge, steps = pair()
+    prepared = Pipeline(Pipeline.Options(microbatches=3)).set_up(
+        Component({"make": make, "judge": judge}, {"first": steps[0], "second": steps[1]})
+    )
+    prepared.enter()
+    game(make, judge, steps, prepared.backward)
+    prepared.leave()
+    prepared.close()
+    return max(far(make, alone[0]), far(judge, alone[1]))
+
+
+def test_two_models_of_which_one_is_trained_through_the_other() -> None:
+    assert max(run_on_ranks(_two_models)) < 1e-5
+
+
+def _by_turns(rank: int, accumulated: bool) -> tuple[float, int]:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Language()
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    criterion = nn.CrossEntropyLoss()
+
+    class Flat(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, around: Around) -> None:
+        draw = torch.Generator().manual_seed(1)
+        for i, size in enumerate((16, 16, 7, 16)):
+            x, y = torch.randn(size, 5, generator=draw), torch.randint(4, (size,), generator=draw)
+            loss = criterion(model(x), y) / 2
+            with around():
+                loss.backward()
+            if i % 2 or not accumulated:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    alone = Flat(nn.Identity())
+    torch.manual_seed(0)
+    model = Flat(nn.Identity())
+    loop(alone, torch.optim.SGD(alone.parameters(), 0.5), contextlib.nullcontext)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    prepared: Any = Pipeline(Pipeline.Options(loss=criterion, microbatches=8)).set_up(
+        Component({"model": model}, {"optimizer": optimizer})
+    )
+    prepared.enter()
+    loop(model, optimizer, prepared.backward)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    model(torch.ones(4, 5)).sum().item()  # not the criterion: it is computed as it is
+    prepared.leave()
+    prepared.close()
+    return far(model, alone), prepared.loss.most
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_by_turns_a_stage_holds_few_micro_batches(accumulated: bool) -> None:
+    (apart, first), (also, last) = run_on_ranks(_by_turns, accumulated)
+    assert max(apart, also) < 1e-5
+    assert (first, last) == (2, 1)
+
+
+class Kept(nn.Module):
+    """A mean over some samples only."""
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out[y > 0], y[y > 0])
+
+
+def _criteria(rank: int, name: str) -> float:
+    weight = torch.tensor([0.2, 3.0, 1.0, 0.5])
+    criterion, function = {
+        "classes left out": (nn.CrossEntropyLoss(ignore_index=2),) * 2,
+        "classes weighed": (nn.CrossEntropyLoss(weight, label_smoothing=0.1),) * 2,
+        "a function": (F.cross_entropy, functools.partial(F.cross_entropy, weight=weight, ignore_index=0)),
+        "one's own": (Kept(),) * 2,
+    }[name]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def loop(model: nn.Module, around: Around) -> None:
+        draw = torch.Generator().manual_seed(1)
+        x, y = torch.randn(12, 5, generator=draw), torch.randint(4, (12,), generator=draw)
+        y[4:6] = 2  # nothing is left of one micro-batch
+        with around():
+            function(model(x), y).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= p.grad
+
+    alone, model = build(), build()
+    prepared: Any = Pipeline(Pipeline.Options(loss=criterion, microbatches=6)).set_up(Component({"model": model}))
+    loop(alone, contextlib.nullcontext)
+    prepared.enter()
+    try:
+        loop(model, prepared.backward)
+    finally:
+        prepared.leave()
+    prepared.close()
+    return far(model, alone)
+
+
+@pytest.mark.parametrize("name", ["classes left out", "classes weighed", "a function"])
+def test_a_criterion_counts_what_it_counts_in_the_whole_batch(name: str) -> None:
+    assert max(run_on_ranks(_criteria, name)) < 1e-5
+
+
+def test_a_criterion_that_is_no_mean_over_samples_is_refused() -> None:
+    with pytest.raises(Exception, match="no mean over samples"):
+        run_on_ranks(_criteria, "one's own")
+
+
+class Scaled(nn.Module):
+    """A criterion that learns: too small for stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out * self.factor, y)
+
+
+def _beside(rank: int, named: bool) -> float:
+    def build() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model, criterion = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)), Scaled()
+        return model, criterion, torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.5)
+
+    def loop(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, around: Around) -> None:
+        draw = torch.Generator().manual_seed(1)
+        for size in (12, 12, 5):
+            x, y = torch.randn(size, 5, generator=draw), torch.randint(4, (size,), generator=draw)
+            out = model(x)
+            loss = criterion(out, y)
+            with around():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alone, pair = build(), build()
+    loop(*alone, contextlib.nullcontext)
+    model, criterion, optimizer = pair
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    options = Pipeline.Options(loss=criterion if named else None)
+    both: list[Any] = [
+        Pipeline(options).set_up(Component({"model": model, "criterion": criterion}, {"optimizer": optimizer})),
+        Pipeline(options).set_up(Component({"other": other})),  # of another component: it takes nothing of the first
+    ]
+    for prepared in both:
+        prepared.enter()
+    loop(model, criterion, optimizer, both[0].backward)
+    for prepared in both:
+        prepared.leave()
+        prepared.close()
+    return max(far(model, alone[0]), far(criterion, alone[1]))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_criterion_that_learns_is_whole_on_every_rank(named: bool) -> None:
+    assert max(run_on_ranks(_beside, named)) < 1e-5
+
+
+class Slow(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+def _measured(rank: int) -> tuple[list[int], list[int], float]:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Slow(5, 5), Slow(5, 5), nn.Linear(5, 40), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, around: Around, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(2):
+            with around():
+                of_chain(model, 8, draw).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pairs = [build(), build()]
+    for model, optimizer in pairs:
+        loop(model, optimizer, contextlib.nullcontext, 1)
+    loop(*pairs[0], contextlib.nullcontext, 2)
+    model, optimizer = pairs[1]
+    prepared: Any = Pipeline(Pipeline.Options(balance="time", microbatches=2)).set_up(
+        Component({"model": model}, {"optimizer": optimizer})
+    )
+    before = list(prepared.lines[0].counts)
+    prepared.enter()
+    loop(model, optimizer, prepared.backward, 2)
+    prepared.leave()
+    prepared.close()
+    return before, prepared.lines[0].counts, far(model, pairs[0][0])
+
+
+def test_stages_move_when_time_was_measured() -> None:
+    for before, after, apart in run_on_ranks(_measured):
+        assert before == [3, 3]
+        assert after == [1, 5]
+        assert apart < 1e-5
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _counted(rank: int, batches: int) -> list[int]:
+    model = Normed()
+    prepared = Pipeline(Pipeline.Options(microbatches=1)).set_up(Component({"model": model}))
+    prepared.enter()
+    for _ in range(batches):
+        with prepared.backward():
+            model(torch.randn(8, 6)).sum().backward()
+    prepared.leave()
+    prepared.close()
+    return [int(buffer) for name, buffer in model.named_buffers() if name.endswith("num_batches_tracked")]
+
+
+def test_a_norm_counts_no_batch_while_the_forward_is_written_down() -> None:
+    assert run_on_ranks(_counted, 3) == [[3] * 4] * 2
+
+
+def test_stages_are_cut_where_the_largest_is_smallest() -> None:
+    assert cut([1.4, 12.0, 0.8, 5.3, 5.1], 2) == [2, 3]
+    assert cut([1, 1, 1, 9], 3) == [1, 2, 1]
+    assert cut([0, 0, 5], 3) == [1, 1, 1]
+
+
+class Drawing(torch.autograd.Function):
+    """In its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * torch.rand_like(grad)
+
+
+class Two(nn.Linear):
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return Drawing.apply(super().forward(both[0]) + both[1])  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _part_by_part(rank: int) -> tuple[list[str], torch.Tensor]:
+    """What is said of it, and what a loop draws after it."""
+    torch.manual_seed(0)
+    x, said = torch.randn(4, 5), []
+
+    def seen(module: nn.Module, given: Any, returned: Any) -> None: ...
+
+    seen.__module__ = "transformers.modeling_utils"
+    for case in ("two", "replaced", "hooked"):
+        model = nn.Sequential(Two(5, 5), nn.Tanh(), nn.Linear(5, 4)) if case == "two" else chain()
+        prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
+        prepared.enter()
+        if case == "replaced":
+            model[1] = nn.Tanh()  # type: ignore[index]
+        if case == "hooked":
+            model[0].register_forward_hook(seen)  # type: ignore[index]
+        with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(io.StringIO()) as shown:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with prepared.backward():
+                    model((x, x) if case == "two" else x).sum().backward()
+        prepared.leave()
+        prepared.close()
+        said.append("\n".join(str(one.message) for one in warned) + shown.getvalue())
+    return said, torch.rand(2)
+
+
+def test_why_parts_compute_one_after_the_other_is_said() -> None:
+    (said, drawn), (_, also) = run_on_ranks(_part_by_part)
+    assert torch.equal(drawn, also)
+    for found, why in zip(
+        said, ("(it is given 2 things", "(a layer was put in", "seen of transformers.modeling_utils)"), strict=True
+    ):
+        assert found.count("one after the other") == found.count(why) == 1, found
+
+
+def _refused(rank: int) -> list[str]:
+    found = []
+    for model, options in (
+        (nn.Linear(2, 2), Pipeline.Options()),
+        (chain(), Pipeline.Options(balance="3,2")),
+        (chain(), Pipeline.Options(balance="2,2,2")),
+    ):
+        with pytest.raises((NotSupported, UsageError)) as error:
+            Pipeline(options).set_up(Component({"model": model}))
+        found.append(str(error.value))
+    model = chain()
+    prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
+    prepared.enter()
+    with prepared.backward():
+        model(torch.ones(4, 5)).sum().backward()
+    parameters = list(model.parameters())
+    away = parameters[-1] if rank == 0 else parameters[0]
+    assert away.grad is not None
+    away.grad.mul_(2)
+    with pytest.raises(NotSupported, match="ddp"):
+        away.grad.norm()
+    prepared.leave()
+    prepared.close()
+    return found
+
+
+def test_what_cannot_be_is_said() -> None:
+    for found in run_on_ranks(_refused):
+        assert "fsdp" in found[0]
+        assert "5 parts" in found[1]
+        assert "3 stages" in found[2]
+    with pytest.raises(UsageError, match="--loss takes a module"):
+        Pipeline.Options(loss=lambda out, y: out)
+    with pytest.raises(UsageError, match="--balance"):
+        Pipeline.Options(balance="evenly")

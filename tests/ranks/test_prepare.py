@@ -1,0 +1,294 @@
+"""What hangs together is set up once, kept, set up again when it grows, and guarded when nobody set it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbtrain.errors import NotPrepared, UsageError
+from nbtrain.events import Event, Metric
+from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.kit.same_on_ranks import differing, digest
+from nbtrain.strategies.none import NoStrategy
+from nbtrain.strategies.single import Single
+from nbtrain.training.ranks.collectives import equalise, gather, reduce
+from nbtrain.training.runtime import Runtime
+from nbtrain.training.setup.components import Components, place
+from tests.support.ranks import RankFailed, run_on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Noting(Strategy):
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(self.Options())
+        self.closed = 0
+
+    def set_up(self, component: Component, precision: str = "32") -> Prepared:
+        noting = self
+
+        class Noted(Prepared):
+            def close(self) -> None:
+                noting.closed += 1
+
+        return Noted(component)
+
+
+@pytest.fixture
+def workshop() -> Iterator[Components]:
+    shop = Components(Noting(), CPU, 1)
+    yield shop
+    shop.forget()
+
+
+def names(shop: Components) -> list[tuple[list[str], list[str], list[str], list[str]]]:
+    return [
+        ([*one.component.modules], [*one.component.optimizers], [*one.component.schedulers], [*one.component.loose])
+        for one in shop.prepared
+    ]
+
+
+def sgd(*parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for part in parameters for p in part], 0.1)
+
+
+def test_components(workshop: Components) -> None:
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    warmth = nn.Parameter(torch.zeros(()))
+    both, other = sgd(a.parameters(), b.parameters(), [warmth]), sgd(c.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(both, 1)
+    criterion = nn.CrossEntropyLoss()
+    everything = {"a": a, "b": b, "c": c, "both": both, "other": other, "schedule": schedule, "criterion": criterion}
+    workshop.prepare(everything)
+    assert names(workshop) == [
+        (["a", "b"], ["both"], ["schedule"], ["both[4]"]),
+        (["c"], ["other"], [], []),
+    ]
+
+
+def test_what_nobody_holds_is_let_go_of(workshop: Components) -> None:
+    """A notebook makes its model and optimizer anew, cell after cell."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    workshop.prepare({"model": model, "opt": sgd(model.parameters()), "other": other})
+    workshop.retire(lambda item: item is model)
+    assert names(workshop) == [(["model"], [], [], [])]
+    assert workshop.strategy.closed == 1  # type: ignore[attr-defined]
+    new = sgd(model.parameters())
+    workshop.prepare({"model": model, "opt": new})
+    assert names(workshop) == [(["model"], ["opt"], [], [])]
+    assert workshop.prepared[0].component.optimizers["opt"] is new
+    workshop.retire(lambda item: False)
+    assert workshop.prepared == []
+    assert workshop.ready == set()
+
+
+def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Components) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+    workshop.prepare({"model": model, "optimizer": optimizer, "other": other})
+    first, second = workshop.prepared
+    workshop.prepare({"model": model})
+    workshop.prepare({"again": model, "optimizer": optimizer})
+    assert workshop.prepared == [first, second]
+    workshop.prepare({"new": torch.optim.Adam(model.parameters())})
+    assert workshop.strategy.closed == 1  # type: ignore[attr-defined]
+    assert names(workshop)[1] == (["model"], ["optimizer", "new"], [], [])
+    assert workshop.prepared[0] is second
+    model.half()
+    workshop.prepare({"model": model})
+    assert workshop.strategy.closed == 2, "buckets of the old dtype are of no use"  # type: ignore[attr-defined]
+    workshop.forget()
+    assert workshop.prepared == []
+    assert workshop.ready == set()
+
+
+def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Components) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    objects = {"model": model, "optimizer": sgd(model.parameters())}
+    workshop.prepare(objects)
+    first = workshop.prepared
+    workshop.prepare(objects)
+    assert workshop.prepared == first
+    model.append(nn.Linear(2, 2))
+    workshop.prepare(objects)
+    assert workshop.prepared != first
+    assert set(map(id, model.parameters())) <= workshop.ready
+    workshop.forget()
+    workshop.prepare(objects)
+    assert len(workshop.prepared) == 1, "forgotten means to be set up again"
+
+
+def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(workshop: Components) -> None:
+    """Each rank finds names anew when it has to; set up alone, it would wait for the others."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    objects = {"model": model, "optimizer": sgd(model.parameters())}
+    workshop.prepare(objects)
+    first = workshop.prepared
+    first[0].component.modules["a copy that the cell made"] = nn.Linear(2, 2)
+    workshop.prepare(dict(objects))
+    assert workshop.prepared == first
+
+
+@pytest.mark.gpu
+def test_place_moves_in_place() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    identities = [*map(id, model.parameters()), *map(id, model.buffers())]
+    card = torch.device("cuda", 0)
+    place(Component(modules={"model": model}, optimizers={"optimizer": optimizer}), card)
+    assert identities == [*map(id, model.parameters()), *map(id, model.buffers())]
+    assert {t.device for t in (*model.parameters(), *model.buffers())} == {card}
+    assert {p.grad.device for p in model.parameters() if p.grad is not None} == {card}
+    state = optimizer.state[model[0].weight]
+    assert (state["exp_avg"].device, state["step"].device) == (card, CPU)
+
+
+def runtime(rank: int, strategy: Strategy | None = None, world_size: int = 2, seen: Any = None) -> Runtime:
+    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
+    if strategy is None:
+        from nbtrain.strategies.ddp import DDP
+
+        strategy = DDP(DDP.Options())
+    return Runtime(info, strategy, (lambda event: None) if seen is None else seen.append)
+
+
+SPEC = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")))
+
+
+def _unprepared(rank: int) -> str:
+    here = runtime(rank)
+    here.install()
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+    here.begin(SPEC, {})
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(NotPrepared) as caught:
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    here.setup(model, optimizer)
+    optimizer.step()
+    model.extra = nn.Parameter(torch.ones(2))
+    optimizer.param_groups[0]["params"].append(model.extra)
+    model.extra.sum().backward()
+    with pytest.raises(NotPrepared, match="1 parameter "):
+        optimizer.step()
+    here.end(False)
+    other = nn.Linear(1, 1)
+    other(torch.ones(1, 1)).sum().backward()
+    sgd(other.parameters()).step()  # between cells nothing is guarded
+    here.uninstall()
+    here = runtime(rank, NoStrategy(None))
+    here.install()
+    here.begin(SPEC, {"model": model, "optimizer": optimizer})
+    assert here.setup(model) is model
+    optimizer.step()
+    assert here.workshop.prepared == []
+    here.uninstall()
+    return str(caught.value)
+
+
+def test_the_guard_names_the_line_to_write_on_every_rank() -> None:
+    for text in run_on_ranks(_unprepared):
+        assert text.startswith("SGD trains 2 parameters on 2 ranks")
+        assert "model, optimizer = setup(model, optimizer)" in text
+
+
+def _collectives(rank: int) -> dict[str, Any]:
+    other = torch.full((2,), float(rank))
+    bf16 = torch.full((2,), rank + 1.0, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="gather"):
+        reduce("text")
+    with pytest.raises(UsageError, match="mean, sum, min, max"):
+        reduce(1, "avg")
+    shares = [torch.full((3,), float(rank)), torch.ones(2), torch.tensor(rank, dtype=torch.int32)]
+    sent = equalise(shares, lambda tensor: hash(tuple(tensor.reshape(-1).tolist())))
+    return {
+        "mean": reduce(rank),
+        "sum": reduce(rank + 1 if rank else 1.0, "sum"),
+        "int": reduce(rank + 1, "sum"),
+        "max": reduce(other, op="max").tolist(),
+        "any": reduce(torch.tensor(rank == 1), op="max").item(),
+        "bf16": reduce(bf16),
+        "own": other.tolist(),
+        "ragged": [len(part) for part in gather(torch.zeros(rank + 1))],
+        "gather": gather({"rank": rank}),
+        "equal": (sent, [tensor.tolist() for tensor in shares]),
+    }
+
+
+def test_reduce_gather_equalise() -> None:
+    one, other = run_on_ranks(_collectives)
+    assert (one["own"], other["own"]) == ([0.0, 0.0], [1.0, 1.0]), "the argument stays"
+    for found in (one, other):
+        assert found["mean"] == 0.5
+        assert found["sum"] == 3
+        assert found["int"] == 3
+        assert type(found["int"]) is int
+        assert found["max"] == [1.0, 1.0]
+        assert found["any"] == 1
+        assert found["bf16"].dtype == torch.bfloat16
+        assert found["bf16"].tolist() == [1.5, 1.5]
+        assert found["ragged"] == [1, 2]
+        assert found["gather"] == [{"rank": 0}, {"rank": 1}]
+        assert found["equal"] == (2, [[0.0] * 3, [1.0, 1.0], 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(7,), (3, 1500)])
+def test_a_digest_knows_each_number_and_its_place(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    first = (torch.arange(torch.Size(shape).numel()) % 2).to(dtype).reshape(shape)
+    edited, moved = first.clone(), first.flatten().clone()
+    edited.view(-1)[-1] = edited.view(-1)[-1] == 0
+    moved[[0, 1, 2, 3]] = moved[[1, 0, 3, 2]]  # the same sum
+    numbers = [int(digest(one)) for one in (first, edited, moved.view(shape), first.clone())]
+    assert len(set(numbers)) == 3
+    assert numbers[0] == numbers[3]
+
+
+def _differ(rank: int) -> list[bool]:
+    return differing([torch.ones(3), torch.tensor(float(rank)), torch.tensor([]), torch.tensor([float("nan")])], "cpu")
+
+
+def test_what_differs_between_ranks() -> None:
+    assert run_on_ranks(_differ) == [[False, True, False, False]] * 2
+
+
+def test_alone_reduce_and_gather_need_no_group() -> None:
+    assert reduce(3, "sum") == 3
+    assert reduce(torch.tensor([1, 2]), "mean").tolist() == [1.0, 2.0]
+    assert gather("text") == ["text"]
+
+
+def test_builtins_and_log() -> None:
+    seen: list[Event] = []
+    here = runtime(0, Single(Single.Options()), world_size=1, seen=seen)
+    names = here.builtins()
+    assert (names["rank"], names["world_size"], names["local_rank"], names["device"]) == (0, 1, 0, CPU)
+    names["log"](loss=torch.tensor(0.5, requires_grad=True), n=2)
+    assert isinstance(seen[0], Metric)
+    assert seen[0].values == {"loss": 0.5, "n": 2.0}
+    with pytest.raises(UsageError, match="log\\(name="):
+        names["log"](name="text")
+    with pytest.raises(UsageError, match="one element"):
+        names["log"](loss=torch.zeros(2))
+
+
+def _one_raises(rank: int) -> None:
+    if rank:
+        raise ValueError("only here")
+    reduce(1)
+
+
+def test_the_harness_says_who_failed_and_leaves_nobody_waiting() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1:(.|\n)*only here"):
+        run_on_ranks(_one_raises)

@@ -1,0 +1,160 @@
+"""sharded (FairScale) against one process, and what a rank has of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nbtrain.errors import NotSupported
+from nbtrain.specs import RankInfo
+from nbtrain.strategies.sharded import Sharded
+from nbtrain.training.runtime import Runtime
+from tests.ranks import test_ddp
+from tests.ranks.test_ddp import Bench, Weights, net, train
+from tests.support.absent import absent
+from tests.support.ranks import run_on_ranks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _there() -> None:
+    if find_spec("fairscale") is None:
+        absent("FairScale is not installed", "pip install --no-build-isolation fairscale")
+
+
+CASES = [case for case in test_ddp.CASES if case is not test_ddp.channels_last]
+"""That one looks at gradients, which only their owners have."""
+
+
+class Fairly(Bench):
+    """A rank under sharded, or the one process that it is compared with."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(rank, world_size)
+        if world_size > 1:
+            info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
+            self.runtime = Runtime(info, Sharded(Sharded.Options()), lambda event: None)
+
+
+def _run(rank: int, world_size: int) -> dict[str, Weights]:
+    found = {}
+    for case in CASES:
+        bench = Fairly(rank, world_size)
+        bench.runtime.install()
+        found[case.__name__] = {name: value.clone() for name, value in case(bench).items()}
+        bench.runtime.uninstall()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(_there: None) -> list[dict[str, Weights]]:
+    return run_on_ranks(_run, 2, world_size=2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_equals_one_process(case: Callable[[Bench], Weights], ranks: list[dict[str, Weights]]) -> None:
+    alone = Bench()
+    alone.runtime.install()
+    try:
+        expected = case(alone)
+    finally:
+        alone.runtime.uninstall()
+    for found in ranks:
+        assert found[case.__name__].keys() == expected.keys()
+        for name, value in expected.items():
+            if not name.startswith("state "):  # it is dealt out here
+                torch.testing.assert_close(found[case.__name__][name], value, rtol=1e-5, atol=1e-5)
+    for name in (name for name in expected if not name.startswith("state ")):
+        assert torch.equal(ranks[0][case.__name__][name], ranks[1][case.__name__][name]), name
+
+
+def _lines(rank: int) -> dict[str, Any]:
+    """What a cell sees of gradients and norms, in a loop that adds up over two backwards."""
+    bench = Fairly(rank, 2)
+    bench.runtime.install()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    found: dict[str, Any] = {}
+
+    def loop() -> None:
+        for x, y in bench.loader(16, 8):
+            F.cross_entropy(model(x), y).backward()
+        held = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor]
+        found["here"] = sum(grad.numel() for grad in held)
+        found["all"] = sum(p.numel() for p in model.parameters() if p.grad is not None)
+        found["part"] = float(nn.utils.clip_grad_norm_(model.last.parameters(), 100.0))
+        found["largest"] = float(nn.utils.clip_grad_norm_(model.parameters(), 100.0, float("inf")))
+        found["norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), 100.0))
+        with pytest.raises(NotSupported, match="--strategy zero1"):
+            for p in model.parameters():
+                if p.grad is not None and type(p.grad) is not torch.Tensor:
+                    p.grad.norm()
+            if rank == 0:  # both have some that the other owns
+                raise AssertionError("no gradient is elsewhere")
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, bench.loader(), 1)
+        state = optimizer.state_dict()["state"]
+        found["state"] = {i: entry["exp_avg"] for i, entry in state.items()}
+        found["steps"] = {i: float(entry["step"]) for i, entry in state.items()}
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    found["storages"] = len({p.untyped_storage().data_ptr() for p in model.parameters()})
+    bench.runtime.uninstall()
+    found["after"] = {name: value.clone() for name, value in model.state_dict().items()}
+    found["whole"] = [value["exp_avg"].clone() for value in optimizer.state.values()]
+    found["apart"] = len({p.untyped_storage().data_ptr() for p in model.parameters()})
+    return found
+
+
+def _alone() -> dict[str, Any]:
+    bench = Bench()
+    bench.runtime.install()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    found: dict[str, Any] = {}
+
+    def loop() -> None:
+        for x, y in bench.loader(16, 8):
+            F.cross_entropy(model(x), y).backward()
+        found["part"] = float(nn.utils.clip_grad_norm_(model.last.parameters(), 100.0))
+        found["largest"] = float(nn.utils.clip_grad_norm_(model.parameters(), 100.0, float("inf")))
+        found["norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), 100.0))
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, bench.loader(), 1)
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    bench.runtime.uninstall()
+    found["after"] = model.state_dict()
+    found["whole"] = [value["exp_avg"] for value in optimizer.state.values()]
+    found["state"] = {i: entry["exp_avg"] for i, entry in optimizer.state_dict()["state"].items()}
+    found["steps"] = {i: float(entry["step"]) for i, entry in optimizer.state_dict()["state"].items()}
+    return found
+
+
+def test_gradients_are_with_their_owners_and_norms_are_those_of_all() -> None:
+    wanted = _alone()
+    both = run_on_ranks(_lines)
+    assert sum(found["here"] for found in both) == both[0]["all"]
+    assert max(found["here"] for found in both) < 0.7 * both[0]["all"]
+    for found in both:
+        for name in ("part", "largest", "norm"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-5)
+        assert found["steps"] == wanted["steps"]
+        for name in ("after", "state"):
+            assert found[name].keys() == wanted[name].keys()
+            for key, value in wanted[name].items():
+                torch.testing.assert_close(found[name][key], value, rtol=1e-5, atol=1e-5)
+        for value, one in zip(found["whole"], wanted["whole"], strict=True):
+            torch.testing.assert_close(value, one, rtol=1e-5, atol=1e-5)
+        assert found["storages"] < found["apart"], "FairScale's flat buffers are gone at the end"

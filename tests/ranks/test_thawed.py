@@ -1,0 +1,262 @@
+"""Layers that freeze and thaw in the middle of a loop, and gradients that are set by hand: what the loop sees of
+gradients is what one process sees, in that very step, or one sentence says why not. Edit × strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nbtrain import registry
+from nbtrain.errors import NotSupported
+from nbtrain.specs import RankInfo
+from nbtrain.training.runtime import Runtime
+from tests.ranks.test_ddp import Bench, Net, net
+from tests.support.absent import absent
+from tests.support.ranks import run_on_ranks
+
+Numbers = dict[str, torch.Tensor]
+ACCURACY = 1e-5
+
+STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "ddp, many buckets": ("ddp", {"bucket_mb": 0.0002}),
+    "zero1": ("zero1", {}),
+    "sharded": ("sharded", {}),
+    "horovod": ("horovod", {}),
+    "fsdp": ("fsdp", {}),
+}
+
+
+class Cells(Bench):
+    """A rank under a strategy, or the one process that it is compared with."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, strategy: str = "", **options: Any) -> None:
+        super().__init__(rank, world_size)
+        if strategy:
+            info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, device="cpu", threads=1)
+            made = registry.strategy(strategy).load()
+            self.runtime = Runtime(info, made(made.Options(**options)), lambda event: None)
+
+
+# --- what the loop does with its gradients, before the step ---------------------------------------
+
+
+def nothing(model: Net) -> None:
+    pass
+
+
+def clip_value(model: Net) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def clip_norm(model: Net) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def by_hand(model: Net) -> None:
+    """Not linear: a local gradient, averaged afterwards, would be another."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(1 + p.grad.abs().sqrt())
+
+
+def read(model: Net) -> None:
+    """A learning rate, say, that a gradient decides."""
+    for p in model.parameters():
+        if p.grad is not None:
+            model.seen += float(p.grad.abs().sum())  # type: ignore[operator]
+
+
+EDITS: tuple[Callable[[Net], None], ...] = (nothing, clip_norm, clip_value, by_hand, read)
+
+
+# --- what changes on the way ----------------------------------------------------------------------
+
+
+def thaw(model: Net) -> None:
+    model.first.requires_grad_(True)
+
+
+def freeze(model: Net) -> None:
+    model.blocks[0].requires_grad_(False)
+
+
+def both(model: Net) -> None:
+    thaw(model)
+    freeze(model)
+
+
+def all_others(model: Net) -> None:
+    for p in model.parameters():
+        p.requires_grad_(not p.requires_grad)
+
+
+CHANGES: tuple[Callable[[Net], None], ...] = (thaw, freeze, both, all_others)
+
+
+def changing(bench: Bench, change: Callable[[Net], None], edit: Callable[[Net], None], add: int, flags: int) -> Net:
+    """`add`: so many batches a step, added up by hand; `flags`: the same by `--accumulate`."""
+    model = net()
+    model.first.requires_grad_(False)
+    model.seen = 0.0  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    share = add * (flags if bench.world_size == 1 else 1)
+    at = 2 if add == flags == 1 else 3  # in the middle of what is added up
+
+    def loop() -> None:
+        for i, (x, y) in enumerate(bench.loader(48, 8)):
+            if i == at:
+                change(model)
+            (F.cross_entropy(model(x), y) / share).backward()
+            if (i + 1) % share == 0:
+                edit(model)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    bench.cell(loop, accumulate=flags if bench.world_size > 1 else 1, model=model, optimizer=optimizer)
+    return model
+
+
+# --- gradients of one's own -----------------------------------------------------------------------
+
+
+def assigned(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    held = [p for name, p in model.named_parameters() if "spare" not in name]
+    for p, grad in zip(held, torch.autograd.grad(F.cross_entropy(model(x), y), held), strict=True):
+        p.grad = grad
+
+
+def assigned_after_backward(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    """What the backward has left is thrown away."""
+    F.cross_entropy(model(x), y).backward()
+    assigned(model, 2 * x, y)
+
+
+def assigned_after_zeroing(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    model.zero_grad()
+    assigned(model, 2 * x, y)
+
+
+def added_to_backward(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    held = [p for p in model.parameters() if p.grad is not None]
+    for p, grad in zip(held, torch.autograd.grad(F.cross_entropy(model(2 * x), y), held), strict=True):
+        p.grad = p.grad + grad
+
+
+def added_in_place(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    held = [p for p in model.parameters() if p.grad is not None]
+    for p, grad in zip(held, torch.autograd.grad(F.cross_entropy(model(2 * x), y), held), strict=True):
+        assert p.grad is not None
+        p.grad.add_(grad)
+
+
+def before_backward(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    assigned(model, 2 * x, y)
+    F.cross_entropy(model(x), y).backward()
+
+
+WAYS = (assigned, assigned_after_backward, assigned_after_zeroing, added_to_backward, added_in_place, before_backward)
+
+
+def own_gradients(
+    bench: Bench, way: Callable[[Net, torch.Tensor, torch.Tensor], None], edit: Callable[[Net], None]
+) -> Net:
+    """Two cells, the second with an optimizer that is made in it."""
+    model = net()
+    model.seen = 0.0  # type: ignore[assignment]
+
+    def loop() -> None:
+        for x, y in bench.loader(16, 8):
+            way(model, x, y)
+            edit(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    bench.cell(loop, model=model, optimizer=optimizer)
+
+    def another() -> None:
+        nonlocal optimizer
+        optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+        loop()
+
+    bench.cell(another, model=model, optimizer=optimizer)
+    return model
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+TABLE: dict[str, Callable[[Bench], Net]] = {
+    **{
+        f"{change.__name__}, {edit.__name__}{how}": (
+            lambda bench, change=change, edit=edit, add=add, flags=flags: changing(bench, change, edit, add, flags)
+        )
+        for change in CHANGES
+        for edit in EDITS
+        for how, add, flags in (("", 1, 1), (", added up", 2, 1), (", --accumulate", 1, 2))
+        if flags == 1 or edit not in (by_hand, read)  # there they see each batch
+    },
+    **{
+        f"{way.__name__}, {edit.__name__}": lambda bench, way=way, edit=edit: own_gradients(bench, way, edit)
+        for way in WAYS
+        for edit in (nothing, clip_norm, clip_value)
+    },
+}
+
+
+def _played(bench: Bench, program: Callable[[Bench], Net]) -> Numbers | str:
+    bench.runtime.install()
+    try:
+        model = program(bench)
+        bench.runtime.workshop.forget()  # what was in pieces is whole again
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return {**weights, "seen": torch.tensor(float(model.seen))}  # type: ignore[arg-type]
+    except NotSupported as error:
+        return str(error)
+    finally:
+        bench.runtime.uninstall()
+
+
+def _on_a_rank(rank: int, strategy: str, options: dict[str, Any]) -> dict[str, Numbers | str]:
+    return {name: _played(Cells(rank, 2, strategy, **options), TABLE[name]) for name in TABLE}
+
+
+@cache
+def _alone() -> dict[str, Numbers | str]:
+    return {name: _played(Bench(), program) for name, program in TABLE.items()}
+
+
+def _apart(found: Numbers | str, wanted: Numbers | str) -> str:
+    """What is wrong with it, in words."""
+    assert not isinstance(wanted, str), wanted
+    if isinstance(found, str):
+        return "" if re.search(r"--strategy |-s ", found) else f"a sentence without a line to write: {found}"
+    far = [at for at, value in wanted.items() if not torch.allclose(found[at], value, rtol=ACCURACY, atol=ACCURACY)]
+    return ", ".join(far)
+
+
+@pytest.mark.sample("ddp", "sharded")
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_as_one_process(strategy: str) -> None:
+    name, options = STRATEGIES[strategy]
+    for package in registry.strategy(name).needs.packages:
+        if find_spec(package) is None:
+            absent(f"{package} is not installed", f"pip install {package}")
+    ranks = run_on_ranks(_on_a_rank, name, options, timeout=240)
+    wrong = {at: what for found in ranks for at in found if (what := _apart(found[at], _alone()[at]))}
+    assert not wrong, "\n".join(f"{at}: {what}" for at, what in wrong.items())
+    if name in ("ddp", "zero1", "horovod"):
+        refused = [at for at in TABLE if isinstance(ranks[0][at], str)]
+        assert not refused, refused

@@ -1,0 +1,451 @@
+"""The exchange as a whole: every edit is seen and nothing else, both sides stay one, and what fails leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbtrain.errors import CannotTravel
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.rank_paths import Ways
+from nbtrain.exchange.kinds.base import Handle, Kind
+from tests.support.sides import Sides
+
+NOTEBOOK = """
+    import numpy, torch
+    from torch import nn
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3); self.norm = nn.BatchNorm1d(3); self.log = []
+        def forward(self, x): return self.norm(self.a(x))
+    def scale(x): return x * 2
+    net = Net(); frozen = net.a.weight.numpy(force=True)
+    opt = torch.optim.AdamW(net.parameters(), fused=True)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 1)
+    x = torch.ones(4, 3); arr = numpy.arange(5.); hist = []; cfg = {'hist': hist, 'deep': [{'k': [1]}]}
+    net(x).sum().backward(); opt.step()
+"""
+
+EDITS = {
+    "a write through .data": "net.a.weight.data[0] = 5",
+    "a write that keeps the sum": "net.a.bias.data[:2] = net.a.bias.data[:2].flip(0) + 1",
+    "a write through numpy": "frozen[0, 0] = 9",
+    "a fused step": "net(x).sum().backward(); opt.step()",
+    "statistics of a norm": "net.norm(x)",
+    "eval": "net.eval()",
+    "an attribute": "net.epoch = 3",
+    "a list in an attribute": "net.log.append(1)",
+    "frozen": "net.a.weight.requires_grad_(False)",
+    "learning rate": "opt.param_groups[0]['lr'] = 0.5",
+    "scheduler": "sched.step()",
+    "a new layer": "net.extra = nn.Linear(2, 2)",
+    "a replaced layer": "net.a = nn.Linear(3, 3)",
+    "a removed layer": "del net.norm",
+    "an array": "arr[2] = 7",
+    "a list": "hist.append(1)",
+    "deep in a dict": "cfg['deep'][0]['k'].append(2)",
+    "a hook": "net.a.register_forward_hook(scale)",
+    "forward patched": "net.forward = scale",
+    "a method of the class": "Net.forward = lambda self, x: x",
+    "half": "net.half()",
+    "load_state_dict": "net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()})",
+    "another object": "net.a.bias = nn.Parameter(net.a.bias.detach().clone())",
+}
+
+NO_EDITS = {
+    "gradients": "net(x.clone()).sum().backward() if not net.training else net.a(x).sum().backward()",
+    "zero_grad": "opt.zero_grad()",
+    "reading": "net.a.weight.sum(); list(cfg); arr.sum(); net.state_dict()",
+    "the same value": "net.a.weight.data.copy_(net.a.weight.data.clone()); arr[1] = arr[1]",
+}
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[Sides]:
+    made = Sides(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Sides]:
+    made = Sides(tmp_path, ranks=3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_an_edit_of_the_notebook_is_seen_and_arrives(sides: Sides, edit: str) -> None:
+    sides.run(NOTEBOOK)
+    sides.out()
+    sides.run(edit)
+    assert sides.unsent() != []
+    sides.out()
+    assert sides.unsent() == []
+    assert same(sides)
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_an_edit_on_the_rank_is_seen_and_comes_home(sides: Sides, edit: str) -> None:
+    sides.run(NOTEBOOK)
+    sides.distributed("")
+    assert sides.distributed(edit).parcel.stream
+    assert sides.unsent() == sides.unsent_there() == []
+    assert same(sides)
+
+
+def same(sides: Sides) -> bool:
+    """Both sides have the same values, compared without the exchange."""
+    import torch
+
+    def look(get: object) -> list[object]:
+        net, opt = get("net"), get("opt")  # type: ignore[operator]
+        plain = [net.training, net.log, getattr(net, "epoch", 0), get("hist"), get("cfg"), get("arr").tolist()]  # type: ignore[operator]
+        groups = [(g["lr"], [any(p is q for q in net.parameters()) for p in g["params"]]) for g in opt.param_groups]
+        grown = [(n, p.requires_grad, p.dtype) for n, p in net.named_parameters()]
+        return [*plain, groups, grown, len(net.a._forward_hooks), "forward" in vars(net), net.forward.__name__]
+
+    here, there = sides("net").state_dict(), sides.there("net").state_dict()
+    states = [[v for s in get("opt").state.values() for v in s.values()] for get in (sides, sides.there)]
+    return (
+        look(sides) == look(sides.there)
+        and list(here) == list(there)
+        and all(map(torch.equal, here.values(), there.values()))
+        and len(states[0]) == len(states[1])
+        and all(map(torch.equal, *states))
+    )
+
+
+@pytest.mark.parametrize("edit", NO_EDITS.values(), ids=list(NO_EDITS))
+def test_what_is_no_change_is_not_sent(sides: Sides, edit: str) -> None:
+    sides.run(NOTEBOOK)
+    sides.out()
+    sides.run(edit)
+    assert sides.unsent() == []
+
+
+def test_coming_home_keeps_identity_and_aliases(sides: Sides) -> None:
+    sides.run(NOTEBOOK)
+    sides.run("w = net.a.weight; view = w.detach()[0]; state = opt.state[w]['exp_avg']; deep = cfg['deep']")
+    cell = "net(x).sum().backward(); opt.step(); cfg['deep'].append(cfg); hist.append(1.5)"
+    sides.distributed(cell, ["net", "opt", "cfg", "x", "hist"])
+    assert sides("net.a.weight is w and (view == w[0]).all() and opt.state[w]['exp_avg'] is state")
+    assert sides("cfg['hist'] is hist and hist == [1.5] and deep[1] is cfg")
+    sides.run("net(x).sum().backward(); opt.step()")
+
+
+def test_a_graph_recorded_before_the_cell_raises_after_it(sides: Sides) -> None:
+    sides.run("import torch\nw = torch.ones(2, requires_grad=True); y = (w * w).sum()")
+    sides.distributed("w.data.add_(1)", ["w"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sides.run("y.backward()")
+
+
+def test_no_other_name_is_touched(sides: Sides) -> None:
+    sides.run("a = [1]; b = 2")
+    sides.out()
+    sides.run("c = 4")
+    home = sides.distributed("a.append(2); d = 3; b = b", ["a", "b"])
+    assert sides("a == [1, 2] and b == 2 and c == 4 and d == 3")
+    assert home.deleted == ()
+    sides.distributed("del d", ["d"])
+    assert "d" not in sides.here
+
+
+def test_what_a_rank_made_can_be_sent_to_it_again(three: Sides) -> None:
+    three.run("out = {}")
+    three.distributed("import torch\nout['t'] = torch.full((3,), float(rank)); out['l'] = [rank]; new = out['l']")
+    assert three("out['t'].sum() == 0 and new is out['l']")
+    three.run("out['t'] += 7; new.append('n')")
+    three.distributed("seen = (out['t'].tolist(), new is out['l'], list(new))")
+    assert three("seen") == ([7, 7, 7], True, [0, "n"])
+    for rank in (1, 2):
+        assert three.there("out['t'].tolist()", rank) == [7, 7, 7]
+        assert three.there("new is out['l'] and new[1] == 'n'", rank)
+
+
+def test_ranks_that_made_something_else_get_what_the_lead_made(three: Sides) -> None:
+    three.run("out = []")
+    three.distributed("out.append([rank] if rank < 2 else {'r': rank}); out.append({1}) if rank == 0 else None")
+    three.distributed("", ["out"])
+    assert [three.there("out", rank) for rank in range(3)] == [[[0], {1}]] * 3
+    three.run("out[0].append('x')")
+    three.distributed("", ["out"])
+    assert [three.there("out", rank) for rank in range(3)] == [[[0, "x"], {1}]] * 3
+
+
+def test_what_cannot_leave_the_rank_stays_behind_a_handle(three: Sides) -> None:
+    three.run("box = {}")
+    home = three.distributed("box['g'] = (i * 10 + rank for i in range(3)); g = box['g']")
+    assert isinstance(three("g"), Handle)
+    assert three("box['g'] is g")
+    assert home.stayed[0][0] in ("g", "box['g']")
+    assert "running frame" in home.stayed[0][1]
+    three.distributed("first = next(g)", ["g"])
+    assert [three.there("first", rank) for rank in range(3)] == [0, 1, 2]
+
+
+def test_a_handle_whose_ranks_are_gone_is_refused(sides: Sides, tmp_path: Path) -> None:
+    sides.distributed("g = (i for i in range(3))")
+    other = Sides(tmp_path)
+    other.here["g"] = sides("g")
+    with pytest.raises(CannotTravel, match=r"^g .*are gone; make it again"):
+        other.out()
+    other.close()
+
+
+def test_a_refused_walk_leaves_no_trace(sides: Sides) -> None:
+    sides.run("a = [1]; import threading; lock = threading.Lock()")
+    sides.out(["a"])
+    sides.run("a.append([2]); b = [a, lock]")
+    before = set(sides.traffic.table.nodes)
+    with pytest.raises(CannotTravel):
+        sides.out(["a", "b"])
+    assert set(sides.traffic.table.nodes) == before
+    sides.out(["a"])
+    assert sides.there("a") == [1, [2]]
+
+
+def test_all_culprits_are_named_in_one_error(sides: Sides) -> None:
+    sides.run("""
+        import threading, torch
+        class Odd:
+            shared = (i for i in range(3))
+            __slots__ = ('tricks',)
+        class Plain: pass
+        odd = Odd(); odd.tricks = {'ok': 1, 'guard': threading.Lock()}
+        net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+        net[0][0].spy = open(__import__('os').devnull); plain = Plain(); plain.x = (1, [threading.Event()])
+        def outer():
+            s = threading.Lock()
+            def clo(q=threading.Lock()): return s
+            return clo
+        clo = outer()
+    """)
+    with pytest.raises(CannotTravel) as caught:
+        sides.out()
+    sides("net[0][0].spy").close()
+    text = str(caught.value)
+    for path in (
+        "odd.tricks['guard'] ", "Odd.shared ", "net[0][0].spy ", "plain.x", "(its closure variable 's')",
+        "(default of its argument 'q')",
+    ):  # fmt: skip
+        assert path in text
+    assert "list(...)" in text
+
+
+def test_what_packs_but_does_not_open_is_named_and_changes_nothing(sides: Sides) -> None:
+    sides.run("""
+        class Bad:
+            def __getstate__(self): return {'n': 1}
+            def __setstate__(self, state): raise ValueError('no way')
+        class Args(Exception):
+            def __init__(self, a, b): super().__init__(a)
+        a = [1]; cfg = {'deep': [a]}
+    """)
+    sides.distributed("", ["a", "cfg"])
+    for make, reason in (("Bad()", "ValueError: no way"), ("Args(1, 2)", "TypeError")):
+        sides.out(["a", "cfg", "Bad", "Args"])
+        twin = sides.twins[0]
+        exec(f"a.append(2); cfg['deep'].append({make})", twin.namespace)
+        with pytest.raises(CannotTravel, match=reason) as caught:
+            sides.home()
+        assert str(caught.value).startswith("cfg['deep'][1] ")
+        assert sides("a == [1] and cfg == {'deep': [a]}")
+        exec("a.pop(); cfg['deep'].pop()", twin.namespace)
+        twin.start(list(twin.table.nodes.values()), lead=True)
+
+
+def test_an_interrupted_walk_can_be_repeated(sides: Sides) -> None:
+    sides.run("""
+        class Rude:
+            stop = True
+            def __init__(self): self.n = 1
+            def __getstate__(self):
+                if Rude.stop: raise KeyboardInterrupt
+                return self.__dict__
+        a = [1]; r = Rude(); b = [2]
+    """)
+    with pytest.raises(KeyboardInterrupt):
+        sides.out()
+    sides.run("Rude.stop = False")
+    sides.out()
+    assert sides.there("a == [1] and r.n == 1 and b == [2]")
+
+
+def test_what_the_notebook_drops_is_freed_on_both_sides(sides: Sides) -> None:
+    sides.run("import torch\nt = torch.ones(1 << 21); keep = [1]\nclass A: pass\na = A(); a.t = t")
+    sides.out()
+    mine = weakref.ref(sides("a"))
+    twin = weakref.ref(sides.there("a"))
+    sides.run("del t, a")
+    sides.out(["keep"])
+    sides.traffic.packer.released(0, sides.twins[0].released())
+    gc.collect()
+    assert mine() is None
+    assert twin() is None
+    assert not any(sides.traffic.packer._readers.values())
+
+
+def test_a_class_that_a_cell_defines_anew_is_freed_on_both_sides(sides: Sides) -> None:
+    sides.run("class A:\n    data = bytearray(1 << 20)\na = A()")
+    sides.out()
+    mine, twin = weakref.ref(sides("A")), weakref.ref(sides.there("A"))
+    sides.run("class A: pass\na = A()")
+    sides.out()
+    gc.collect()
+    assert mine() is None
+    assert twin() is None
+
+
+def test_what_a_cell_rebinds_does_not_pile_up(sides: Sides) -> None:
+    sides.run("import torch\nw = torch.ones(3); x = w; loss = None; pair = (w, [1])")
+    counts = []
+    for _ in range(5):
+        sides.distributed("x = torch.ones(2); loss = [x.sum()]; pair = (w, [len(pair[1])])")
+        counts.append((len(sides.traffic.table.nodes), len(sides.twins[0].table.nodes)))
+    here, there = zip(*counts, strict=True)
+    assert len(set(here)) == 1
+    assert len(set(there[1:])) == 1
+    kept = sides("pair")[1]
+    sides.out()
+    assert sides.there("pair[0] is w and pair[1] == [1]")
+    assert sides.traffic.table.find(kept) is not None  # inside a tuple, which has no key of its own
+    assert len(sides.twins[0].table.nodes) == here[0]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "instance"])
+@pytest.mark.parametrize("where", ["here", "there", "a name there", "deleted there"])
+def test_what_is_replaced_is_freed_on_both_sides(sides: Sides, where: str, kind: str) -> None:
+    new = {"tensor": "torch.ones(200)", "list": "L()", "instance": "A()"}[kind]
+    sides.run(f"import torch\nclass L(list): pass\nclass A: pass\nbox = {{'t': {new}}}; a = {new}; other = [1]")
+    sides.out()
+    name = "a" if "name" in where or "deleted" in where else "box['t']"
+    mine, twin = weakref.ref(sides(name)), weakref.ref(sides.there(name))
+    edit = f"del {name}" if where == "deleted there" else f"{name} = {new}"
+    if where == "here":
+        sides.run(edit)
+        sides.out(["box"])
+    else:
+        sides.distributed(edit)
+    gc.collect()
+    assert mine() is None
+    sides.out(["other"])
+    gc.collect()
+    assert twin() is None
+    assert sides.unsent() == sides.unsent_there() == []
+
+
+def test_what_is_let_go_of_can_come_back(sides: Sides) -> None:
+    """Where one side still has what the other let go of, both have it again as soon as it is used."""
+    sides.run("box = {'t': [1]}; old = None")
+    sides.out(["box"])
+    sides.run("keep = box['t']; box['t'] = 0")
+    sides.twins[0].namespace["_hidden"] = sides.there("box['t']")
+    sides.distributed("box['t'] = _hidden", ["box"])
+    assert sides("box['t']") == [1]
+    sides.distributed("keep.append(2)", ["box", "keep"])
+    assert sides("keep == [1, 2] and box['t'] == [1]")
+
+
+def test_small_tensors_are_compared_together_though_one_is_let_go_of(sides: Sides) -> None:
+    sides.run("import torch\nts = [torch.full((50,), float(i)) for i in range(20)]; loss = torch.ones(5)")
+    for names in ["ts"], ["loss"]:
+        for _ in range(3):
+            sides.out(names)
+    assert len(sides.traffic.table.bulk._chunks) == 2
+    loss = weakref.ref(sides("loss"))
+    sides.run("loss = None")
+    sides.out(["loss"])
+    gc.collect()
+    assert loss() is None
+    (left,) = sides.traffic.table.bulk._chunks.values()
+    assert len(left.flats) == 20
+
+
+def test_a_view_of_memory_that_the_rank_has_shows_what_the_notebook_has(sides: Sides) -> None:
+    sides.run("import torch\nx = torch.arange(6.); a = x[:3]")
+    sides.out(["a"])
+    sides.run("x[4] = 50")
+    sides.out(["x"])
+    assert sides.there("x.tolist()") == [0, 1, 2, 3, 50, 5]
+    sides.run("a[0] = 9")
+    sides.out(["a"])
+    assert sides.there("x[0]") == 9
+
+
+def test_a_walk_that_only_looked_does_not_hide_a_change(sides: Sides) -> None:
+    """Tensors compared together: what was looked at and not sent is still unsent."""
+    sides.run("import torch\nts = [torch.full((50,), float(i)) for i in range(20)]")
+    sides.out()
+    for _ in range(3):
+        assert sides.unsent() == []
+    sides.run("ts[3] += 1")
+    assert sides.unsent() == sides.unsent() == ["tensor"]
+    sides.run("ts[3] -= 1")
+    assert sides.unsent() == []
+    sides.distributed("ts[3] += 1")
+    sides.run("ts[3] -= 1")
+    assert sides.unsent() == ["tensor"]
+
+
+def test_one_element_of_a_large_tensor_is_seen(sides: Sides) -> None:
+    sides.run("import torch, numpy\nt = torch.zeros(1 << 16); a = numpy.zeros(1 << 15)")
+    sides.distributed("t[77] = 1; a[99] = 1")
+    assert sides("t[77] == 1 and a[99] == 1 and t.sum() == 1 and a.sum() == 1")
+    assert sides.unsent() == sides.unsent_there() == []
+    sides.run("t[77], t[78] = 0, 1")
+    assert sides.unsent() == ["tensor"]
+
+
+def test_small_walks_hold_nothing(sides: Sides) -> None:
+    sides.run("a = bytearray(10)")
+    walk = Walk(sides.traffic.table, sides.here)
+    walk.name("a", sides("a"))
+    gone = weakref.ref(walk)
+    del walk
+    assert gone() is None
+
+
+def test_many_new_objects_of_one_list_are_found_in_one_pass(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are told the way to each of them; to look for each among all takes minutes for ten thousand."""
+    count = 300
+    sides.run(f"import torch\nmade = [torch.ones(2) for _ in range({count})]")
+    walk = Walk(sides.traffic.table, sides.here)
+    walk.name("made", sides("made"))
+    asked: list[object] = []
+    identity = Kind.identity
+    monkeypatch.setattr(Kind, "identity", lambda self, obj: asked.append(obj) or identity(self, obj))
+    ways = Ways(sides.traffic.table, sides.here)
+    found = [ways.to(node) for node in walk.added if node.kind.name == "tensor"]
+    assert len({way for way in found if way is not None}) == count
+    assert len(asked) <= 10 * count
+    walk.undo()
+
+
+def test_long_strings_and_tuples_are_sent_once(sides: Sides) -> None:
+    sides.run("""
+        text, data, pairs = "x" * 20_000, b"y" * 20_000, tuple((i, str(i)) for i in range(300))
+        held = [text, pairs]""")
+    sides.distributed("made = text + 'z'; same = held[0] is text and held[1] is pairs")
+    assert sides("same and made == 20_000 * 'x' + 'z' and held[0] is text and held[1] is pairs")
+    assert sides.unsent() == []
+    sides.run("text = 'w' * 20_000")
+    assert sides.unsent() == ["frozen"]
+    sides.distributed("first = text[0], held[0][0], pairs[299], len(data)")
+    assert sides("first") == ("w", "x", (299, "299"), 20_000)
+
+
+def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides.run("rows = [[i] for i in range(300)]; values = (1, 2); net = {'a': 1}")
+    sides.out()
+    sides.out()
+    assert sides.traffic.slow == {}
+    monkeypatch.setattr("nbtrain.session.sync.notebook_side.BUDGET", 0.0)
+    sides.out(["rows", "values"])
+    assert list(sides.traffic.slow) == ["rows"]

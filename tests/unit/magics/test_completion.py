@@ -1,0 +1,81 @@
+"""Tab on the magic's line, through IPython's own completer (matchers are of another kind before 8.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbtrain.magics import extension
+from tests.support.shells import Notebook, bare_shell, completions, notebook
+from tests.unit.magics.test_options import Halves
+
+
+@pytest.fixture
+def nb() -> Iterator[Notebook]:
+    with notebook() as found:
+        found.shell.user_ns["Mine"] = Halves
+        yield found
+
+
+def test_option_names(nb: Notebook) -> None:
+    assert completions(nb.shell, "%%distributed --st|") == ["--start", "--steps", "--strategy"]
+    assert completions(nb.shell, "%%distributed -s ddp --dev|") == ["--devices"]
+    every = completions(nb.shell, "%%distributed |")
+    assert {"--devices", "--monitor", "--no-sampler", "--share-eval"} <= set(every)
+
+
+def test_an_option_is_offered_once(nb: Notebook) -> None:
+    assert completions(nb.shell, "%%distributed --start warm --st|") == ["--steps", "--strategy"]
+    assert completions(nb.shell, "%%distributed -s ddp --st|") == ["--start", "--steps"]
+
+
+def test_choices(nb: Notebook) -> None:
+    assert completions(nb.shell, "%%distributed --engine |") == ["inprocess", "local"]
+    assert completions(nb.shell, "%%distributed --monitor h|") == ["html"]
+    assert completions(nb.shell, "%%distributed --output=f|") == ["--output=files"]
+
+
+def test_strategies_and_those_of_the_notebook(nb: Notebook) -> None:
+    assert {"Mine", "auto", "ddp", "none", "single"} <= set(completions(nb.shell, "%%distributed -s |"))
+    assert completions(nb.shell, "%%distributed --strategy M|") == ["Mine"]
+
+
+def test_flags_of_the_chosen_strategy(nb: Notebook) -> None:
+    assert completions(nb.shell, "%%distributed -s Mine --bu|") == ["--bucket"]
+    assert completions(nb.shell, "%%distributed -s Mine --mode |") == ["full", "grad"]
+    assert "--bucket" not in completions(nb.shell, "%%distributed -s none --bu|")
+
+
+def test_verbs(nb: Notebook) -> None:
+    assert completions(nb.shell, "%distributed st|") == ["start", "status", "stop", "strategies"]
+    assert completions(nb.shell, "x = 1\n%distributed doc|") == ["doctor"]
+    assert completions(nb.shell, "%distributed start --e|") == ["--engine"]
+    assert completions(nb.shell, "%distributed start --out|") == []
+    assert completions(nb.shell, "%distributed pl|") == ["plan"]
+    assert completions(nb.shell, "%distributed plan M|") == ["Mine"]
+    assert completions(nb.shell, "%distributed plan Mine --ba|") == ["--bandwidth", "--batch"]
+    assert completions(nb.shell, "%distributed plan Mine --out|") == []
+
+
+def test_ranks(nb: Notebook) -> None:
+    nb.run("%%distributed -d 3\npass")
+    assert {"0", "1", "2"} <= set(completions(nb.shell, "%%rank |"))
+    assert completions(nb.shell, "%%rank 0,|") == ["0,1", "0,2"]
+    assert completions(nb.shell, "%%rank 0 --mon|") == ["--monitor"]
+
+
+def test_only_on_the_magics_own_line(nb: Notebook) -> None:
+    assert "--start" not in completions(nb.shell, "%%distributed\n--st|")
+    assert "--start" not in completions(nb.shell, "%%time --st|")
+    assert "--start" not in completions(nb.shell, "%%distributed # --st|")
+
+
+def test_nothing_is_left_when_unloaded() -> None:
+    with bare_shell() as shell:
+        extension.load(shell, doctor=str)
+        assert completions(shell, "%%distributed --dev|") == ["--devices"]
+        extension.unload(shell)
+        assert completions(shell, "%%distributed --dev|") == []
+        hooks = shell.strdispatchers.get("complete_command")
+        assert not hooks or not [key for key in hooks.strs if "distributed" in key or "rank" in key]

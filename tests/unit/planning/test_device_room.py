@@ -1,0 +1,138 @@
+"""What a rank may come to have: of the machine's memory, of its container's, of a card that others use too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nbtrain.machine import probes
+from nbtrain.machine.probes import Gpu, GpuUser, HostMemory
+from nbtrain.planning.plan.device_memory import DeviceMemory, devices, ground
+from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, DeviceRoom, in_memory, on_card, room
+from nbtrain.registry import STRATEGIES
+from nbtrain.specs import PoolSpec
+
+GB = 10**9
+
+
+def test_ranks_share_what_is_free() -> None:
+    one = in_memory(HostMemory(host=64 * GB, limit=64 * GB, available=40 * GB), 4)
+    assert (one.total, one.others, one.bytes) == (64 * GB, 24 * GB, 10 * GB - INTERPRETER)
+    assert one.why.startswith(
+        "24 GB of the machine's 64 GB are held by others, the notebook among them; 40 GB among 4 "
+    )
+
+
+def test_a_containers_limit_counts_and_is_named() -> None:
+    one = in_memory(HostMemory(host=64 * GB, limit=8 * GB, available=6 * GB), 1)
+    assert one.bytes == 6 * GB - INTERPRETER
+    assert "2 GB of the 8 GB that this container may use are held" in one.why
+
+
+def test_what_the_ranks_hold_is_theirs_to_use() -> None:
+    memory = HostMemory(host=16 * GB, limit=16 * GB, available=4 * GB)
+    assert in_memory(memory, 2, own=8 * GB).bytes == 6 * GB - INTERPRETER
+    assert in_memory(memory, 2, own=40 * GB).others == 0
+
+
+def test_there_is_no_less_than_nothing() -> None:
+    assert in_memory(HostMemory(host=GB, limit=GB, available=GB // 100), 8).bytes == 0
+
+
+def test_on_a_card_others_are_named_and_our_ranks_are_not_others() -> None:
+    users = (GpuUser(pid=7, memory=12 * GB), GpuUser(pid=8, memory=30 * GB), GpuUser(pid=os.getpid(), memory=2 * GB))
+    card = Gpu(index=0, uuid="GPU-1", name="A", total=80 * GB, used=44 * GB, users=users)
+    one = on_card("cuda:0", card, 1, own=[8])
+    assert (one.others, one.bytes) == (14 * GB, 66 * GB - CONTEXT)
+    assert one.why.startswith("14 GB of the 80 GB of cuda:0 are held by others, 2 GB of it by the notebook itself; ")
+    assert on_card("cuda:0", card, 2, own=[8]).bytes == 33 * GB - CONTEXT
+
+
+def test_a_card_whose_memory_nobody_says_has_no_room_and_says_so() -> None:
+    one = on_card("cuda:3", None, 1)
+    assert (one.why, one.known) == ("the driver does not say how much cuda:3 has", False)
+    pool = PoolSpec(kind="cuda", devices=("cuda:3",))
+    at = DeviceMemory(pool=pool, precision="32", accumulate=1, alone=one, each=(one,))
+    single = at.world(STRATEGIES["single"].needs)
+    assert at.may_have(single, 0) is None
+    assert at.at_most(GB, "--memory 1GB").may_have(single, 0) == GB
+    full = Gpu(index=3, uuid="GPU-3", name="A", total=80 * GB, used=80 * GB, users=())
+    one = on_card("cuda:3", full, 1)
+    assert (one.bytes, one.known) == (0, True)
+
+
+def test_here_a_process_of_ours_makes_room_by_what_it_holds() -> None:
+    """The real machine, on which other things go on: only a large difference can be told from noise."""
+    code = "import sys; held = bytearray(b'x') * 600_000_000; print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        free = probes.memory().available
+        mine = room("cpu", ("cpu",), 1, [child.pid])[0]
+        child.communicate()
+    assert mine.bytes + INTERPRETER > min(free, probes.memory().available) + 300_000_000
+
+
+def test_a_strategy_has_the_ranks_and_the_room_that_it_needs() -> None:
+    at = DeviceMemory(
+        pool=PoolSpec(devices=("cpu",) * 4), precision="32", accumulate=1, alone=_room(4 * GB), each=(_room(GB),) * 4
+    )
+    worlds = {name: at.world(entry.needs) for name, entry in STRATEGIES.items()}
+    assert {name: worlds[name].ranks for name in ("single", "dp", "ddp", "fsdp")} == {
+        "single": 1,
+        "dp": 1,
+        "ddp": 4,
+        "fsdp": 4,
+    }
+    assert worlds["dp"].devices == 4
+    assert [at.room(worlds[name]).bytes for name in ("single", "dp", "ddp")] == [4 * GB, 4 * GB, GB]
+
+
+def test_what_travels_to_the_ranks_is_in_the_machines_memory_once() -> None:
+    at = DeviceMemory(
+        pool=PoolSpec(devices=("cpu",) * 4), precision="32", accumulate=1, alone=_room(4 * GB), each=(_room(GB),) * 4
+    )
+    ddp, single = (at.world(STRATEGIES[name].needs) for name in ("ddp", "single"))
+    assert (at.may_have(ddp, 2 * GB), at.may_have(single, 2 * GB)) == (GB // 2, 2 * GB)
+    assert at.at_most(GB // 4, "--memory 250MB").may_have(ddp, 2 * GB) == GB // 4, "the user's limit is of a rank alone"
+
+
+def test_the_least_of_the_cards_decides() -> None:
+    pool = PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1"))
+    at = DeviceMemory(pool=pool, precision="32", accumulate=1, alone=_room(9), each=(_room(9), _room(5)))
+    assert at.room(at.world(STRATEGIES["ddp"].needs)).bytes == 5
+    assert at.room(at.world(STRATEGIES["dp"].needs)).bytes == 5
+
+
+def test_a_limit_of_the_users_is_the_room() -> None:
+    at = ground(PoolSpec(devices=("cpu", "cpu"))).at_most(1000, "--memory 1kB")
+    assert [one.bytes for one in (at.alone, *at.each)] == [1000] * 3
+    assert at.each[0].why == "--memory 1kB is what a rank may come to have"
+
+
+@pytest.mark.parametrize(
+    ("pool", "typed"),
+    [
+        (PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1")), "--devices 2"),
+        (PoolSpec(kind="cuda", devices=("cuda:0", "cuda:2")), '--devices "0,2"'),
+        (PoolSpec(kind="cuda", devices=("cuda:0",) * 3), "--devices 3 --oversubscribe"),
+        (PoolSpec(kind="tpu", devices=("xla:0",) * 4), "--devices 4 --accelerator tpu"),
+    ],
+)
+def test_devices_are_typed_so_that_they_are_these(pool: PoolSpec, typed: str) -> None:
+    assert devices(pool, len(pool.devices)) == typed
+
+
+def test_a_line_says_what_makes_the_figures_true() -> None:
+    pool = PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1"), nodes=2)
+    at = DeviceMemory(pool=pool, precision="bf16-mixed", accumulate=4, alone=_room(9), each=(_room(9), _room(9)))
+    line = at.line("fsdp", at.world(STRATEGIES["fsdp"].needs), ("--cpu-offload",))
+    assert line == "--strategy fsdp --cpu-offload --devices 2 --nodes 2 --precision bf16-mixed --accumulate 4"
+    assert at.line("single", at.world(STRATEGIES["single"].needs)).startswith("--strategy single --devices 1 --prec")
+
+
+def _room(size: int) -> DeviceRoom:
+    return DeviceRoom(device="cpu", total=size, others=0, bytes=size, why="")

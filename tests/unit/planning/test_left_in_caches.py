@@ -1,0 +1,203 @@
+"""What a forward keeps for its next call is real after the model was planned, wherever it lies."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+from torch import nn
+
+from nbtrain.planning.profile.profile import profile
+from tests.support.planned import PLANNED
+
+KEPT: dict[str, Any] = {}
+LAST: Any = None
+
+
+class Keeps(nn.Module):
+    """Its forward puts what it has made somewhere, where the next call looks for it."""
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.looks = looks
+
+    def made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x) * self.made()
+        return out if not self.looks or out.sum().item() < 1e30 else out * 2
+
+
+class InDict(Keeps):
+    def made(self) -> torch.Tensor:
+        if "scale" not in KEPT:
+            KEPT["scale"] = torch.ones(8)
+        return cast(torch.Tensor, KEPT["scale"])
+
+
+class InTuple(Keeps):
+    def made(self) -> torch.Tensor:
+        if "pair" not in KEPT:
+            KEPT["pair"] = [(torch.ones(8), torch.zeros(8))]
+        return cast(torch.Tensor, sum(KEPT["pair"][0]))
+
+
+class InCache(Keeps):
+    @staticmethod
+    @lru_cache
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    def made(self) -> torch.Tensor:
+        return self.ones(8)
+
+
+class InClass(Keeps):
+    seen: ClassVar[list[torch.Tensor]] = []
+    size = 8
+
+    def made(self) -> torch.Tensor:
+        self.seen.append(torch.ones(self.size))
+        return self.seen[0]
+
+
+class Table:
+    """No module."""
+
+    def __init__(self) -> None:
+        self.ones: torch.Tensor | None = None
+        self.size = 0
+
+    def get(self, size: int) -> torch.Tensor:
+        if size > self.size:
+            self.ones, self.size = torch.ones(size), size
+        assert self.ones is not None
+        return self.ones
+
+
+class InHelper(Keeps):
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__(looks)
+        self.tables = {"one": Table()}
+
+    def made(self) -> torch.Tensor:
+        return self.tables["one"].get(8)
+
+
+class Apart:
+    def __init__(self) -> None:
+        self.ones: torch.Tensor | None = None
+
+
+APART = Apart()
+
+
+class InAnother(Keeps):
+    def made(self) -> torch.Tensor:
+        if APART.ones is None:
+            APART.ones = torch.ones(8)
+        return APART.ones
+
+
+class InGlobal(Keeps):
+    def made(self) -> torch.Tensor:
+        global LAST
+        if LAST is None:
+            LAST = torch.ones(8)
+        return cast(torch.Tensor, LAST)
+
+
+class InClosure(Keeps):
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__(looks)
+        ones: torch.Tensor | None = None
+
+        def made() -> torch.Tensor:
+            nonlocal ones
+            if ones is None:
+                ones = torch.ones(8)
+            return ones
+
+        self.made = made  # type: ignore[method-assign]
+
+
+class Weight(Keeps):
+    """What it keeps was not made by the forward."""
+
+    def made(self) -> torch.Tensor:
+        if "weight" not in KEPT:
+            KEPT["weight"] = self.inner.weight.t()[0]
+        return cast(torch.Tensor, KEPT["weight"])
+
+
+PLACES = {
+    InDict: "KEPT",
+    InTuple: "KEPT",
+    InCache: "ones",
+    InClass: "InClass.seen",
+    InHelper: "",
+    InAnother: "Apart.ones",
+    InGlobal: "LAST",
+    InClosure: "InClosure.__init__.made",
+    Weight: "KEPT",
+}
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["shapes", "real"])
+@pytest.mark.parametrize("kind", PLACES, ids=lambda kind: kind.__name__)
+def test_what_a_forward_keeps_elsewhere_is_taken_out_again(kind: type[Keeps], looks: bool) -> None:
+    global LAST
+    KEPT.clear()
+    InCache.ones.cache_clear()
+    LAST = APART.ones = None
+    KEPT["other"] = 1
+    model, x = kind(looks), torch.randn(4, 8)
+    found = profile(model, x)
+    told = f"what the forward has kept in {PLACES[kind]} while it was looked at was taken out again"
+    assert (told in found.notes) == bool(PLACES[kind])
+    assert not any("could not be taken out" in note for note in found.notes)
+    out = model(x)
+    assert type(out) is torch.Tensor
+    expected = model.inner(x) * model.made()
+    assert torch.equal(out, expected)
+    assert KEPT["other"] == 1
+
+
+def test_what_cannot_be_taken_out_is_said() -> None:
+    def held() -> Iterator[None]:
+        yield
+        ones = torch.ones(8)
+        yield
+        del ones
+
+    running = held()
+    next(running)
+
+    class Holds(Keeps):
+        def made(self) -> torch.Tensor:
+            next(running)
+            return torch.ones(8)
+
+    found = profile(Holds(), torch.randn(4, 8))
+    assert any("could not be taken out" in note for note in found.notes)
+
+
+def test_where_nothing_is_kept_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def collect(generation: int = 2) -> int:
+        searched.append(generation)
+        return 0
+
+    monkeypatch.setattr(gc, "collect", collect)
+    for name in PLANNED:
+        model = PLANNED[name].model()
+        profile(model, PLANNED[name].batch(), torch.optim.AdamW(model.parameters()), precision="bf16-mixed")
+    assert not searched
+    assert not gc.get_freeze_count()

@@ -1,0 +1,184 @@
+"""What the documentation points at exists: tests by their names, files and headings by links, options and verbs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from nbtrain.events import PHASES
+from nbtrain.magics.line.options import OPTIONS
+from nbtrain.magics.verbs import VERBS
+from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
+from nbtrain.planning.plan.plan_table import HEAD
+from nbtrain.session.background.background_run import BackgroundRun
+from nbtrain.strategies.memory_estimate import World
+from tests.ranks.test_estimating import MB, SIZES, profile
+
+ROOT = Path(__file__).resolve().parents[3]
+README = ROOT / "README.md"
+RULES = ROOT / "docs" / "namespace.md"
+PROMISES = ROOT / "docs" / "reliability.md"
+WATCH = ROOT / "docs" / "watch.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
+PICTURE = re.compile(r"(?:srcset|src)=\"([^\"]+)\"")
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+TEST = re.compile(r"`((?:\w+/)*test_\w+\.py::[^`]+)`")
+LINE = re.compile(r"^\|.*\| `(\[.+\])` \|$", re.MULTILINE)
+"""A row of the table of lines: its last column is a case of one test."""
+
+
+def text_of(page: Path) -> str:
+    if page.suffix != ".ipynb":
+        return page.read_text(encoding="utf-8")
+    return "\n\n".join(cell.source for cell in nbformat.read(page, 4).cells if cell.cell_type == "markdown")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def slugs(page: Path) -> set[str]:
+    """What GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def promised() -> list[str]:
+    text = text_of(RULES) + text_of(PROMISES)
+    found = TEST.findall(text) + [f"kernel/test_lines.py::test_line{case}" for case in LINE.findall(text)]
+    return list(dict.fromkeys(found))
+
+
+def cases(files: set[str]) -> dict[str, set[str]]:
+    """file::test → its cases in brackets, as pytest names them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--color=no", "-p", "no:cacheprovider"]
+    paths = [f"tests/{file}" for file in sorted(files)]
+    told = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    found: dict[str, set[str]] = defaultdict(set)
+    for line in told.stdout.splitlines():
+        name, bracket, case = line.removeprefix("tests/").partition("[")
+        if "::" in name:
+            found[name].add(bracket + case)
+    return found
+
+
+def test_every_rule_names_tests_that_exist() -> None:
+    names = promised()
+    assert len(names) > 80
+    there = cases({name.partition("::")[0] for name in names})
+    for name in names:
+        test, _, case = name.partition("[")
+        assert test in there, name
+        # a case of the table is run under each strategy: `[GAN-ddp]`, `[single-warm-SIGKILL]`
+        wanted = case.removesuffix("]")
+        assert not case or any(f"-{wanted}-" in f"-{one[1:-1]}-" for one in there[test]), name
+
+
+def test_every_section_of_rules_has_its_tests() -> None:
+    for page in (RULES, PROMISES):
+        for section in re.split(r"^## ", text_of(page), flags=re.MULTILINE)[1:]:
+            title = section.splitlines()[0]
+            assert TEST.search(section) or LINE.search(section) or title == "What is not promised", title
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(without_code(text_of(page))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, heading = target.partition("#")
+        to = (page.parent / file).resolve() if file else page
+        assert to.exists(), target
+        assert to.is_relative_to(ROOT), target
+        assert not heading or heading in slugs(to), target
+
+
+def test_files_that_the_pages_on_the_house_name_are_there() -> None:
+    """By their path in nbtrain/, in the repository, or by their name where the path stands before it."""
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for glob in ("*.py", "nbtrain/**/*.py", "tests/**/*.py")
+        for path in ROOT.glob(glob)
+    ]
+    for page in (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs/internals").glob("*.md"))):
+        named = re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())
+        lost = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+        assert not lost, f"{page.name} names files that are not there: {lost}"
+
+
+def test_the_readme_has_every_option_and_no_other() -> None:
+    rows = re.findall(r"^\| (`-[^|]+`) \|", text_of(README), re.MULTILINE)
+    told = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]*", row)}
+    assert told == {option.flag for option in OPTIONS}
+
+
+def test_the_readme_has_every_verb_and_no_other() -> None:
+    table = text_of(README).partition("| `%distributed …` | |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
+    assert {word for row in rows for word in re.findall(r"`(\w+)", row)} == set(VERBS)
+
+
+def test_pictures_are_there_for_both_grounds_and_small() -> None:
+    shown = {(page.parent / target).resolve() for page in PAGES for target in PICTURE.findall(text_of(page))}
+    assert {path.name for path in shown} >= {"dashboard-light.png", "step-dark.png"}
+    for path in shown:
+        assert path.read_bytes().startswith(b"\x89PNG"), path
+        assert path.stat().st_size <= 200_000, path
+        other = {"light": "dark", "dark": "light"}[path.stem.rpartition("-")[2]]
+        assert path.with_stem(f"{path.stem.rpartition('-')[0]}-{other}") in shown, path
+
+
+def test_the_page_on_watching_has_every_part_of_a_step_as_the_dashboard_calls_it() -> None:
+    names = dict(re.findall(r'^  (\w+): "(.+)",$', (ROOT / "js" / "src" / "phases.js").read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| ([\w ]+) \| `(\w+)` \|", text_of(WATCH), re.MULTILINE)
+    assert [(name, phase) for phase, name in names.items()] == rows
+    assert [phase for _, phase in rows] == list(PHASES)
+
+
+def test_the_page_on_choosing_has_the_guide_as_it_is() -> None:
+    told = {}
+    for goal, row in re.findall(r"^\| the largest (\w+) \| (.+) \|$", text_of(CHOOSING), re.MULTILINE):
+        for loss, cell in zip(LOSSES, row.split(" | "), strict=True):
+            *ways, last = re.findall(r"`([^`]+)`", cell)
+            told[goal, loss] = (tuple(ways), True) if last == RECOMPUTE else ((*ways, last), False)
+    assert {goal for goal, _ in told} == set(GOALS) - {"speed"}
+    assert told == {aim: (advice.ways, advice.recompute) for aim, advice in GUIDE.items()}
+
+
+def test_the_page_on_choosing_explains_every_column_of_a_plan() -> None:
+    rows = re.findall(r"^\| ([a-z, ]+) \| .+ \|$", text_of(CHOOSING).partition("| column | |")[2], re.MULTILINE)
+    told = {name for row in rows for name in row.split(", ")}
+    assert told >= {*HEAD[1:], "communication", "fits its room"}
+
+
+def test_the_estimate_of_a_strategy_of_ones_own_is_right() -> None:
+    text = text_of(ROOT / "docs" / "add_a_strategy.md")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    whole, method, above = (
+        next(one for one in blocks if one.startswith(words)) for words in ("from contextlib", "    def ", "from data")
+    )
+    made: dict[str, Any] = {"__name__": __name__}
+    exec(above + whole + method, made)
+    model = profile(8 * MB, 4 * MB, 2 * MB, 1 * MB, 0)
+    found = made["TopK"](made["TopK"].Options(fraction=0.1)).estimate(model, World(ranks=4))
+    weights = sum(SIZES)
+    assert (found.parameters, found.gradients, found.optimizer) == (weights, weights, 2 * weights)
+    assert found.buffers == weights  # what waits
+    assert found.kept == 5 * weights
+    assert found.sent == pytest.approx(0.1 * weights / 4 * (4 + 8) * 3, rel=1e-6)  # a value and its place
+
+
+def test_what_a_run_in_the_background_is_asked_is_there() -> None:
+    asked = set(re.findall(r"\brun\.(\w+)", text_of(WATCH)))
+    made = {"values", "error", "over"}
+    assert asked >= {"steps", "metrics", "wait", "stop", "kill", "values", "error"}
+    assert asked <= made | {name for name in vars(BackgroundRun) if not name.startswith("_")}

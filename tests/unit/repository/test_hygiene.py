@@ -1,0 +1,136 @@
+"""The rules of the house catch what they are for: each kind of leak, by name, and each kind of hang."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support import hygiene
+from tests.support.hygiene import Snapshot
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextmanager
+def leaving(what: str) -> Iterator[None]:
+    """Leave one thing behind; it is cleared away afterwards, so that only the snapshot inside sees it."""
+    if what == "process":
+        process = subprocess.Popen(["sleep", "600"])
+        yield
+        process.kill()
+        process.wait()
+    elif what == "thread":
+        release = threading.Event()
+        thread = threading.Thread(target=release.wait, name="forgotten")
+        thread.start()
+        yield
+        release.set()
+        thread.join()
+    elif what == "open file":
+        reading, writing = os.pipe()
+        yield
+        os.close(reading)
+        os.close(writing)
+    elif what == "file":
+        with tempfile.NamedTemporaryFile(prefix="forgotten"):
+            yield
+    elif what == "environment variable":
+        os.environ["FORGOTTEN"] = "1"
+        yield
+        os.environ.pop("FORGOTTEN", None)
+    elif what == "sys.path":
+        sys.path.append("/forgotten")
+        yield
+        sys.path[:] = [entry for entry in sys.path if entry != "/forgotten"]
+    else:
+        old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        yield
+        signal.signal(signal.SIGTERM, old)
+
+
+@pytest.mark.parametrize(
+    "what", ["process", "thread", "open file", "file", "environment variable", "sys.path", "handler of SIGTERM"]
+)
+def test_a_leak_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hygiene, "GRACE", 0.1)
+    before = Snapshot.take()
+    with leaving(what):
+        leaks = before.leaks()
+    assert leaks, f"a forgotten {what} was not seen"
+    assert all(leak.startswith((what, "open file")) for leak in leaks)
+    assert any(leak.startswith(what) for leak in leaks)
+    assert before.leaks() == []
+
+
+def test_an_orphan_is_seen() -> None:
+    before = Snapshot.take()
+    script = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"
+    orphan = int(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout)
+    leaks = before.leaks()
+    os.kill(orphan, signal.SIGKILL)
+    assert [leak.split()[1] for leak in leaks] == [str(orphan)]
+
+
+def inner_session(directory: Path, test: str, *within: str) -> subprocess.CompletedProcess[str]:
+    """A test session of its own, under this house's rules; `within` is the beginning of a command that becomes it."""
+    (directory / "test_inner.py").write_text(test)
+    command = [*within, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={directory}", str(directory / "test_inner.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_leaking_test_fails_alone(tmp_path: Path) -> None:
+    told = inner_session(
+        tmp_path,
+        "import os\n"
+        "def test_leaks(): os.environ['FORGOTTEN'] = '1'\n"
+        "def test_is_clean(): assert 'FORGOTTEN' not in os.environ\n",
+    )
+    assert "left behind: environment variable FORGOTTEN: None → '1'" in told.stdout
+    assert "2 passed, 1 error" in told.stdout
+
+
+def test_a_hanging_test_fails_with_the_stack_and_the_session_goes_on(tmp_path: Path) -> None:
+    told = inner_session(
+        tmp_path,
+        "import pytest, threading\n"
+        "@pytest.mark.limit(0.3)\n"
+        "def test_hangs(): threading.Event().wait()\n"
+        "def test_next(): pass\n",
+    )
+    assert "is not done after 0.3 s" in told.stdout
+    assert "in test_hangs" in told.stderr
+    assert "1 failed, 1 passed" in told.stdout
+
+
+def test_in_the_background_of_a_script_interrupts_arrive_all_the_same(tmp_path: Path) -> None:
+    told = inner_session(
+        tmp_path,
+        "import signal, subprocess, sys\n"
+        "ask = [sys.executable, '-c', 'import signal; print(signal.getsignal(signal.SIGINT))']\n"
+        "def test_here(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "def test_in_a_child(): assert b'default_int_handler' in subprocess.check_output(ask)\n",
+        *("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"),
+    )
+    assert "2 passed" in told.stdout
+
+
+@pytest.mark.parametrize(("required", "ending"), [("0", "1 skipped"), ("1", "1 failed")])
+def test_what_is_absent_is_left_out_by_name_or_fails_on_ci(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: str, ending: str
+) -> None:
+    monkeypatch.setenv("NBTRAIN_REQUIRE_ALL", required)
+    told = inner_session(
+        tmp_path,
+        "from tests.support.absent import absent\ndef test_page(): absent('no Chromium', 'install chromium')\n",
+    )
+    assert ending in told.stdout.splitlines()[-1]
+    assert ("left out: 1 test: no Chromium (install chromium)" in told.stdout) == (required == "0")

@@ -1,0 +1,165 @@
+"""Imports point down, no files import each other in a circle, plug-ins never import each other."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbtrain.registry import STRATEGIES
+
+ROOT = Path(__file__).resolve().parents[3]
+Imports = dict[str, dict[str, list[str]]]
+"""file → each file that it imports → where, and the line."""
+
+LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+
+def lint(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LINT, "--config", str(ROOT / "pyproject.toml"), "--no-cache"]
+    return subprocess.run(command, cwd=directory, env=os.environ, capture_output=True, text=True, check=False)
+
+
+def test_the_contract_knows_every_strategy_of_the_registry() -> None:
+    kept = (ROOT / "pyproject.toml").read_text().split('id = "strategies"')[1].split("[[")[0]
+    listed = set(re.findall(r'"(nbtrain\.strategies\.\w+)"', kept))
+    assert listed == {entry.where.split(":")[0] for entry in STRATEGIES.values()}
+
+
+def test_imports_keep_to_the_layers() -> None:
+    told = lint(ROOT)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("errors.py", "def f():\n    from nbtrain.session import anything", "Imports point down BROKEN"),
+        ("specs.py", "import torch", "Views and the server never load torch BROKEN"),
+        ("exchange/one.py", "import IPython", "Exchange and training never import IPython BROKEN"),
+        (
+            "strategies/ddp/__init__.py",
+            "from nbtrain.strategies import single",
+            "Strategies never import each other BROKEN",
+        ),
+    ],
+)
+def test_the_contracts_catch_what_they_are_for(tmp_path: Path, file: str, line: str, broken: str) -> None:
+    for original in (ROOT / "nbtrain").rglob("*.py"):
+        copy = tmp_path / original.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text("")
+    (tmp_path / "nbtrain" / file).write_text(line + "\n")
+    told = lint(tmp_path)
+    assert told.returncode != 0
+    assert broken in told.stdout
+
+
+def imports_of(root: Path) -> Imports:
+    """What each file of the package below `root` imports: at its top, in functions and for types only."""
+    files = {}
+    for path in sorted((root / "nbtrain").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: Imports = {}
+    for name, path in files.items():
+        found[name] = {}
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                line = f"{path.relative_to(root)}:{node.lineno}: {text.splitlines()[node.lineno - 1].strip()}"
+                for other in _imported(node, files) - {name}:
+                    found[name].setdefault(other, []).append(line)
+    return found
+
+
+def _imported(node: ast.Import | ast.ImportFrom, files: dict[str, Path]) -> set[str]:
+    """`from a import b` imports the file `a.b` where there is one, and `a` otherwise; ruff bans relative imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names} & files.keys()
+    inner = {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name if name in files else str(node.module) for name in inner} & files.keys()
+
+
+def circles_in(imports: Imports) -> list[set[str]]:
+    """The strongly connected files, by Tarjan's algorithm."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[set[str]] = []
+
+    def visit(file: str) -> None:
+        order[file] = lowest[file] = len(order)
+        stack.append(file)
+        for other in imports[file]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[file] = min(lowest[file], lowest[other])
+        if lowest[file] == order[file]:
+            circle = set(stack[stack.index(file) :])
+            del stack[stack.index(file) :]
+            if len(circle) > 1:
+                circles.append(circle)
+
+    for file in imports:
+        if file not in order:
+            visit(file)
+    return circles
+
+
+def told_circle(imports: Imports, circle: set[str]) -> str:
+    lines = [line for file in sorted(circle) for other in sorted(circle) for line in imports[file].get(other, ())]
+    return "\n    ".join([f"a circle of {len(circle)} files:", *dict.fromkeys(lines)])
+
+
+def test_no_circles_between_files() -> None:
+    imports = imports_of(ROOT)
+    circles = circles_in(imports)
+    assert not circles, "\n".join(told_circle(imports, circle) for circle in circles)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("from nbtrain.room import two", "import nbtrain.room.one"),
+        ("from nbtrain.room.two import name", "def f():\n    from nbtrain.room import one"),
+        ("import nbtrain.room.two", "from typing import *\nif TYPE_CHECKING:\n    from nbtrain.room.one import name"),
+        ("from nbtrain.room import name", ""),  # the package's own file, which imports both
+    ],
+)
+def test_circles_are_found(tmp_path: Path, one: str, other: str) -> None:
+    room = tmp_path / "nbtrain" / "room"
+    room.mkdir(parents=True)
+    (room / "__init__.py").write_text("from nbtrain.room import one, two\n")
+    (room / "one.py").write_text(one + "\n")
+    (room / "two.py").write_text(other + "\n")
+    imports = imports_of(tmp_path)
+    wanted = {"nbtrain.room", "nbtrain.room.one"} if not other else {"nbtrain.room.one", "nbtrain.room.two"}
+    (circle,) = circles_in(imports)
+    assert circle == wanted
+    assert "nbtrain/room/one.py:1: " + one in told_circle(imports, circle)
+
+
+def test_no_name_in_a_package_is_that_of_a_file_beside_it() -> None:
+    """When such a file is imported it takes the name's place, whatever the package has bound it to."""
+    taken = []
+    for page in (ROOT / "nbtrain").rglob("__init__.py"):
+        package = ".".join(page.parent.relative_to(ROOT).parts)
+        beside = {path.stem for path in page.parent.iterdir()} - {"__init__"}
+        for node in ast.parse(page.read_text()).body:
+            bound: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                own = {package, *(f"{package}.{name}" for name in beside)}
+                bound = [alias.asname or alias.name for alias in node.names if node.module not in own]
+            elif isinstance(node, ast.Import):
+                bound = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                bound = [node.name]
+            elif isinstance(node, ast.Assign):
+                bound = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            taken += [f"{package}: {name}" for name in bound if name in beside]
+    assert not taken

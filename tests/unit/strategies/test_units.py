@@ -1,0 +1,193 @@
+"""Which parts of a model are gathered as one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from nbtrain.errors import UsageError
+from nbtrain.strategies.kit.sharding_units import check_rule, find_units, wrap
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.attention(x))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.body = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(3)), "norm": nn.LayerNorm(4)})
+        self.activation = nn.Tanh()
+        self.head = nn.Linear(4, 9, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def names(model: nn.Module, rule: Any = ()) -> list[str]:
+    known = {id(module): name for name, module in model.named_modules()}
+    return [known[id(unit)] for unit in find_units(model, rule)]
+
+
+BLOCKS = [f"body.layers.{i}" for i in range(3)]
+
+
+def test_repeated_blocks_and_the_roots_other_children() -> None:
+    assert names(Model()) == ["embed", *BLOCKS, "body.norm", "head", ""]
+
+
+def test_what_is_tied_stays_in_one_unit() -> None:
+    assert names(Model(tied=True)) == [*BLOCKS, "body.norm", ""]
+    model = Model()
+    model.body["layers"][2].attention.q.weight = model.body["layers"][0].attention.q.weight  # type: ignore[index]
+    assert names(model) == ["embed", "body.layers.1", "body.norm", "head", ""]
+    shared = Model()
+    shared.body["layers"][1].attention = shared.body["layers"][0].attention  # type: ignore[index]
+    assert names(shared) == ["embed", "body.layers.2", "body.norm", "head", ""]
+    assert names(shared, Attention) == ["body.layers.0.attention", "body.layers.2.attention", ""]
+
+
+def test_a_layer_that_is_used_several_times_is_one_unit() -> None:
+    block = Block()
+    assert names(nn.Sequential(block, block, nn.Linear(4, 4))) == ["0", "2", ""]
+
+
+def test_blocks_below_a_part() -> None:
+    class Encoder(Model):
+        pass
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    assert names(Outer()) == [*(f"encoder.{name}" for name in BLOCKS), "encoder", "head", ""]
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        (Attention, [f"{name}.attention" for name in BLOCKS]),
+        ("Attention", [f"{name}.attention" for name in BLOCKS]),
+        ("Embedding, Attention", ["embed", *(f"{name}.attention" for name in BLOCKS)]),
+        ((Attention, "Block"), [n for name in BLOCKS for n in (f"{name}.attention", name)]),
+        (25, ["embed", *BLOCKS, "head"]),
+        (60, []),
+        pytest.param(
+            lambda module: isinstance(module, nn.LayerNorm),
+            [*(f"{name}.norm" for name in BLOCKS), "body.norm"],
+            id="a function",
+        ),
+        (nn.ModuleList, []),
+        (nn.Tanh, []),
+    ],
+    ids=str,
+)
+def test_rules(rule: Any, found: list[str]) -> None:
+    check_rule(rule)
+    assert names(Model(), rule) == [*found, ""]
+
+
+def test_a_class_that_was_defined_anew_is_the_same_class() -> None:
+    again = type("Block", (nn.Module,), {"__qualname__": "Block"})
+    assert names(Model(), again) == [*BLOCKS, ""]
+
+
+def test_by_hand() -> None:
+    model = Model()
+    assert wrap(model.body["layers"][1].attention) is model.body["layers"][1].attention  # type: ignore[index]
+    assert names(model, "Embedding") == ["embed", "body.layers.1.attention", ""]
+    assert isinstance(wrap(nn.Linear(2, 2))(torch.ones(1, 2)), torch.Tensor)
+    with pytest.raises(UsageError, match=r"nbtrain\.wrap takes a module, not int"):
+        wrap(3)  # type: ignore[type-var]
+
+
+def test_rules_that_find_nothing_by_their_name() -> None:
+    with pytest.raises(UsageError, match="--wrap Blok: Model has no such part; it has Attention, Block, Embedding"):
+        find_units(Model(), "Blok")
+    with pytest.raises(UsageError, match="--wrap Conv2d: Model has no such part"):
+        find_units(Model(), ModuleWrapPolicy({nn.Conv2d}))
+
+
+ATTENTIONS = [f"{name}.attention" for name in BLOCKS]
+NORMS = [*(f"{name}.norm" for name in BLOCKS), "body.norm"]
+INSIDE = [n for b in BLOCKS for n in (f"{b}.attention.q", f"{b}.attention", f"{b}.norm", b)]
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm)
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (partial(size_based_auto_wrap_policy, min_num_params=2e1), ["embed", *(f"{a}.q" for a in ATTENTIONS), "head"]),
+        (partial(size_based_auto_wrap_policy, min_num_params=25), ["embed", *BLOCKS, "head"]),
+        (size_based_auto_wrap_policy, []),
+        (ModuleWrapPolicy({Block, nn.Embedding}), ["embed", *BLOCKS]),
+        (partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), BLOCKS),
+        (always_wrap_policy, ["embed", *INSIDE, "body.norm", "head"]),
+        (partial(lambda_auto_wrap_policy, lambda_fn=is_norm), NORMS),
+        (CustomPolicy(is_norm), NORMS),
+        ((CustomPolicy(is_norm), "Embedding"), ["embed", *NORMS]),
+        (2.5e1, ["embed", *BLOCKS, "head"]),
+    ],
+    ids=["size 20", "size 25", "size", "modules", "transformer", "always", "lambda", "custom", "two", "2.5e1"],
+)
+def test_policies_of_torch(policy: Any, found: list[str]) -> None:
+    check_rule(policy)
+    assert names(Model(), policy) == [*found, ""]
+
+
+@pytest.mark.parametrize("kind", ["modules", "transformer"])
+def test_a_policy_knows_a_class_that_was_defined_anew(kind: str) -> None:
+    again = type("Block", (nn.Module,), {"__qualname__": "Block"})
+    policy: Any = ModuleWrapPolicy({again})
+    if kind == "transformer":
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={again})
+    assert names(Model(), policy) == [*BLOCKS, ""]
+
+
+def test_policies_that_cannot_be_followed() -> None:
+    with pytest.raises(UsageError, match=r"functools\.partial\(transformer_auto_wrap_policy, transformer_layer_cls="):
+        check_rule(transformer_auto_wrap_policy)
+    with pytest.raises(UsageError, match="policy = "):
+        check_rule("functools.partial(size_based_auto_wrap_policy)")
+    own = CustomPolicy(lambda module: {"sharding_strategy": 2} if is_norm(module) else False)
+    with pytest.raises(UsageError, match=r"options of its own for LayerNorm \(sharding_strategy\)"):
+        find_units(Model(), own)

@@ -1,0 +1,46 @@
+"""A disk without room is told as that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMITED = """
+import resource, signal, sys, torch
+from pathlib import Path
+from nbtrain.training.checkpoints.disk_full import room_told
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = sys.argv[1] + "/model.pt"
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # as a quota has it
+what = torch.zeros(1 << 17)
+try:
+    with room_told(path):
+        {write}
+except OSError as error:
+    print(error)
+"""
+
+WRITERS = {
+    "torch.save": "torch.save(what, path)",
+    "torch.save to a stream": "torch.save(what, open(path, 'wb'))",
+    "bytes": "Path(path).write_bytes(what.numpy().tobytes())",
+}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_no_room_is_told_as_that(tmp_path: Path, write: str) -> None:
+    code = LIMITED.replace("{write}", WRITERS[write])
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "there is no room for it (" in done.stdout, done.stderr
+    assert "are left on this disk): make room, or write somewhere else: " in done.stdout
+    assert str(tmp_path / "model.pt") in done.stdout
+
+
+def test_another_error_stays_what_it_is() -> None:
+    from nbtrain.training.checkpoints.disk_full import room_told
+
+    with pytest.raises(RuntimeError, match="storage has wrong byte size"), room_told("x"):
+        raise RuntimeError("storage has wrong byte size")

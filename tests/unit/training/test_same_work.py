@@ -1,0 +1,81 @@
+"""Ranks that do the same work are told so, once a cell, and ranks whose batches differ never are; so is a cell that has
+split its data by rank, and whose loader was shared out once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nbtrain.events import Finished
+from nbtrain.session.report.same_work_report import compared
+from nbtrain.training.data import split_datasets
+from nbtrain.training.gradients.same_work import SameWork
+from nbtrain.training.gradients.summed_losses import SummedLosses
+
+
+def _looked(*batches: torch.Tensor, shared: bool = False) -> int | None:
+    torch.manual_seed(0)
+    model, look = torch.nn.Linear(4, 2), SameWork()
+    look.begin(True)
+    for x in batches:
+        loss = model(x).square().mean()
+        look.backward(loss)
+        loss.backward()
+    if shared:
+        look.shared()
+    return look.number()
+
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+def test_what_is_looked_at() -> None:
+    assert _looked(X, X) == _looked(X, X) is not None
+    assert _looked(X, X) != _looked(X, X + 1)
+    assert _looked(X) is None
+    assert _looked(X, X, shared=True) is None
+    assert _looked(X, X, X, X) != _looked(X, X, X, X + 1)
+    assert _looked(X, X, X) == _looked(X, X, X + 1), "the third is not looked at"
+
+
+def test_a_long_loop_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    add = SameWork._add
+    monkeypatch.setattr(SameWork, "_add", lambda self, *tensors: looked.append(1) or add(self, *tensors))
+    _looked(*[X] * 100)
+    assert len(looked) == 2 * 7  # a loss and a gradient: the 1st, 2nd, 4th … 64th backward
+
+
+@pytest.mark.parametrize(("of", "method"), [(SameWork, "_add"), (SummedLosses, "_is_sum")])
+def test_a_look_that_fails_is_no_failure_of_the_cell(monkeypatch: pytest.MonkeyPatch, of: type, method: str) -> None:
+    def fail(*args: object) -> None:
+        raise TypeError("unsupported ScalarType")
+
+    monkeypatch.setattr(of, method, fail)
+    assert (_looked(X, X) is None) == (of is SameWork)
+    summed = SummedLosses()
+    summed.begin(2)
+    summed.look(torch.nn.Linear(4, 2)(X).sum(), 2, set())
+    assert summed.notes() == [] or of is SameWork
+
+
+def _of(make: Callable[[], object]) -> int:
+    return split_datasets.number(make())
+
+
+def test_numbers_of_data_sets() -> None:
+    assert _of(lambda: [1, 2]) == _of(lambda: [1, 2]) != _of(lambda: [1, 3])
+    assert _of(lambda: torch.utils.data.TensorDataset(X)) != _of(lambda: torch.utils.data.TensorDataset(X[:1]))
+
+
+def test_ranks_of_which_nothing_is_known_are_told_nothing() -> None:
+    def ended(**numbers: int) -> Finished:
+        return Finished(rank=0, time=0.0, steps=1, compared=numbers)
+
+    assert compared([ended(work=1), ended(work=1)]).keys() == {"work"}
+    assert compared([ended(work=1), ended()]) == {}
+    assert compared([ended(work=1)]) == {}
+    assert compared([ended(data=1), ended(data=2), ended(data=1)]).keys() == {"data"}
+    assert compared([ended(data=1), ended()]) == {}

@@ -1,0 +1,155 @@
+"""A loss that sums over a batch of which each rank has a share: told from any other by its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nbtrain.events import Finished
+from nbtrain.session.report.same_work_report import compared
+from nbtrain.training.gradients.summed_losses import SummedLosses
+
+BATCH = 6
+MODEL = nn.Linear(4, 3)
+OUT = MODEL(torch.rand(BATCH, 4))
+Y, T = torch.arange(BATCH) % 3, torch.rand(BATCH, 3)
+SUMS: dict[str, Callable[[], torch.Tensor]] = {
+    "cross entropy": lambda: F.cross_entropy(OUT, Y, reduction="sum"),
+    "a criterion": lambda: nn.MSELoss(reduction="sum")(OUT, T),
+    "two terms": lambda: F.binary_cross_entropy(OUT.sigmoid(), T, reduction="sum") - 0.5 * torch.sum(1 + OUT),
+    "by hand": lambda: (OUT - T).square().sum(1).sum(),
+    "weighted": lambda: 0.1 * F.l1_loss(OUT, T, reduction="sum") + MODEL.weight.square().sum(),
+}
+NONE: dict[str, Callable[[], torch.Tensor]] = {
+    "a mean": lambda: F.cross_entropy(OUT, Y),
+    "sums of samples": lambda: (OUT - T).square().sum(1).mean(),
+    "divided by the batch": lambda: F.cross_entropy(OUT, Y, reduction="sum") / len(Y),
+    "a penalty": lambda: F.cross_entropy(OUT, Y) + 0.01 * MODEL.weight.square().sum(),
+    "set right": lambda: F.cross_entropy(OUT, Y, reduction="sum") * 2,
+    "no tensor of a graph": lambda: torch.zeros(()),
+}
+
+
+def found(loss: torch.Tensor, count: int) -> list[str]:
+    summed = SummedLosses()
+    summed.begin(count)
+    if summed.looks:
+        summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()})
+    return summed.notes()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum(name: str) -> None:
+    (note,) = found(SUMS[name](), 2)
+    assert "(loss * world_size).backward()" in note
+    assert "1/2" in note
+    assert found(SUMS[name](), 1) == []
+
+
+def test_a_sum_divided_by_the_size_of_the_whole_batch() -> None:
+    """It is one N-th of one process's where batches are split; where each rank has one of its own, it is right."""
+    for divided in (12, torch.tensor(12.0)):
+        for split in (True, False):
+            summed = SummedLosses()
+            summed.begin(2, split)
+            summed.look(F.cross_entropy(OUT, Y, reduction="sum") / divided, BATCH, set())
+            assert bool(summed.notes()) is split
+
+
+EACH = [lambda i=i: F.cross_entropy(OUT[i : i + 1], Y[i : i + 1]) for i in range(BATCH)]
+ONES, LOSSES = torch.ones(BATCH), F.cross_entropy(OUT, Y, reduction="none")
+OF_SAMPLES: dict[str, tuple[list[tuple[torch.Tensor, torch.Tensor | None]], bool, bool]] = {
+    "a backward for each": ([(each() / 12, None) for each in EACH], True, False),
+    "by a factor": ([(each() * (1 / 12), None) for each in EACH], True, False),
+    "added up": ([(sum(each() for each in EACH) / 12, None)], True, False),  # type: ignore[list-item]
+    "weighted by the backward": ([(LOSSES, ONES / 12)], True, False),
+    "not divided": ([(LOSSES, ONES)], True, True),
+    "each of them not divided": ([(each(), None) for each in EACH], True, True),
+    "of the own batch, by a factor": ([(each() * (1 / BATCH), None) for each in EACH], False, False),
+    "of the own batch": ([(each() / BATCH, None) for each in EACH], False, False),
+    "set right": ([(each() * 2 / 12, None) for each in EACH], False, False),
+    "set right behind": ([(each() / 12 * 2, None) for each in EACH], False, False),
+    "a mean by the backward": ([(LOSSES, ONES / BATCH)], False, False),
+    "divided before": ([(LOSSES / BATCH, ONES)], False, False),
+    "set right by the backward": ([(LOSSES * 2, ONES / 12)], False, False),
+    "accumulated": ([(F.cross_entropy(OUT, Y) / 12, None)], False, False),
+    "two losses, accumulated": ([(F.cross_entropy(OUT, Y) / 12, None)] * 2, False, False),
+    "a loss of terms": ([((LOSSES.mean() + OUT.square().mean() + OUT.abs().mean()) / 12, None)], False, False),
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_losses_of_single_samples_are_summed_by_their_backwards(name: str) -> None:
+    """Divided by the size of the batch that is split, or not divided."""
+    backwards, split, apart = OF_SAMPLES[name]
+    for is_split, wanted in ((True, split), (False, apart)):
+        summed = SummedLosses()
+        summed.begin(2, is_split)
+        for loss, weights in backwards:
+            if summed.looks:
+                summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()}, weights, 1)
+        assert bool(summed.notes()) is wanted
+        summed.begin(2, is_split)
+        for batch, (loss, weights) in enumerate(backwards[:4] if len(backwards) > 1 else []):
+            summed.look(loss, BATCH, set(), weights, batch)
+        assert not summed.notes()
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_no_sum(name: str) -> None:
+    assert found(NONE[name](), 2) == []
+
+
+def test_only_the_first_losses_of_a_cell_are_looked_at() -> None:
+    summed = SummedLosses()
+    summed.begin(2)
+    for looks in (3, 2, 1, 0):
+        summed.look(F.cross_entropy(OUT, Y), BATCH, set())
+        assert summed.looks == looks
+
+
+PADDED = torch.tensor([0, -100, 2, 0, -100, 2]), torch.tensor([0, 1, 2, 0, 1, -100])
+MASKS = torch.tensor([1.0, 0, 1, 1, 0, 1]), torch.tensor([1.0, 1, 1, 1, 0, 1])
+WEIGHTS = torch.tensor([1.0, 5, 0.2])
+OF_ITS_OWN: dict[str, Callable[[int], torch.Tensor]] = {
+    "ignored targets": lambda rank: F.cross_entropy(OUT, PADDED[rank]),
+    "nll of ignored targets": lambda rank: F.nll_loss(OUT.log_softmax(1), PADDED[rank]),
+    "class weights": lambda rank: F.cross_entropy(OUT, Y.roll(rank).clamp(max=1 + rank), weight=WEIGHTS),
+    "a mask": lambda rank: (F.cross_entropy(OUT, Y, reduction="none") * MASKS[rank]).sum() / MASKS[rank].sum(),
+    "a count": lambda rank: F.cross_entropy(OUT, PADDED[rank], reduction="sum") / int((PADDED[rank] >= 0).sum()),
+    "smoothed, too": lambda rank: F.cross_entropy(OUT, Y.roll(rank).clamp(max=1 + rank), WEIGHTS, label_smoothing=0.1),
+    "accumulated": lambda rank: F.cross_entropy(OUT, PADDED[rank]) / 4,
+    "with a penalty": lambda rank: F.cross_entropy(OUT, PADDED[rank]) + 0.1 * MODEL.weight.square().sum(),
+}
+OF_ALL: dict[str, Callable[[int], torch.Tensor]] = {
+    "a mean": lambda rank: F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank]),
+    "divided by the batch": lambda rank: F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank], reduction="sum") / (6 - rank),
+    "accumulated": lambda rank: F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank]) / 4,
+    "as many ignored": lambda rank: F.cross_entropy(OUT, PADDED[0].roll(rank)),
+    "smoothed": lambda rank: F.cross_entropy(OUT, Y.roll(rank), label_smoothing=0.1),
+}
+
+
+def told(loss: Callable[[int], torch.Tensor], sizes: tuple[int, int]) -> dict[str, str]:
+    ended = []
+    for rank, size in enumerate(sizes):
+        summed = SummedLosses()
+        summed.begin(2)
+        summed.look(loss(rank), size, {p.shape for p in MODEL.parameters()})
+        ended.append(Finished(rank=rank, time=0.0, steps=1, compared=summed.divisors()))
+    return compared(ended)
+
+
+@pytest.mark.parametrize("name", OF_ITS_OWN)
+def test_a_rank_divides_by_a_number_of_its_own(name: str) -> None:
+    assert "loss = total * world_size / reduce(count" in told(OF_ITS_OWN[name], (BATCH, BATCH))["divisors"]
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_ranks_divide_by_the_same_number_or_by_the_size_of_their_batches(name: str) -> None:
+    smaller = name in ("a mean", "divided by the batch", "accumulated")
+    assert told(OF_ALL[name], (BATCH, BATCH - smaller)) == {}
