@@ -15,6 +15,7 @@ moved elsewhere while something of its own still uses the map makes that map pri
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -58,10 +59,12 @@ class Parcel:
 class Packer:
     """The sender's side: makes parcels and owns their segments."""
 
-    def __init__(self, directory: str, again: bool = True) -> None:
+    def __init__(self, directory: str, again: bool = True, numbers: bool = True) -> None:
         self.directory = directory
         self.again = again
         """whether readers are idle whenever something is packed, so that what they map may be written again"""
+        self.numbers = numbers
+        """False: whoever opens large buffers finds zeros, which take no memory"""
         self._segments: dict[int, Segment] = {}
         self._readers: dict[int, set[int]] = {}
         self._home: dict[int, tuple[int, int]] = {}
@@ -83,16 +86,20 @@ class Packer:
         used: dict[int, tuple[str, int]] = {}
         for group in _groups(sizes):
             offsets, total = _layout([sizes[index] for index in group])
-            place = cargo.places.get(group[0]) if total >= LARGE and len(group) == 1 else None
-            segment = self._segment(place, total, used)
-            if place is not None and self._readers[segment.number]:
-                cargo.rewritten.add(place)
-            self._readers[segment.number] |= readers
-            segment.write((offset, _now(cargo.buffers[index])) for index, offset in zip(group, offsets, strict=True))
-            segment.filled()
+            if total >= LARGE and not self.numbers:
+                number, file = self._hole(total)
+            else:
+                place = cargo.places.get(group[0]) if total >= LARGE and len(group) == 1 else None
+                segment = self._segment(place, total, used)
+                if place is not None and self._readers[segment.number]:
+                    cargo.rewritten.add(place)
+                self._readers[segment.number] |= readers
+                segment.write((offset, _now(cargo.buffers[at])) for at, offset in zip(group, offsets, strict=True))
+                segment.filled()
+                number, file = segment.number, (segment.path, segment.size)
             for index, offset in zip(group, offsets, strict=True):
-                places[index] = BufferPlace(segment.number, offset, sizes[index])
-            used[segment.number] = segment.path, segment.size
+                places[index] = BufferPlace(number, offset, sizes[index])
+            used[number] = file
         return Parcel(stream, b"", tuple(places), used)
 
     def released(self, reader: int, numbers: Iterable[int]) -> None:
@@ -128,6 +135,18 @@ class Packer:
         if place is not None:
             self._home[place] = segment.number, size
         return segment
+
+    def _hole(self, size: int) -> tuple[int, tuple[str, int]]:
+        """A number of its own for so many zeros: the beginning of one empty file, which is mapped for each anew."""
+        if 0 not in self._segments:
+            self._segments[0] = Segment(0, 0, self.directory)
+            self._readers[0] = {0}  # it is never free
+        hole = self._segments[0]
+        if size > hole.size:
+            os.ftruncate(hole.fd, size)
+            hole.size = size
+        self._count += 1
+        return self._count, (hole.path, size)
 
     def _free(self, size: int, used: dict[int, Any]) -> Segment:
         pages = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)

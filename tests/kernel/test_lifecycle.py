@@ -10,14 +10,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import nbtrain.engines._local.warm as warm
 import nbtrain.machine.devices as devices
+from nbtrain.engines._local import scratch
 from nbtrain.engines.base import Death
 from nbtrain.engines.local import LocalPool
 from nbtrain.errors import PoolError
@@ -25,6 +27,7 @@ from nbtrain.events import Event, Failed, RankState
 from nbtrain.machine.probes import Gpu
 from nbtrain.magics.line.parse import parse
 from nbtrain.magics.line.resolve import Resolver
+from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import PoolSpec
 from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.kernels import Kernel
@@ -285,6 +288,25 @@ def test_ranks_that_were_given_up_while_torch_was_imported_do_not_stay(nursery: 
         assert not [event for event in second.poll(0.1) if isinstance(event, Death)]
     finally:
         second.close()
+
+
+def test_a_scratch_process_answers_or_is_gone(nursery: None) -> None:
+    waits: list[float] = []
+
+    def ask(job: Callable[[Any], Any], payload: Any, seconds: float = 30) -> Any:
+        environment = KernelEnvironment(environ=dict(os.environ) | {"ASKED": "here"})
+        return scratch.ask(job, payload, environment, seconds, lambda: waits.append(time.monotonic()))
+
+    kept = warm.warm()
+    assert ask(sum, [1, 2]) == 3
+    assert len(waits) <= 1, "while torch was imported"
+    assert ask(os.getenv, "ASKED") == "here"
+    began = time.monotonic()
+    assert ask(time.sleep, 60, 0.3) is None
+    assert ask(os._exit, 3) is None
+    assert time.monotonic() - began < 10
+    assert gone_within(GRACE, lambda: [str(c.pid) for c in psutil.Process(kept.process.pid).children()]) == []
+    assert ask(eval, "__import__('os').kill(__import__('os').getppid(), 9)") is None
 
 
 @pytest.mark.sample("warm")

@@ -4,6 +4,7 @@ directory.py       the private directory of a pool
 kernel_channel.py  the kernel's end of the sockets
 nursery.py         the process that ranks are forked from, and its protocol
 warm.py            ranks forked from the nursery
+scratch.py         one job in a process of its own, forked from the nursery
 spawn.py           a fresh interpreter for each rank
 fork.py            ranks forked from the kernel itself
 """

@@ -8,10 +8,11 @@ shares its pages. It lives in a session of its own: an interrupt that Jupyter se
 group does not reach it. When the kernel ends, however it ends, the socket closes: the nursery ends every
 rank with all that the rank has started, removes the directory, and goes.
 
-On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`
-and `("end", generation)`, from it `("ready", pid)`, `("forked", generation, {rank: pid})` and
-`("died", generation, rank, pid, status, peak)`: the most memory it had. The generation says which pool is meant: one
-may have been given up by the time that the nursery, still importing, gets to it.
+On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`,
+`("end", generation)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it `("ready", pid)`,
+`("forked", generation, {rank: pid})` and `("died", generation, rank, pid, status, peak)`: the most memory it had. The
+generation says which pool is meant: one may have been given up by the time that the nursery, still importing, gets to
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
@@ -78,7 +79,7 @@ class Nursery:
         self.sock = sock
         self.parent = parent
         self.children: dict[int, tuple[int, int]] = {}
-        """pid → generation, rank"""
+        """pid → generation, rank; generation 0: a scratch process, which the kernel hears of by a pipe of its own"""
         self.directories: set[str] = set()
         self.shell: Any = None
 
@@ -159,17 +160,31 @@ class Nursery:
             for pid in rest[0]:
                 if pid in self.children:
                     end_group(pid)
+        elif order == "scratch":
+            self._fork_scratch()
 
     def _fork(self, config: Any) -> int:
+        from nbtrain.worker.rank import Rank
+
         self.directories.add(config.directory)
+        return self._child(config.generation, config.info.rank, lambda: Rank(config, self.shell).serve())
+
+    def _fork_scratch(self) -> None:
+        from nbtrain.worker.process.scratch_job import serve
+
+        _, (end,), _, _ = socket.recv_fds(self.sock, 1, 1)
+        self._child(0, 0, lambda: serve(end, self.shell))
+        os.close(end)
+
+    def _child(self, generation: int, rank: int, live: Callable[[], None]) -> int:
+        """A process that does this and ends."""
         pid = os.fork()
         if pid:
-            self.children[pid] = config.generation, config.info.rank
+            self.children[pid] = generation, rank
             return pid
         code = 1
         try:
             from nbtrain.worker.process.start import dies_with_its_parent
-            from nbtrain.worker.rank import Rank
 
             dies_with_its_parent()
             os.setpgid(0, 0)
@@ -177,7 +192,7 @@ class Nursery:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.sock.close()
-            Rank(config, self.shell).serve()
+            live()
             code = 0
         finally:
             if code:
@@ -192,7 +207,8 @@ class Nursery:
             if done:
                 generation, rank = self.children.pop(pid)
                 end_group(pid)  # whatever it had started
-                send(self.sock, ("died", generation, rank, pid, status, usage.ru_maxrss))
+                if generation:
+                    send(self.sock, ("died", generation, rank, pid, status, usage.ru_maxrss))
 
     def _end(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,8 @@ class Warm:
         theirs.close()
         self.sock = ours
         self.ready = False
+        self._whole = threading.Lock()
+        """while a message is sent: a run in the background has a thread of its own"""
         self._lost = False
         self._generation = 0
         """of the pool whose ranks these are; answers that are for another are late"""
@@ -123,6 +126,18 @@ class Warm:
     def kill(self, ranks: Iterable[int]) -> None:
         self._say(("kill", [self._pids[rank] for rank in ranks if rank in self._pids]))
 
+    def scratch(self, end: int) -> None:
+        """Ask for a scratch process that has this end of a pipe."""
+        try:
+            with self._whole, shielded():
+                nursery.send(self.sock, ("scratch",))
+                socket.send_fds(self.sock, [b"."], [end])
+        except OSError:
+            self._gone()
+
+    def kill_scratch(self, pid: int) -> None:
+        self._say(("kill", [pid]))
+
     def release(self) -> None:
         """The nursery goes on without the pool; ranks that it is still to fork end at once."""
         given_up, self._generation = self._generation, 0
@@ -145,7 +160,7 @@ class Warm:
 
     def _say(self, message: Any) -> None:
         try:
-            with shielded():  # half a message would make nonsense of all that follows
+            with self._whole, shielded():  # half a message would make nonsense of all that follows
                 nursery.send(self.sock, message)
         except OSError:
             self._gone()

@@ -15,6 +15,7 @@ from typing import Any
 
 from nbtrain.compat import python
 from nbtrain.compat.fake_tensors import FakeTensor
+from nbtrain.planning.profile.lend_model import attributes
 
 ROUNDS = 5
 DEEP = 6
@@ -124,18 +125,11 @@ def _clear_frames(error: BaseException) -> None:
 def _owner(space: dict[Any, Any]) -> Any:
     """The object whose `__dict__` this is; the dict itself if there is none."""
     for one in gc.get_referrers(space):
-        if _attributes(one) is space:
+        if attributes(one) is space:
             return one
         if isinstance(one, type) and all(vars(one).get(name) is value for name, value in space.items()):
             return one
     return space
-
-
-def _attributes(one: Any) -> Any:
-    """The `__dict__`, without running code of the object's class."""
-    with suppress(AttributeError):
-        return object.__getattribute__(one, "__dict__")
-    return None
 
 
 def _remove_from(holder: Any, owner: Any, ids: set[int]) -> str | None:
@@ -196,7 +190,7 @@ def _reset_attributes(owner: Any, ids: set[int]) -> str | None:
 
 
 def _all_attributes(owner: Any) -> list[tuple[str, Any]]:
-    found = list((_attributes(owner) or {}).items()) if not isinstance(owner, type) else list(vars(owner).items())
+    found = list((attributes(owner) or {}).items()) if not isinstance(owner, type) else list(vars(owner).items())
     for cls in () if isinstance(owner, type) else type(owner).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

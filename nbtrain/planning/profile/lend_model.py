@@ -105,13 +105,13 @@ def _helpers(model: nn.Module) -> list[dict[str, Any]]:
         if type(one) in BOXES or type(one) is tuple:
             if len(one) <= HELPERS:
                 waiting += one.values() if isinstance(one, dict) else one
-        elif type(held := _space(one)) is dict:
+        elif type(held := attributes(one)) is dict:
             found[id(held)] = held
             waiting += held.values()
     return list(found.values())
 
 
-def _space(one: Any) -> Any:
+def attributes(one: Any) -> Any:
     """The `__dict__`, without running code of the object's class."""
     try:
         return object.__getattribute__(one, "__dict__")

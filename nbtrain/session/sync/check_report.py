@@ -91,11 +91,11 @@ def check(
     try:
         report = looked.report
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
-        if trial_unpickling.needed(looked.walk.added):
-            able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
-            for name, text in trial_unpickling.tried(namespace, able):
-                found = unopened(text, namespace, cells)
-                report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
+        able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
+        looked.walk.cargo.buffers.clear()  # of what is on a device they are copies
+        for name, text in trial_unpickling.tried(namespace, able, looked.walk):
+            found = unopened(text, namespace, cells)
+            report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
         refused = {finding.path for finding in report.findings}
         for name in [name for name in report.sizes if any(_below(path, name) for path in refused)]:
             del report.sizes[name]

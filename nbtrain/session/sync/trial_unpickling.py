@@ -1,40 +1,33 @@
-"""Objects that pack and do not unpack: tried in a copy of this process, because opening runs the classes' own code.
+"""Objects that pack and do not unpack: tried in a scratch process, because opening runs the classes' own code.
 
-The copy shares the kernel's memory, so that no tensor is copied; what it changes, nobody else sees.
+Large buffers go without their numbers. What fails so is tried again with them.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import select
-import signal
-import sys
-import warnings
+import tempfile
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
-from nbtrain.awake_time import Patience
+from nbtrain.engines._local import scratch
+from nbtrain.exchange import module_baseline
+from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import Node
+from nbtrain.exchange.kinds.base import Node, keys_in
+from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
-from nbtrain.exchange.records import dump, load
+from nbtrain.exchange.parcel import Packer
+from nbtrain.session.sync.kernel_environment import EnvironmentMirror
+from nbtrain.worker.home.trial_opening import open_parcel
 
 PATIENCE = 20.0
-"""Seconds that the copy has: a `__setstate__` may wait for a thread that exists in the kernel only."""
-LOOK_UP = 0.1
+"""Seconds for opening: a `__setstate__` may wait for a thread that exists in the kernel only."""
 
 _RUNS_CODE = ("__setstate__", "__new__", "__hash__", "__eq__", "__getattr__", "__getattribute__", "__init_subclass__",
               "__set_name__", "__setattr__")  # fmt: skip
-
-
-def needed(added: Iterable[Node]) -> bool:
-    """Whether anything but plain data is made over there. Weights, arrays and lists cannot fail to open."""
-    return any(map(_may_fail, added))
 
 
 def _may_fail(node: Node) -> bool:
@@ -46,87 +39,67 @@ def _may_fail(node: Node) -> bool:
     return node.kind.name == "instance" and cls.__new__ is not object.__new__
 
 
-def tried(namespace: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
-    """The names that could not be opened, and what was said."""
-    if not hasattr(os, "fork"):
+def tried(namespace: dict[str, Any], names: list[str], walk: Walk) -> list[tuple[str, str]]:
+    """Those of the names that could not be opened, and what was said. `walk`: the one that looked at them."""
+
+    def needed(by: Iterable[str]) -> list[str]:
+        needs = reach(CellNames(reads=frozenset(by)), namespace).hard
+        return [name for name in names if name in needs]
+
+    may_fail = _doubtful(walk)
+    failing = [name for name in names if name in may_fail]
+    if not failing or not hasattr(os, "fork") or _said(namespace, needed(failing), numbers=False) is None:
         return []
-    ours, theirs = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of the kernel's threads; the copy needs none of them
-        pid = os.fork()
-    if pid == 0:
-        _in_the_copy(theirs, namespace, names)
-    os.close(theirs)
+    found: dict[str, str] = {}
+    for name in failing:  # which ones?
+        read = needed([name])
+        if _said(namespace, read, numbers=False) and (text := _said(namespace, read, numbers=True)):
+            found.setdefault(text, name)
+    return [(name, text) for text, name in found.items()]
+
+
+def _doubtful(walk: Walk) -> set[str]:
+    """The names that lead to anything but plain data: weights, arrays and lists cannot fail to open."""
+    holders: dict[int, list[int]] = {}
+    for node in walk.table.nodes.values():
+        for child in (*node.children, *(node.fixed or ())):
+            holders.setdefault(child.key, []).append(node.key)
+    found: set[int] = set()
+    todo = [node.key for node in walk.added if _may_fail(node)]
+    while todo:
+        if (key := todo.pop()) not in found:
+            found.add(key)
+            todo += holders.get(key, ())
+    return {name for name, value in walk.cargo.names.items() if not found.isdisjoint(keys_in(value))}
+
+
+def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | None:
+    """Why they could not be opened. None: they could, or nobody answered."""
+    packer = Packer(tempfile.gettempdir(), numbers=numbers)
     try:
-        said = _heard(ours)
+        parcel = packer.pack(_cargo(namespace, names), (0,))
+        environment = EnvironmentMirror(SimpleNamespace(colors=None)).changes(False)
+        said: str | None = scratch.ask(open_parcel, parcel, environment, PATIENCE, _takes_long)
+        return said
     finally:
-        os.close(ours)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if said is None:
-        return []
-    found: list[tuple[str, str]] = pickle.loads(said)
-    return found
+        packer.close()
 
 
-def _heard(pipe: int) -> bytes | None:
-    """All that comes, or None when it did not come to an end."""
-    data, patience = b"", Patience(PATIENCE)
-    while True:
-        ready, _, _ = select.select([pipe], [], [], LOOK_UP)
-        if patience.over:
-            return None
-        if not ready:
-            continue
-        part = os.read(pipe, 1 << 16)
-        if not part:
-            return data or None
-        data += part
-
-
-def _in_the_copy(pipe: int, namespace: dict[str, Any], names: list[str]) -> None:
-    """Never returns: nothing of the kernel's own end may run here."""
-    try:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        sys.stdout = sys.stderr = io.StringIO()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        torch: Any = sys.modules.get("torch")
-        if torch is not None:
-            torch.set_num_threads(1)  # the others did not come along
-        os.write(pipe, pickle.dumps(_opened(namespace, names)))
-    finally:
-        os._exit(0)
-
-
-def _opened(namespace: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
-    warnings.simplefilter("ignore")
-    try:
-        _open(namespace, names)
-    except Exception:  # which ones?
-        pass
-    else:
-        return []
-    said: dict[str, str] = {}
-    for name in names:
-        needs = reach(CellNames(reads=frozenset({name})), namespace).hard
-        try:
-            _open(namespace, [one for one in names if one in needs])
-        except Exception as error:  # a class may raise anything
-            said.setdefault(str(error), name)
-    return [(name, text) for text, name in said.items()]
-
-
-def _open(namespace: dict[str, Any], names: list[str]) -> None:
-    numeric.learn_atoms()
-    walk = Walk(ObjectTable(0), namespace)
+def _cargo(namespace: dict[str, Any], names: list[str]) -> Changes:
+    """As a cell would send it. What cannot travel is said elsewhere."""
+    table = ObjectTable(0)
+    walk = Walk(table, namespace)
     for name in names:
         walk.name(name, namespace[name])
+    refused = {state.name: dict(state.refused) for state in states()}
+    modules, _ = module_baseline.look(table, namespace, module_baseline.used_by(namespace[name] for name in names))
+    for state in states():
+        state.refused = refused.get(state.name, {})  # it is said when the next cell is sent
+    for state in modules:
+        walk.name(MODULE + state.name, state)
     cargo = walk.finish()
-    if walk.culprits:
-        return  # it is said elsewhere
-    there: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    buffers: list[Any] = cargo.buffers
-    arrival = OpenedParcel(ObjectTable(-1, -1), there, load(dump(cargo)), buffers.__getitem__, lambda kind: "cpu")
-    arrival.commit()
+    return Changes() if walk.culprits else cargo
+
+
+def _takes_long() -> None:
+    print("trying in another process whether all of it can be made again on a rank …", flush=True)

@@ -210,3 +210,18 @@ def test_what_nobody_wrote_to_is_known_without_reading_it(tmp_path: Path) -> Non
     finally:
         del array
         segment.close()
+
+
+def test_a_large_buffer_without_its_numbers_is_zeros_apart_from_all_others(tmp_path: Path) -> None:
+    packer = Packer(str(tmp_path), numbers=False)
+    try:
+        parcel = packer.pack(cargo(full(1), full(2, SIZE + 1), full(3, 100_000), full(4)), [0])
+        _, buffer = Opener().open(parcel)
+        found = [buffer(index) for index in range(4)]
+        assert [one.nbytes for one in found] == [SIZE, SIZE + 1, 100_000, SIZE]
+        assert [bytes(one[:2]) for one in found] == [b"\0\0", b"\0\0", b"\3\3", b"\0\0"]
+        found[0][0] = 7
+        assert [one[0] for one in found] == [7, 0, 3, 0]
+        assert len(packer._segments) == 2
+    finally:
+        packer.close()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 
+import nbtrain.engines._local.warm as warm
 from nbtrain.errors import CannotTravel, UsageError
 from nbtrain.session.sync import trial_unpickling
 from nbtrain.session.sync.check_report import CheckReport, check
+from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.sides import Sides
 
 CELL = """\
@@ -70,6 +74,14 @@ LINES = {
     "part.keywords['end']": 33,
     "grid.flat[1]": 34,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nursery() -> Iterator[None]:
+    """As a notebook has it: `check` asks it for a scratch process."""
+    warm.warm()
+    yield
+    warm.close()
 
 
 @pytest.fixture
@@ -212,6 +224,7 @@ def test_what_packs_but_does_not_open_is_named_and_nothing_is_touched(sides: Sid
     cell(sides, UNOPENED)
     before = dict(sides.here)
     children = set(psutil.Process().children())
+    ranks_parent = psutil.Process(warm.warm().process.pid)
     report = checked(sides)
     assert {one.path for one in report.findings} == {"one['deep'][0]", "two[0]", "three"}
     said = repr(report)
@@ -221,6 +234,7 @@ def test_what_packs_but_does_not_open_is_named_and_nothing_is_touched(sides: Sid
     assert "line 11: one = {'deep': [Args(1, 2)]}" in said
     assert sides.here == before
     assert set(psutil.Process().children()) <= children
+    assert gone_within(GRACE, lambda: [describe(one) for one in ranks_parent.children()]) == []
     assert checked(sides, "fine")
 
 
@@ -236,6 +250,35 @@ def test_a_setstate_that_waits_for_ever_is_given_up(sides: Sides, monkeypatch: p
     began = time.monotonic()
     checked(sides, "slow")
     assert time.monotonic() - began < 20
+
+
+def test_numbers_that_opening_asks_for_are_there(sides: Sides) -> None:
+    """They go only where it has failed without them."""
+    sides.run("""
+        import torch
+        class Scaled:
+            def __init__(self): self.data = torch.ones(2_000_000)
+            def __getstate__(self): return {'data': self.data}
+            def __setstate__(self, state):
+                assert state['data'].max() == 1, 'no numbers'
+                vars(self).update(state)
+        class Worse(Scaled):
+            def __setstate__(self, state): raise ValueError(f"largest is {float(state['data'].max())}")
+        scaled = Scaled()
+    """)
+    assert checked(sides, "scaled")
+    sides.run("worse = Worse()")
+    (found,) = checked(sides, "scaled", "worse").findings
+    assert found.path == "worse"
+    assert "largest is 1.0" in found.reason
+
+
+def test_a_module_that_the_kernel_alone_has_is_named(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "made_by_hand", made := ModuleType("made_by_hand"))
+    exec("class Odd:\n    def __setstate__(self, state): pass\n    def __getstate__(self): return 1", vars(made))
+    sides.run("from made_by_hand import Odd; odd = Odd()")
+    (found,) = checked(sides, "odd").findings
+    assert "No module named 'made_by_hand'" in found.reason
 
 
 def test_all_is_well_in_one_line_with_the_largest_first(sides: Sides) -> None:
