@@ -270,6 +270,7 @@ def test_unloading_leaves_nothing_and_stops_the_ranks(capsys: pytest.CaptureFixt
         assert public(shell) == before
 
 
+@pytest.mark.slow
 def test_loading_again_starts_afresh(capsys: pytest.CaptureFixture[str]) -> None:
     with bare_shell() as shell:
         shell.extension_manager.load_extension("nbtrain")
@@ -303,6 +304,7 @@ def test_magics_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> 
         assert shell.find_cell_magic("nbtrain") is None
 
 
+@pytest.mark.slow
 def test_loading_loads_nothing_that_takes_time() -> None:
     """How long it takes is measured in bench_start."""
     code = (

@@ -178,6 +178,7 @@ anything = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(anything)
 @example(

@@ -107,6 +107,7 @@ def test_a_rows_figures_are_the_strategys_own() -> None:
     assert again.estimate.activations < 0.3 * ddp.estimate.activations
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_a_row_with_its_remedy_and_is_not_loaded() -> None:
     told = in_fresh_python(
         "import sys\n"
@@ -506,6 +507,7 @@ def test_layers_without_a_size_are_told_what_to_do(nb: Notebook) -> None:
     assert "call it with one batch before, as in model(x)" in nb.complaint("%distributed plan lazy --batch x")
 
 
+@pytest.mark.slow
 def test_a_script_without_a_notebook_can_ask() -> None:
     told = in_fresh_python(
         "import torch, nbtrain\n"

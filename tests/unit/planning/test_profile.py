@@ -75,6 +75,7 @@ def everything(model: nn.Module, touched: bool = False) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("looks", [False, True], ids=["shapes", "real"])
 def test_the_model_is_as_it_was(looks: bool, training: bool) -> None:
@@ -199,6 +200,7 @@ def test_numbers_of_a_small_network_by_hand() -> None:
     assert found.operations == 2 * 16 * (4 * 8 * 2 + 8 * 2 * 3)  # the input needs no gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_shapes_say_what_numbers_do(name: str) -> None:
     planned = PLANNED[name]
@@ -341,6 +343,7 @@ def test_a_compiled_model_and_one_in_dataparallel_are_what_they_hold() -> None:
     assert profile(torch.compile(model), mlp_batch()) == plain
 
 
+@pytest.mark.slow
 def test_what_cannot_be_profiled_is_said_in_a_sentence() -> None:
     with pytest.raises(CannotProfile, match=r"call it with one batch before"):
         profile(nn.Sequential(nn.LazyLinear(3)), torch.randn(2, 3))

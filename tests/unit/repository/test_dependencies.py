@@ -94,6 +94,7 @@ def _caught(handler: ast.ExceptHandler) -> str:
     return caught.replace("ModuleNotFoundError", "ImportError").replace("Exception", "ImportError")
 
 
+@pytest.mark.slow
 def test_whatever_is_imported_is_declared() -> None:
     always = names(PROJECT["dependencies"])
     extras = {extra: names(PROJECT["optional-dependencies"][extra]) for extra in OF_AN_EXTRA}

@@ -71,6 +71,7 @@ def cases(files: set[str]) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_rule_names_tests_that_exist() -> None:
     names = promised()
     assert len(names) > 80

@@ -87,6 +87,7 @@ def inner_session(directory: Path, test: str, *within: str) -> subprocess.Comple
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_leaking_test_fails_alone(tmp_path: Path) -> None:
     told = inner_session(
         tmp_path,
@@ -98,6 +99,7 @@ def test_a_leaking_test_fails_alone(tmp_path: Path) -> None:
     assert "2 passed, 1 error" in told.stdout
 
 
+@pytest.mark.slow
 def test_a_hanging_test_fails_with_the_stack_and_the_session_goes_on(tmp_path: Path) -> None:
     told = inner_session(
         tmp_path,
@@ -111,6 +113,7 @@ def test_a_hanging_test_fails_with_the_stack_and_the_session_goes_on(tmp_path: P
     assert "1 failed, 1 passed" in told.stdout
 
 
+@pytest.mark.slow
 def test_in_the_background_of_a_script_interrupts_arrive_all_the_same(tmp_path: Path) -> None:
     told = inner_session(
         tmp_path,
@@ -123,6 +126,7 @@ def test_in_the_background_of_a_script_interrupts_arrive_all_the_same(tmp_path: 
     assert "2 passed" in told.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("required", "ending"), [("0", "1 skipped"), ("1", "1 failed")])
 def test_what_is_absent_is_left_out_by_name_or_fails_on_ci(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: str, ending: str

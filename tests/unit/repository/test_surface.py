@@ -95,6 +95,7 @@ def test_what_a_strategy_needs_is_known_without_torch() -> None:
     assert ast.literal_eval(told) == []
 
 
+@pytest.mark.slow
 def test_star_import_takes_nothing_from_the_notebook() -> None:
     told = in_fresh_python("from nbtrain import *; print(sorted(n for n in globals() if not n.startswith('__')))")
     assert ast.literal_eval(told) == sorted(PUBLIC - {"__version__"})

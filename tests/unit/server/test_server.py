@@ -248,6 +248,7 @@ def test_many_browsers_share_one_connection_and_none_is_left(server: Server, sce
     until(lambda: not scene.watchers and not scene.beacon._readers)
 
 
+@pytest.mark.slow
 def test_a_browser_that_does_not_read_is_dropped(server: Server, scene: Scene) -> None:
     run = Talker()
     scene.beacon.follow(run)
@@ -289,6 +290,7 @@ class Talker:
             callback({"kind": "news", "seq": seq, "text": "x" * 50_000})
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_stuck_is_listed_and_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with elsewhere(server.runtime) as process:
         process.send_signal(signal.SIGSTOP)

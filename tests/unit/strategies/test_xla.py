@@ -84,6 +84,7 @@ def test_the_table_and_the_doctor_say_what_it_was_not_run_on() -> None:
     assert any(wanted in line for line in said)
 
 
+@pytest.mark.slow
 def test_it_is_imported_without_torch_xla() -> None:
     code = "import sys, nbtrain.strategies.xla; assert 'torch_xla' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -30,6 +30,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", WRITERS)
 def test_no_room_is_told_as_that(tmp_path: Path, write: str) -> None:
     code = LIMITED.replace("{write}", WRITERS[write])
