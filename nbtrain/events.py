@@ -183,7 +183,7 @@ class Finished(Event):
     """it can bring home what the cell did only together with the others, which is still to be asked for"""
     home: Any = None
     """from the lead rank: what comes home, packed"""
-    streams: Any = None
+    random_states: Any = None
     """from the lead rank: where the notebook's random streams are to stand"""
     agreement: Any = None
     """checksums of what should be equal on every rank"""

@@ -62,10 +62,10 @@ class RunCell:
     """names that the notebook does not have any more, or holds something else under"""
     released: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """rank → segments of its own that the notebook has let go"""
-    streams: Any = None
+    random_states: Any = None
     """random states; None: each rank goes on with its own"""
     sources: tuple[CellSource, ...] = ()
-    surroundings: KernelEnvironment = field(default_factory=KernelEnvironment)
+    environment: KernelEnvironment = field(default_factory=KernelEnvironment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class Leave:
 class Forget:
     """Drop every twin and everything prepared: the next cell starts from the notebook."""
 
-    spare: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
     """keys of what the notebook has handles for"""
     known: tuple[int, ...] = ()
     """keys of what that may hold: these twins live on, and are filled anew before they are used"""

@@ -164,7 +164,7 @@ class RunSpec:
     resume: tuple[str, bytes] | None = None
     """of a checkpoint that the notebook has loaded: where the cell's loops go on, pickled, and which load it was"""
     background: bool = False
-    aside: str = ""
+    weights_folder: str = ""
     """the folder in which a run in the background puts its weights when the notebook reads them"""
     keep: tuple[str, ...] = ()
     """names whose objects stay on the ranks"""
