@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
     from nbtrain.strategies.kit.sharding_units import wrap
 
-    # What a rank finds among its builtins; said here for editors.
+    # Builtins of a rank, declared here for editors.
     rank: int
     world_size: int
     local_rank: int
@@ -68,7 +68,7 @@ ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gat
 
 
 _watches: dict[int, Any] = {}
-"""shell → what ends the watch for the cell that wakes CUDA"""
+"""shell → what ends the watch for the cell that initialises CUDA"""
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -197,7 +197,7 @@ def __dir__() -> list[str]:
 
 
 def _doctor() -> str:
-    # Handed to the magics, which stand beside the doctor and not above it.
+    # Passed to the magics, which are beside the doctor in the layers and may not import it.
     from nbtrain.doctor import report
 
     return report()

@@ -1,15 +1,15 @@
-"""Time that does not count while this process did not run: a laptop that slept, a job that was stopped for a while."""
+"""Measures time only while this process runs: not while a laptop sleeps or a job is stopped."""
 
 from __future__ import annotations
 
 import time
 
 LONGEST = 0.25
-"""Seconds that may lie between two looks; of more than that, no more counts."""
+"""Seconds between two readings that count, at most."""
 
 
 class Stopwatch:
-    """Runs from the moment it is made. Has to be looked at all the time."""
+    """Runs from the moment it is made. Has to be read all the time."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -24,7 +24,7 @@ class Stopwatch:
 
 
 class Patience:
-    """So many seconds."""
+    """`over` once so many seconds have passed. Has to be read all the time, too."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -36,7 +36,7 @@ class Patience:
 
 
 class Standing:
-    """For how many seconds something has been as it is. Has to be looked at all the time, too."""
+    """For how many seconds something has not changed. Has to be read all the time, too."""
 
     def __init__(self) -> None:
         self._watch = Stopwatch()

@@ -1,4 +1,4 @@
-"""What a press on Stop must not cut in two."""
+"""Defers a press on Stop while something must not be cut in two."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import FrameType
 from typing import Any
 
 ENOUGH = 3
-"""Presses after which something is raised, whatever goes on."""
+"""Presses after which KeyboardInterrupt is raised in any case."""
 AT_ONCE = 0.4
-"""Seconds in which two presses are one: a double click is no second thought."""
+"""Seconds in which two presses count as one: a double click."""
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """An interrupt that comes inside is raised at the end: half a model must not come home."""
+    """Raises an interrupt that comes inside at the end: half a model must not come home."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -33,8 +33,8 @@ def shielded() -> Iterator[None]:
 
 
 class Presses:
-    """How often Stop was pressed. They are raised as they come until `only_count` was called; then whoever looks sees
-    them, and nothing that was heard from the ranks is lost."""
+    """Counts presses on Stop. Each raises KeyboardInterrupt until `only_count` is called; from then on callers look at
+    `count`, and no event of the ranks is lost."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -46,8 +46,7 @@ class Presses:
         self._counting = True
 
     def ask(self) -> None:
-        """The same wish by another way: a button of ours, another thread. Who then presses Stop, too, has not pressed
-        twice."""
+        """Stop, from a button of nbtrain's or another thread. A press on Stop that follows is not a second one."""
         if not self.count:
             self.count, self._asked = 1, True
 
@@ -71,8 +70,8 @@ class Presses:
 
 @contextmanager
 def presses(later: Callable[[Callable[[], None]], None]) -> Iterator[Presses]:
-    """`later` is given what is to be called when what was raised has been shown: the second half of a double click must
-    not come between."""
+    """Count presses inside. `later` gets a function to call once the error has been shown: the second half of a double
+    click must not interrupt that."""
     found = Presses()
     if threading.current_thread() is not threading.main_thread():
         yield found

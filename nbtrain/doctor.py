@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.probes as probes
@@ -25,9 +24,6 @@ import nbtrain.registry as registry
 from nbtrain.compat import strategy_packages
 from nbtrain.compat import versions as tried
 from nbtrain.machine.cuda_watch import Origin, latest
-
-if TYPE_CHECKING:
-    pass
 
 GIB = 2**30
 

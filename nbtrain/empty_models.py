@@ -74,7 +74,7 @@ def _mode() -> Any:
             kwargs = kwargs or {}
             if func in makers and "out" not in kwargs:
                 made = func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
-                if made.numel():  # what a lazy layer has until its first batch takes none, and says the device
+                if made.numel():  # a lazy layer's are empty until its first batch, and have the right device
                     return made
             return func(*args, **kwargs)
 
@@ -82,7 +82,7 @@ def _mode() -> Any:
 
 
 class _Notes:
-    """Is told of every parameter that a module is given."""
+    """Called for every parameter that a module is given: notes those without memory."""
 
     def __init__(self) -> None:
         self._given: dict[int, Any] = {}
@@ -95,6 +95,6 @@ class _Notes:
         note = vars(module).get(NOTE) or (int(torch.randint(2**62, (), device="cpu")),)
         names = [other for other in note[1:] if other != name]
         if id(parameter) not in self._given:
-            self._given[id(parameter)] = parameter  # held, so that no other one can take over its id
+            self._given[id(parameter)] = parameter  # kept alive, so that no other object gets its id
             names.append(name)
         vars(module)[NOTE] = (note[0], *names)

@@ -11,7 +11,7 @@
     ├── NotSupported        this strategy cannot do that; names one that can
     ├── PoolError           the ranks could not be started or reached
     │   └── RankDied        a rank's process ended while it was needed
-    └── RankError           what a rank raised, when its own exception could not be brought home;
+    └── RankError           what a rank raised, where its own exception could not be brought home;
                             otherwise the cause of the original exception
 
 All of them survive pickling, because ranks raise them too.
@@ -20,7 +20,7 @@ All of them survive pickling, because ranks raise them too.
 from __future__ import annotations
 
 RAISED_BY = "_nbtrain_raised_by"
-"""The attribute of an error that every rank raises because the code of one did: which one."""
+"""Attribute of an error that every rank raises because the code of one did: that rank."""
 
 
 class NbtrainError(Exception):
@@ -40,7 +40,7 @@ class VersionMismatch(UsageError):
 
 
 class _Shown(NbtrainError):
-    """Carries how it is shown, so that the stack of the magic that found it is not."""
+    """Is shown as its `lines`, without the stack of the magic that raised it."""
 
     def __init__(self, message: str, lines: list[str]) -> None:
         super().__init__(message, lines)

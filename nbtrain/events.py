@@ -1,4 +1,4 @@
-"""What a rank may tell the notebook while it runs: a closed set. Views consume events."""
+"""What a rank may tell the notebook while it runs: a closed set of events, which views consume."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Use(Event):
     """How busy the rank is, lately."""
 
     processor: float
-    """of its process: 1.0 is one core"""
+    """cores that its process keeps busy"""
     card: float | None = None
-    """of its GPU, 0 to 1; None where there is none or its driver does not say"""
+    """of its GPU, 0 to 1; None without a GPU, or where its driver does not say"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Throughput(Event):
     operations: float = 0.0
     """of floating point, as far as they could be counted; 0: not known"""
     fastest: float = 0.0
-    """so many operations a second the device can do at most; 0: not known"""
+    """operations a second that the device can do at most; 0: not known"""
 
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
@@ -91,7 +91,7 @@ class Phases(Event):
     seconds: tuple[float, ...]
     """one for each of PHASES"""
     now: str = ""
-    """one of PHASES; empty before the first batch, or where there is nothing to tell one from another"""
+    """one of PHASES; empty before the first batch, or where phases cannot be told apart"""
     within: str = ""
     """the collective that it waits in, in words: `in all_reduce of 1,024`"""
 
@@ -106,7 +106,7 @@ class Progress(Event):
 
 
 GROUP = ".param_groups["
-"""in what `Finished.agreement` names: a number of an optimizer, and no tensor"""
+"""in a name of `Finished.agreement`: it is a number of an optimizer, not a tensor"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class RankState(Event):
 
     state: str
     notes: tuple[str, ...] = ()
-    """with `running`: what belongs into the run's first line, `batch 32 × 4 = 128`"""
+    """with `running`: parts of the run's first line, `batch 32 × 4 = 128`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,37 +127,37 @@ class Failed(Event):
     text: str
     """its message"""
     lines: tuple[str, ...]
-    """the traceback as IPython shows it; of a rank that was interrupted nothing"""
+    """the traceback as IPython shows it; empty for a rank that was interrupted"""
     exception: bytes | None = None
     """pickled, when it can be"""
     frames: tuple[tuple[str, int, str], ...] = ()
-    """of one that was: file, line and function, the innermost call first"""
+    """of a rank that was interrupted: file, line and function, the innermost call first"""
     interrupted: bool = False
-    """by us: it was stopped, or waited for one that failed"""
+    """nbtrain interrupted it: it was stopped, or waited for one that failed"""
     relayed: bool = False
-    """the code of another rank raised it, and this one was told"""
+    """another rank's code raised it, and this rank was told"""
     steps: int = 0
-    """how many it has taken"""
+    """steps that it has taken"""
     calls: int = 0
     """how often an optimizer has stepped"""
     entered: int = 0
-    """how many collectives"""
+    """collectives that it has entered"""
     between: bool = False
-    """it was stopped where nothing was under way"""
+    """it was stopped between two steps"""
     grouped: bool = True
     """as with `Finished`"""
     pieces: bool = False
     """it keeps only a part of some model"""
     whole: bool = False
-    """no optimizer was in the middle of it: what is there is the state after so many calls"""
+    """no optimizer step was cut short: its state is the one after so many calls"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried(Event):
-    """What a trial has shown of this rank."""
+    """What a trial has measured on this rank."""
 
     memory: int
-    """bytes at the most, besides what it had before: of its card, or of its process"""
+    """bytes of its card or process, at most, besides what it had before"""
     steps: int
     """that were timed"""
     seconds: float
@@ -167,7 +167,7 @@ class Tried(Event):
     samples: int
     """that its loaders gave it meanwhile"""
     batch: int
-    """samples of a batch; 0: no loader gave it one"""
+    """samples in a batch; 0: it has no loader"""
     grown: bool = True
     """a loader's batch could be made larger, if that was asked for"""
 
@@ -183,22 +183,22 @@ class Finished(Event):
     """it can bring home what the cell did only together with the others, which is still to be asked for"""
     home: Any = None
     """from the lead rank: what comes home, packed"""
-    streams: Any = None
-    """from the lead rank: where the notebook's random streams are to stand"""
+    random_states: Any = None
+    """from the lead rank: the notebook's random states after the cell"""
     agreement: Any = None
     """checksums of what should be equal on every rank"""
     values: Any = None
-    """checksums of what the notebook can have only once"""
+    """checksums of what each name holds, of which the notebook gets the lead's"""
     compared: Mapping[str, int] = field(default_factory=dict)
-    """numbers of what the cell has done, by name: where all ranks have the same, or not, there is something to say"""
+    """name → a number for what the cell has done; the report compares those of all ranks"""
     released: tuple[int, ...] = ()
-    """shared memory that nothing on this rank shows any more"""
+    """shared memory that this rank does not use any more"""
     grouped: bool = True
     """the process group is as it was; a cell may have destroyed it"""
     notes: tuple[str, ...] = ()
     """sentences for the user"""
     advice: Mapping[str, str] = field(default_factory=dict)
-    """sentences that a notebook is told once, by name"""
+    """name → sentence to say once in a notebook"""
     tried: Tried | None = None
     """of a trial, which brings nothing home"""
     began: RankState | None = None
@@ -224,13 +224,13 @@ class Pulled(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repacked(Event):
-    """What comes home, once more."""
+    """What comes home, packed again."""
 
     home: Any
 
 
 class Sink(Protocol):
-    """Who is told of a run. All calls come from the one thread that watches it."""
+    """Receives the events of a run. All calls come from the one thread that watches it."""
 
     def opened(self, summary: str) -> None:
         """The run begins; `summary` is its first line (`ddp · 4 ranks · cpu · batch 32 × 4 = 128`)."""
@@ -239,7 +239,7 @@ class Sink(Protocol):
         """One event of one rank. Output and displays do not come here; they are relayed as they are."""
 
     def tick(self, now: float) -> None:
-        """About ten times a second, whether anything happened or not."""
+        """Called about ten times a second."""
 
     def closed(self, ok: bool) -> None:
         """The run ended."""

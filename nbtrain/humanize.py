@@ -1,4 +1,4 @@
-"""Numbers and options for people."""
+"""Formats numbers and options for people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def flags(options: Mapping[str, Any]) -> str:
-    """As they are typed: `--stage 3 --cpu-offload`."""
+    """Options as they are typed: `--stage 3 --cpu-offload`."""
     return " ".join(_flag("--" + name.replace("_", "-"), value) for name, value in options.items())
 
 

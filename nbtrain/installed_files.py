@@ -1,6 +1,6 @@
-"""Which files are installed, so that nobody edits them between two cells; all others are somebody's work in progress.
+"""Tells installed files, which nobody edits between two cells, from local ones.
 
-One answer for the kernel and its ranks. It loads nothing but the standard library: `%load_ext` asks.
+The kernel and its ranks use it alike. It loads nothing but the standard library, because `%load_ext` uses it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sysconfig
 from importlib.machinery import PathFinder
 
 _PATHS = sysconfig.get_paths()
-"""Asked for before anybody listens to what is executed: Python executes a file for that."""
+"""Read before executed files are noted, because Python executes a file for it."""
 _path: list[str] | None = None
 _places: tuple[str, ...] = ()
 
 
 def is_installed(file: str) -> bool:
-    """Of a file that Python executed, by the name that it goes by."""
+    """Whether a file that Python executed is an installed one."""
     global _path, _places
     if _path != sys.path:
         _path = list(sys.path)
@@ -27,9 +27,8 @@ def is_installed(file: str) -> bool:
 
 
 def _find() -> tuple[str, ...]:
-    """Wherever this Python finds packages: below it, in its venv, in the user's own folder; where pip's `--target` put
-    them or a `.pth` names them. nbtrain's own folder would pull the rug from under the rank, and torch's own is too
-    large to be looked at, wherever they are."""
+    """All folders where this Python finds packages: its own, its venv's, the user's, those of pip's `--target` and of
+    `.pth` files. Also nbtrain's, which must not be reloaded on a rank, and torch's, which is too large to compare."""
     found = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.abspath(__file__))}
     found |= {path for path in sys.path if _holds_packages(path)}
@@ -39,7 +38,7 @@ def _find() -> tuple[str, ...]:
 
 
 def _holds_packages(folder: str) -> bool:
-    """The notebook's own folder is never one: people write their modules there."""
+    """Whether pip installs into this folder. Never true of the notebook's own: people write their modules there."""
     if os.path.basename(folder) in ("site-packages", "dist-packages"):
         return True
     try:

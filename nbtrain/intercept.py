@@ -1,13 +1,13 @@
-"""The functions of other packages that are replaced, each of them once.
+"""Replaces functions of other packages, each of them once.
 
 A plain loop works because a few functions of torch do something more on a rank. Each of them has one wrapper, for the
-life of the process, which calls its listeners in the order that `TABLE` states, outermost first, and the function
-itself in the end. A listener is `make(old) -> new`: what is called in the place of `old`. Listeners come and go in any
-order; a wrapper without any does what the function does, so that a cell may keep one that it has imported by name.
+life of the process, which calls its listeners in the order of `TABLE`, outermost first, and the function itself last. A
+listener is `make(old) -> new`: what is called in place of `old`. Listeners are added and removed in any order; a
+wrapper without any does what the function does, so that a cell may keep one that it has imported by name.
 
-A function is replaced while somebody listens. A rank besides lays all of them aside while it waits for its next
-message, and has those that a cell may import by name in place for the whole of each: what a parcel names finds them.
-Who has put his own function in the place of ours is left alone: he calls ours, or has chosen not to.
+A function is replaced while it has listeners. Besides, a rank removes all wrappers while it waits for its next message,
+and during a message has all those in place that a cell may import by name, because a parcel may name them.
+A function that somebody else has put in place of a wrapper is left alone: it calls the wrapper, or means not to.
 
 Nothing else in nbtrain assigns to an attribute of another package. The table is shown in
 docs/internals/replaced_functions.md; a test compares.
@@ -32,7 +32,7 @@ from nbtrain.compat import horovod as hvd
 from nbtrain.compat.internals import find
 
 Make = Callable[[Any], Any]
-"""The function as it is → what is called in its place."""
+"""the function → what is called in its place"""
 Owner = TypeVar("Owner")
 
 COLLECTIVES = (
@@ -41,32 +41,32 @@ COLLECTIVES = (
     "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "all_gather_single",
     "reduce_scatter_single",
 )  # fmt: skip
-"""of torch.distributed: they need every rank. The last two are not in every torch."""
+"""functions of torch.distributed that need every rank. Not every torch has the last two."""
 NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
 """methods by which a number is read out of a tensor"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One function, or some that are replaced alike: `names` then stand for the `{}` of its paths."""
+    """One function, or several that are replaced alike: then `names` fill the `{}` of its paths."""
 
     path: str
     listeners: Mapping[str, str]
     """name → why it listens; outermost first"""
     also: tuple[str, ...] = ()
-    """other places that have it, for the same listeners"""
+    """other paths of the same function"""
     names: tuple[str, ...] = ()
     imported: bool = False
     """cells import it by name"""
     maybe: bool = False
-    """not every version of the package has it; without it there is nothing to listen to"""
+    """not every version of the package has it"""
     added: bool = False
-    """the package has none: what a listener makes is all there is"""
+    """the package has no such function: it is what the listener makes"""
     static: bool = False
-    """of a class, and called without an object"""
+    """it is a static method"""
 
     def paths(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """(path, other places of it)"""
+        """(path, other paths) of each function"""
         for name in self.names or ("",):
             yield self.path.format(name), tuple(other.format(name) for other in self.also)
 
@@ -333,19 +333,19 @@ TABLE: tuple[Row, ...] = (
 
 
 class Listeners:
-    """What one part of nbtrain listens to. `close` ends all of it."""
+    """The listeners of one part of nbtrain. `close` removes them all."""
 
     def __init__(self) -> None:
         self._ends: list[Callable[[], None]] = []
 
     def listen(self, path: str, name: str, make: Make, owner: Any = None) -> None:
-        """`path`, `name`: as in `TABLE`. `owner`: a subclass that has a method of its own under the row's name."""
+        """`path`, `name`: as in `TABLE`. `owner`: a subclass that overrides the row's method."""
         for place in _places_of(path, owner):
             self._ends.append(place.add(name, make))
 
     def when_imported(self, module: str, paths: Sequence[str], name: str, make: Callable[[str], Make]) -> None:
-        """As `listen` to each of the paths, with what `make` gives for it, as soon as `module` has been imported, by
-        whomever: nothing is imported for it."""
+        """Listen to each of the paths, with what `make` gives for it, as soon as anybody has imported `module`. Imports
+        nothing itself."""
 
         def begin() -> None:
             for path in paths:
@@ -357,11 +357,11 @@ class Listeners:
             self._ends.append(_arrivals.wait(module, begin))
 
     def hook(self, handle: Any) -> None:
-        """A hook that a public function has hung up, by its handle."""
+        """Remove a hook of torch's, too, by its handle."""
         self._ends.append(handle.remove)
 
     def close(self) -> None:
-        """All of it, also where one does not end as it should: the first error is raised afterwards."""
+        """Remove all listeners, even if one raises: the first error is raised at the end."""
         first: BaseException | None = None
         while self._ends:
             try:
@@ -374,7 +374,7 @@ class Listeners:
 
 @contextmanager
 def listening(path: str, name: str, make: Make) -> Iterator[None]:
-    """For as long as the context lasts."""
+    """Listen for as long as the context lasts."""
     listeners = Listeners()
     listeners.listen(path, name, make)
     try:
@@ -384,16 +384,16 @@ def listening(path: str, name: str, make: Make) -> Iterator[None]:
 
 
 class _Arrivals(MetaPathFinder):
-    """Tells who waits for a module when it has been imported. It stands in Python's list of finders only meanwhile, and
+    """Calls back when a module has been imported. It is in Python's list of finders only while somebody waits, and
     finds nothing itself."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
         self.asked: set[str] = set()
-        """modules that others are asked for, through the same list"""
+        """modules that the other finders are being asked for"""
 
     def wait(self, module: str, begin: Callable[[], None]) -> Callable[[], None]:
-        """Returns what ends it."""
+        """Call `begin` after the import; returns what cancels that."""
         if not self.waiting:
             sys.meta_path.insert(0, self)
         self.waiting.setdefault(module, []).append(begin)
@@ -420,7 +420,7 @@ class _Arrivals(MetaPathFinder):
         return spec
 
     def _tells(self, name: str, loader: Any) -> None:
-        """This loader, which is the module's own, when it has run it."""
+        """Let the module's own loader call back once it has run the module."""
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -443,7 +443,7 @@ _arrivals = _Arrivals()
 
 
 class While(Generic[Owner]):
-    """Listeners that are there while at least one owner wants them."""
+    """Listeners that are in place while there is at least one owner."""
 
     def __init__(self, put: Callable[[Listeners], None]) -> None:
         self.owners: list[Owner] = []
@@ -460,7 +460,6 @@ class While(Generic[Owner]):
         self.owners.append(owner)
 
     def off(self, owner: Owner) -> None:
-        """An owner that is not there is none."""
         if owner in self.owners:
             self.owners.remove(owner)
             if not self.owners:
@@ -471,19 +470,19 @@ class While(Generic[Owner]):
 
 
 def original(path: str) -> Any:
-    """What stands there without ours: the package's function, or what somebody else has put in its place."""
+    """What is there without nbtrain: the package's function, or what somebody else has put in its place."""
     (place, *_) = _places_of(path)
     return place.found if place.stands else find(path)
 
 
 def path_of(function: Any) -> str:
-    """Of a wrapper: of what; empty for any other function."""
+    """The path that a wrapper stands for; empty for any other function."""
     return str(vars(function)[PATH]) if function.__code__ is _CODE else ""
 
 
 def at(path: str) -> Any:
-    """What a cell that has imported the function by name is to have of it: on a rank our wrapper, whatever somebody
-    has put in its place since; in a notebook the package's own."""
+    """What a cell gets that imports the function by name: on a rank the wrapper, even if somebody has replaced it;
+    in a notebook the package's own."""
     owner, name = find(path.rpartition(".")[0]), path.rpartition(".")[2]
     place = _places.get((id(owner), name))
     if place is None:
@@ -493,7 +492,7 @@ def at(path: str) -> Any:
 
 @contextmanager
 def without(*paths: str) -> Iterator[None]:
-    """Nobody listens to these meanwhile."""
+    """Inside, these have no listeners."""
     places = [place for path in paths for place in _places_of(path)]
     for place in places:
         place.mute(True)
@@ -506,7 +505,7 @@ def without(*paths: str) -> Iterator[None]:
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """On a rank, around all that it does for one message. In between, torch is as it was."""
+    """On a rank, around all that it does for one message: the wrappers are in place only inside."""
     try:
         _all_stand(True)
         yield
@@ -515,22 +514,22 @@ def in_place() -> Iterator[None]:
 
 
 def lay_aside() -> None:
-    """From now on, but for `in_place`, nothing is replaced, whoever listens."""
+    """From now on nothing is replaced outside of `in_place`, whoever listens."""
     _all_stand(False)
 
 
 PATH = "nbtrain_path"
-"""The attribute of a wrapper that says where it stands; `functools.wraps` copies it to others."""
+"""Attribute of a wrapper: its path; `functools.wraps` copies it to others."""
 _ABSENT: Any = object()
 _places: dict[tuple[int, str], _Place] = {}
 _standing = True
-"""what is listened to is replaced"""
+"""functions with listeners are replaced"""
 _whole = False
-"""so is what cells import by name"""
+"""and so are those that cells import by name"""
 
 
 class _Wrapper:
-    """What stands in the place of a function, and what it calls."""
+    """The function that takes another's place, and the chain that it calls."""
 
     def __init__(self, found: Any, path: str, static: bool = False) -> None:
         self.chain: Any = found
@@ -557,32 +556,32 @@ _CODE = _calls(None).__code__
 
 
 class _Place:
-    """An attribute of a module or a class, and what stands there."""
+    """An attribute of a module or class, and what is there."""
 
     def __init__(self, owner: Any, name: str, path: str, row: Row, passing: bool, twin: _Place | None) -> None:
-        """`twin`: another place, which may have the same function."""
+        """`twin`: another place that may have the same function."""
         self.owner, self.name, self.path, self.row = owner, name, path, row
         self.passing = passing
-        """the owner may be a class of the notebook's, which is not to be held when nobody listens any more"""
+        """the owner may be a class of the notebook, which must not be kept alive without listeners"""
         self.order = list(row.listeners)
         self.listeners: list[tuple[int, Make]] = []
         """outermost first"""
         self.muted = 0
         self.stands = False
         self.before: Any = _ABSENT
-        """what the owner itself had"""
+        """what the owner's own `__dict__` had"""
         found = getattr(owner, name, None)
         self.attribute = found if isinstance(found, GetSetDescriptorType) else None
-        """one that is written in C: a property in Python stands for it"""
+        """an attribute written in C, which is wrapped as a property"""
         self.found: Any = found if self.attribute is None else _as_property(self.attribute)
-        """and what it had or inherited"""
+        """what it had or inherited"""
         self.theirs: Any = _ABSENT
-        """somebody else's, that was put in the place of ours"""
+        """what somebody else put in place of the wrapper"""
         self.first = self.found
         self.shared = False
-        """the lasting wrapper is that of another place, too"""
+        """another place has the same lasting wrapper"""
         self.lasting: _Wrapper
-        """of the package's own function: what cells have imported goes on working"""
+        """wrapper of the package's own function, which cells may have imported and go on using"""
         if twin is not None and twin.first is self.first:
             self.lasting, self.shared, twin.shared = twin.lasting, True, True
         else:
@@ -590,7 +589,7 @@ class _Place:
         self.wrapper = self.lasting
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
-        """Returns what ends it."""
+        """Add a listener; returns what removes it."""
         one = (self.order.index(name), make)
         # Of one name the last to come is the outermost.
         at = next((i for i, other in enumerate(self.listeners) if other[0] >= one[0]), len(self.listeners))
@@ -624,7 +623,7 @@ class _Place:
         self.stands = False
         now = vars(self.owner).get(self.name, _ABSENT)
         if now is not self.wrapper.function:
-            # The package's own: somebody has put back what he had kept from before us, and means nothing by it.
+            # If it is the package's own, somebody has only put back what he had kept from before.
             self.theirs = _ABSENT if now is self.before or now is self.first else now
         elif self.before is _ABSENT:
             delattr(self.owner, self.name)
@@ -635,9 +634,9 @@ class _Place:
         return _standing and bool(self.listeners or (_whole and self.row.imported))
 
     def _find(self, found: Any) -> None:
-        """What stands there now, under ours. If it is not the package's own it may call our lasting wrapper, which
-        must not call it again: it gets one of its own, and the lasting one is the package's function, unless another
-        place stands by it, whose listeners are not to be lost."""
+        """Note the function to wrap. One that is not the package's own may call the lasting wrapper, which must not
+        call it again: so it gets a wrapper of its own, and the lasting one calls the package's function, unless another
+        place shares it and would lose its listeners."""
         if self.attribute is not None and found is self.attribute:
             return
         if found is not self.found:
@@ -649,7 +648,7 @@ class _Place:
             self._compose()
 
     def _settle(self) -> None:
-        """After a listener has come or gone."""
+        """Put the wrapper in place, or take it away, after listeners have changed."""
         self._compose()
         wanted = self.wanted()
         if wanted and not self.stands:
@@ -669,7 +668,7 @@ def _as_property(attribute: Any) -> property:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """With the name and the signature of the old one, if it was made for this: a listener may ask for them."""
+    """`new` with the name and signature of `old`, if it is a closure: other listeners may ask for them."""
     made = isinstance(new, FunctionType) and "<locals>" in new.__qualname__
     return functools.wraps(old)(new) if made and callable(old) else new
 

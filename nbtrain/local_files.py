@@ -1,6 +1,6 @@
-"""Which modules are somebody's work in progress, in the kernel and on ranks; and when their files are executed.
+"""Finds local modules, which users edit, in the kernel and on ranks, and notes when their files are executed.
 
-Read by `%load_ext`, so it loads nothing but the standard library until such a file is executed.
+`%load_ext` uses it, so it loads nothing but the standard library until such a file is executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: str) -> Stamp | None:
-    """What differs when a file was written anew; None: it is not there."""
+    """A value that changes when the file is written again; None: there is no such file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -30,7 +30,7 @@ def local(path: str) -> bool:
 
 
 def local_modules() -> Iterator[tuple[str, str]]:
-    """Names and files of those that are loaded."""
+    """Names and files of the local modules that are loaded."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if isinstance(path, str) and getattr(module, "__spec__", None) is not None and local(path):
@@ -38,8 +38,8 @@ def local_modules() -> Iterator[tuple[str, str]]:
 
 
 def note_executed(late: bool = True) -> None:
-    """From now on it is noted what local files make when they are executed. Once for each process, and its forks.
-    `late`: also of those that were executed before."""
+    """From now on note what local files define when they are executed. Once per process, also for its forks. `late`:
+    also for files that were executed before."""
     if not python.after_execution(_executed):
         return
     early = list(local_modules()) if late else []
@@ -55,8 +55,8 @@ _taking = False
 
 
 def _executed(module: ModuleType) -> None:
-    """What notes them imports torch and more, so this may be called in the middle of itself, by this thread or another:
-    then it waits for the one that is at it."""
+    """Note one module. That imports torch and more, so this may be called inside of itself or from another thread: then
+    the call that is running does it."""
     global _taking
     path = getattr(module, "__file__", None)
     if not isinstance(path, str) or not local(path):

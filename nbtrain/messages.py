@@ -19,7 +19,7 @@ class CellSource:
 
 
 LATELY = 128
-"""Texts that were told last: a rank has them still. Of others it lets go, unless a function of that cell lives."""
+"""Cell texts sent last that a rank keeps. It drops older ones, unless a function of that cell lives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +33,9 @@ class KernelEnvironment:
     """of tracebacks, as IPython names them"""
     torch_flags: Mapping[str, Any] | None = None
     settings: Mapping[str, bytes] | None = None
-    """of Python and of libraries, each packed: those that are others than before"""
+    """of Python and of libraries, each packed: those that have changed"""
     port: int | None = None
-    """where the cell's own code may have its ranks meet; nobody listens there yet"""
+    """a free port at which the cell's own code may form a process group"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,23 +49,23 @@ class RunCell:
     quiet: bool
     """the cell ends in a semicolon: its last value is not shown"""
     number: int
-    """which run of this pool's it is"""
+    """number of the run"""
     sent: float
     """when, by the machine's monotonic clock: interrupts from then on are for this cell"""
     ranks: tuple[int, ...]
-    """who runs it; the first of them is the lead, whose changes come home"""
+    """ranks that run it; the first is the lead, whose changes come home"""
     parcel: Any = None
     """what the ranks do not have yet"""
     drop: tuple[int, ...] = ()
-    """keys that no notebook name leads to any more"""
+    """keys that the notebook has dropped"""
     unbind: tuple[str, ...] = ()
-    """names that the notebook does not have any more, or holds something else under"""
+    """names that the notebook has deleted or assigned something else"""
     released: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """rank → segments of its own that the notebook has let go"""
-    streams: Any = None
-    """random states; None: each rank goes on with its own"""
+    random_states: Any = None
+    """of the notebook; None: each rank goes on with its own"""
     sources: tuple[CellSource, ...] = ()
-    surroundings: KernelEnvironment = field(default_factory=KernelEnvironment)
+    environment: KernelEnvironment = field(default_factory=KernelEnvironment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +81,9 @@ class Pull:
 
     key: int
     asked: int
-    """which question this is: an answer to an earlier one may still be under way"""
+    """number of the request: an answer to an earlier one may still be under way"""
     drop: tuple[int, ...] = ()
-    """keys that the notebook does not know any more"""
+    """keys that the notebook has dropped"""
     released: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """rank → segments of its own that the notebook has let go"""
     together: bool = False
@@ -112,17 +112,17 @@ class Leave:
 class Forget:
     """Drop every twin and everything prepared: the next cell starts from the notebook."""
 
-    spare: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
     """keys of what the notebook has handles for"""
     known: tuple[int, ...] = ()
-    """keys of what that may hold: these twins live on, and are filled anew before they are used"""
+    """keys of what those may hold: these twins stay, and are sent again before they are used"""
     whole: bool = True
     """no rank was replaced: what is kept in pieces can be put together"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conclude:
-    """The run you failed in, or were stopped in, counts as far as it came. Answered with `Finished`."""
+    """Pack what the run that failed or was stopped has done so far. Answered with `Finished`."""
 
     lead: int
     """whose changes come home"""
@@ -130,7 +130,7 @@ class Conclude:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regroup:
-    """Leave the process group, and form a new one. Answered by being ready once more."""
+    """Leave the process group and form a new one. Answered with the state `ready`."""
 
     store: str
 

@@ -1,4 +1,4 @@
-"""Names → classes, loaded on use. What a name needs is known without importing what it names."""
+"""Maps names to classes, which are loaded on use. What a class needs is known without importing it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbtrain.specs import Needs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One strategy, engine or view: where it is, what it needs, what it is for."""
+    """One strategy, engine or view: its class, what it needs, what it is for."""
 
     name: str
     where: str
@@ -26,16 +26,16 @@ class Entry:
     summary: str
     shards: str = "nothing"
     in_pieces: bool = False
-    """no rank has all of a model: after a failure, its last step can be brought home if all ranks stand at the same"""
+    """no rank has a whole model: after a failure its last step comes home only if all ranks stand at the same one"""
     needs: Needs = Needs()
     unrun: str = ""
-    """what it was never run on, which is said wherever it is offered"""
+    """what it was never run on; shown wherever it is offered"""
     package: str = ""
-    """that announces it; nbtrain's own have none"""
+    """the package that announces it; empty for nbtrain's own"""
     internals: tuple[str, ...] = strategy_packages.EVERYWHERE
     """files of `compat` without which it cannot be run"""
     instead: str = ""
-    """a strategy that can be, where these do not fit"""
+    """the strategy to use where these do not fit"""
 
     def load(self) -> Any:
         module, _, name = self.where.partition(":")
@@ -56,7 +56,7 @@ def _table(*entries: Entry) -> dict[str, Entry]:
 
 
 HOROVOD = f"NBTRAIN_ENVIRONMENT={sys.prefix} .ci/horovod in a checkout of nbtrain"
-"""pip's own build of it fails with a torch of today"""
+"""a plain `pip install` of it fails to build with today's torch"""
 
 STRATEGIES: Mapping[str, Entry] = _table(
     Entry(
@@ -194,7 +194,7 @@ VIEWS: Mapping[str, Entry] = _table(
 """`--monitor` takes these names, and `auto`"""
 
 _announced: dict[str, Entry] = {}
-"""by other packages, as far as they were read"""
+"""strategies of other packages that were found so far"""
 
 
 def strategies() -> dict[str, Entry]:
@@ -209,20 +209,20 @@ def strategies() -> dict[str, Entry]:
 
 
 def find_strategy(name: str) -> Entry | None:
-    """The strategy of this name, or None. What other packages announce is read only when nobody here has the name:
-    that takes milliseconds, and every cell asks."""
+    """The strategy of this name, or None. Other packages are searched only for names that nbtrain does not have: that
+    takes milliseconds, and every cell asks."""
     return STRATEGIES.get(name) or _announced.get(name) or strategies().get(name)
 
 
 def load_strategy(name: str, namespace: Mapping[str, Any]) -> Any:
-    """What has this name: a class of the registry's, or a class or object of the notebook's."""
+    """The class of this name in the registry, or a class or object of the notebook."""
     entry = find_strategy(name)
     return entry.load() if entry is not None else namespace[name]
 
 
 def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:
-    """The strategy itself, with these options. An object of the notebook's is used as it is, unless they are others
-    than its own."""
+    """A strategy with these options. An object of the notebook is used as it is, unless the options differ from its
+    own."""
     entry = find_strategy(name)
     needs, instead = (entry.internals, entry.instead) if entry is not None else (strategy_packages.EVERYWHERE, "")
     if reason := strategy_packages.refusal(name, needs, instead):
@@ -246,7 +246,7 @@ def view(name: str) -> Entry:
 
 
 def missing(needs: Needs) -> str | None:
-    """Why something cannot be used in this environment, and the command that changes it."""
+    """Which packages are missing for it, and the command that adds them."""
     gone = [name for name in needs.packages if find_spec(name) is None]
     return f"{', '.join(gone)} is not installed: {to_install(needs, gone)}" if gone else None
 
@@ -258,7 +258,7 @@ def to_install(needs: Needs, gone: list[str]) -> str:
 
 def lacking(needs: Needs) -> str | None:
     """Why it cannot be used on this machine."""
-    # on use: it brings psutil, and whoever reads the tables alone need not have it
+    # on use: it imports psutil, which is not needed to read the tables
     import nbtrain.machine.probes as probes
 
     if reason := missing(needs):

@@ -1,4 +1,4 @@
-"""What the user asked for, typed. Frozen, so that equality can decide whether a pool is reused."""
+"""What the user asked for, as dataclasses. Frozen, so that equality can decide whether a pool is reused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Who a rank is. `device` is what torch calls it: "cpu", "cuda:1"."""
+    """Identity and devices of a rank. `device` is what torch calls it: "cpu", "cuda:1"."""
 
     rank: int
     world_size: int
@@ -21,7 +21,7 @@ class RankInfo:
     device: str
     threads: int
     devices: tuple[str, ...] = ()
-    """all that this rank has, where that is more than one; `device` is the first of them"""
+    """all devices of this rank, where it has several; `device` is the first"""
     nodes: int = 1
     """the ranks are so many groups of equal size, one after another; `local_rank` counts within one"""
 
@@ -32,7 +32,7 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a strategy or an engine cannot do without; read in the kernel, nothing heavy imported."""
+    """What a strategy, engine or view needs; the kernel reads it without importing anything heavy."""
 
     min_ranks: int = 1
     max_ranks: int | None = None
@@ -41,9 +41,9 @@ class Needs:
     install: str = ""
     """the line that adds the packages, where `pip install` and their names is not enough"""
     together: bool = False
-    """one rank has all the devices"""
+    """it runs as one rank with all devices"""
     notebook: bool = False
-    """a view that a terminal cannot show"""
+    """a terminal cannot show it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class PoolSpec:
     """the cards that these names mean now, one per rank; empty on CPU"""
     oversubscribe: bool = False
     together: bool = False
-    """there is one rank, and it has all the devices"""
+    """one rank has all devices"""
     nodes: int = 1
     """the ranks are so many groups of equal size"""
 
@@ -76,12 +76,12 @@ class PoolSpec:
 
     @property
     def backend(self) -> str:
-        """NCCL refuses two ranks on one card, so those talk through gloo."""
+        """NCCL refuses two ranks on one card, so those use gloo."""
         return "nccl" if self.kind == "cuda" and len(set(self.devices)) == self.world_size else "gloo"
 
 
 def difference(old: PoolSpec, new: PoolSpec) -> str:
-    """What makes one pool not do for the other, in the words of the options."""
+    """How two pools differ, in the words of the options."""
     if old.devices != new.devices:
         return f"--devices: {len(old.devices)} × {old.kind} → {len(new.devices)} × {new.kind}"
     if old.together != new.together:
@@ -97,37 +97,37 @@ def difference(old: PoolSpec, new: PoolSpec) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A cell is run for a few steps, to see what it takes. Nothing of it comes home."""
+    """Run a cell for a few steps to measure it. Nothing comes home."""
 
     steps: int
-    """that are timed"""
+    """steps that are timed"""
     warm: int = 2
-    """before those"""
+    """steps before those"""
     memory: int = 0
-    """bytes that a rank may come to have besides what it has; 0: as many as there are"""
+    """bytes that a rank may take besides what it has; 0: no limit"""
     batch: float = 1.0
-    """so many times as many samples are in a loader's batch"""
+    """factor for the samples in a loader's batch"""
     names: Mapping[str, Any] = field(default_factory=dict)
-    """what these names of the notebook hold meanwhile"""
+    """name of the notebook → its value during the trial"""
     threads: int = 0
-    """that a rank computes in, on a CPU; 0: as many as otherwise"""
+    """threads of a rank, on a CPU; 0: the default"""
     record: Record | None = None
-    """what the steps saw and made is written down, to be compared with another trial's"""
+    """what to record of the steps, to compare it with another trial"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What a trial writes down of its steps: samples, losses, weights."""
+    """What a trial records of its steps: samples, losses, weights."""
 
     folder: str
     numbers: tuple[str, ...] = ()
-    """names of the cell that may hold a number when it is over"""
+    """names that may hold a number at the end of the cell"""
     stands_for: int = 0
-    """this is one process: its loaders give what those of so many ranks would, together"""
+    """for one process: its loaders give what those of so many ranks would give together"""
     turned: bool = False
     """the samples of each batch come in the opposite order"""
     without: tuple[str, ...] = ()
-    """switched off meanwhile: `dropout`, `batch norm`"""
+    """what is switched off: `dropout`, `batch norm`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,11 +147,11 @@ class RunSpec:
     sampler: bool = True
     """False: every rank sees all batches (`--no-sampler`)"""
     share_eval: bool = False
-    """loaders that are iterated to evaluate are shared out, too"""
+    """loaders that are iterated for evaluation are shared out, too"""
     scale_lr: str = ""
     """`linear`, `sqrt`: optimizers step with a learning rate for the batch of all ranks"""
     checkpoint_activations: tuple[str, ...] = ()
-    """names of classes whose activations are computed again in the backward"""
+    """names of classes whose activations are recomputed in the backward"""
     ranks: tuple[int, ...] | None = None
     """None: all of them"""
     save_steps: int | None = None
@@ -162,16 +162,16 @@ class RunSpec:
     """the folder for them"""
     keep_last: int = 3
     resume: tuple[str, bytes] | None = None
-    """of a checkpoint that the notebook has loaded: where the cell's loops go on, pickled, and which load it was"""
+    """where the cell's loops go on after a checkpoint was loaded in the notebook, pickled, and an id of that load"""
     background: bool = False
-    aside: str = ""
+    weights_folder: str = ""
     """the folder in which a run in the background puts its weights when the notebook reads them"""
     keep: tuple[str, ...] = ()
     """names whose objects stay on the ranks"""
     hang_after: float = 60.0
-    """seconds that a rank may wait for another before that is said"""
+    """seconds that a rank may wait for another before the user is told"""
     output: str = "rank0"
     monitor: str = "auto"
     log_to: str = ""
-    """the notebook's name of what metrics are handed to as they come; the object itself stays in the kernel"""
+    """the notebook's name of the writer that metrics are passed to; the object itself stays in the kernel"""
     trial: Trial | None = None

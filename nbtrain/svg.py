@@ -19,7 +19,7 @@ INK = "color:var(--jp-ui-font-color1,currentColor)"
 """the text colour of the page around the SVG; an `<img>` does not know it, and uses TEXT instead"""
 
 DISTINCT = len(COLOURS)
-"""curves that have different colours"""
+"""number of different colours"""
 POINTS = 2048
 """points that all curves of a drawing have together, at most"""
 NARROW = "fijlrt "
@@ -73,7 +73,7 @@ class Chart(NamedTuple):
 
     title: str
     last: str
-    """what is written on the right"""
+    """text on the right"""
     curves: Sequence[tuple[int, Curve]]
     """each with the number of its colour"""
     y: Words
@@ -89,7 +89,7 @@ class Bar(NamedTuple):
     parts: Sequence[tuple[float, str]]
     """lengths and colours"""
     text: str
-    """what is written behind it"""
+    """text behind it"""
 
 
 class Bars(NamedTuple):

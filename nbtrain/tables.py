@@ -1,4 +1,4 @@
-"""Tables of short texts: for a terminal, and for a notebook's page, whose fonts and colours they take."""
+"""Renders tables of short texts, for a terminal, and for a notebook's page with its fonts and colours."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from html import escape
 Row = tuple[str, ...]
 
 WIDE = 44
-"""so many characters a cell has in a line of text"""
+"""characters of a cell in a line of text"""
 SHORT = 12
-"""cells of so few are not broken into lines on a page"""
+"""cells of so few characters are not wrapped on a page"""
 
 STYLE = """<style>
 .nbt-table{border-collapse:collapse;font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);margin:0 0 8px}
@@ -29,7 +29,7 @@ def text(head: Row, rows: Sequence[Row], wide: int = WIDE) -> str:
 
 
 def html(head: Row, rows: Sequence[Row]) -> str:
-    """Without the style, which stands once above all tables of an output."""
+    """The table without STYLE, which is needed once above all tables of an output."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = ""
     for name, *cells in rows:
@@ -50,7 +50,7 @@ def _lines(head: Row, rows: Sequence[Row], wide: int) -> Iterable[str]:
 
 
 def _whole(cell: str) -> str:
-    """Options are not broken at their hyphens, and what is short not at all."""
+    """The cell's HTML: options do not wrap at their hyphens, and short cells not at all."""
     if len(cell) <= SHORT:
         return f"<span>{escape(cell)}</span>"
     parts = (f"<span>{escape(part)}</span>" if part.startswith("-") else escape(part) for part in cell.split(" "))

@@ -4,6 +4,7 @@
     graph/               who holds what: the table of twins, the walk that finds what changed, the putting in place
     kinds/               how each kind of object is looked at, made and edited in place; checksums of content
     parcel.py            bytes: one pickle (records.py), and large buffers in shared memory beside it (segment.py)
+    home.py              what comes home after a cell
     module_baseline.py   what files of local modules made, and what became of it
     travel_check.py      what cannot travel, named: its path, its line in the notebook (origin.py), the remedy
 

@@ -1,4 +1,4 @@
-"""Where a cell's body stands in the notebook, so that kernel and ranks both say `Cell In[5], line 3`."""
+"""Finds where a cell's body stands in the notebook, so that kernel and ranks both say `Cell In[5], line 3`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What IPython's `pre_run_cell` says of the cell that runs: the only place that has it as it was typed."""
+    """The cell that runs, as `pre_run_cell` passes it: nothing else in IPython has it as it was typed."""
 
     raw: str
     stored: bool
-    """in the history, so it has a number"""
+    """it is in the history, so it has a number"""
 
 
 def locate(
     shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen | None, number: int | None = None
 ) -> Cell:
-    """The cell as the ranks need it. Raises if there is nothing in it, or what is in it is not Python. `number`: of one
-    that was run before; otherwise it is the one that runs."""
+    """The cell as the ranks need it. Raises if it is empty or not Python. `number`: of a cell that was run before;
+    without it, the cell that runs."""
     from nbtrain.session import Cell
 
     text = body.lstrip("\n") if not body.strip() else body
@@ -44,7 +44,7 @@ def locate(
         raw, first, found_number = f"%%{magic} {line}\n{body}", 2, None
     else:
         raw, first, found_number = seen.raw, found, count if stored else None
-    # The name is IPython's own for this cell; what it has in its cache is one line, `run_cell_magic(...)`.
+    # The file name is IPython's own for this cell; its cache has only the line `run_cell_magic(...)`.
     filename = shell.compile.cache(raw, count, raw_code=raw)
     # Input transformers drop leading blank lines and would shift what follows.
     source = "".join(text.splitlines(keepends=True)[blank:])
@@ -79,8 +79,7 @@ def _checked(shell: InteractiveShell, source: str, filename: str, above: int, ma
 
 
 def _no_magic(source: str) -> str:
-    """`save("best")` alone in a cell is the ranks' `save`: IPython takes one line for its magic of that name, which the
-    notebook has nothing to hide it with."""
+    """Keep IPython from taking the one-line cell `save("best")`, the ranks' `save`, for its own magic of that name."""
     from nbtrain.session.sync.captured_names import ON_RANKS
 
     called = re.match(r"\s*(\w+)\s*\(", source)

@@ -1,6 +1,6 @@
 """Tab on a magic's line: option names, their choices, the flags of the chosen strategy, verbs and ranks.
 
-`complete` decides what fits; two thin adapters bring it to IPython: a matcher of today's kind, and one of before 8.6.
+`complete` decides what fits; two thin adapters bring it to IPython: a matcher of today, and one from before 8.6.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING: tuple[str, list[str]] = ("", [])
 
 
 def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(what is already typed of it, what it may become) for a line up to the cursor."""
+    """(what is typed of the word, what the word may become) for a line up to the cursor."""
     magic = re.match(r"\s*(%%?)(\w+)\s", left)
     if not magic or magic[2] not in names.values():
         return NOTHING
@@ -60,7 +60,7 @@ def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[s
 
 
 def _values(before: str, own: Mapping[str, Flag], state: MagicsState) -> list[str] | None:
-    """What may follow an option. None: nothing need follow, so the next word is an option."""
+    """Values that an option may take. None: it takes none, so the next word is an option."""
     option = BY_FLAG.get(before)
     if option is not None:
         if option.read is None:
@@ -106,7 +106,7 @@ def _own_flags(words: list[Word], state: MagicsState) -> dict[str, Flag]:
 
 
 def _names(fragment: str, given: list[str], state: MagicsState) -> tuple[str, list[str]]:
-    """Names of the notebook, but for modules: those are never sent."""
+    """Names of the notebook except modules, which are never sent."""
     taken = {*given, *fragment.split(",")[:-1]}
     start = fragment[: fragment.rfind(",") + 1]
     hidden = getattr(state.shell, "user_ns_hidden", {})
@@ -125,7 +125,7 @@ def _ranks(fragment: str, state: MagicsState) -> list[str]:
 
 
 def install(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str]) -> Callable[[], None]:
-    """Returns what undoes it."""
+    """Install the matcher; returns the function that removes it."""
     try:
         from IPython.core.completer import context_matcher
     except ImportError:
@@ -151,8 +151,8 @@ def install(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str
 
 
 def _install_before_8_6(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str]) -> Callable[[], None]:
-    """Among those that complete the arguments of magics: what one of them finds is all that is offered. A hook's
-    finds are mixed with jedi's, to which `--st` is the beginning of some function of the notebook."""
+    """Install a matcher for the arguments of magics: only its matches are offered. Those of a completer hook are mixed
+    with jedi's, for which `--st` is the beginning of some function of the notebook."""
     completer = shell.Completer
 
     def matcher(line: str) -> list[str]:

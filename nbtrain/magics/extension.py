@@ -1,4 +1,4 @@
-"""The magics themselves: registered when the extension is loaded, gone without a trace when it is unloaded."""
+"""The magics: registered when the extension is loaded, removed when it is unloaded."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _LOADED: dict[InteractiveShell, Extension] = {}
 
 INSTEAD = {"distributed": "nbtrain", "rank": "nbtrain_rank"}
-"""Names for magics whose own name another extension already has."""
+"""magic → its name where another extension already has the first"""
 
 
 def load(shell: InteractiveShell, *, doctor: Callable[[], str], open_session: OpenSession | None = None) -> None:
-    """`doctor` writes the report of `%distributed doctor`; `open_session` makes what runs the cells."""
+    """`doctor` returns the report of `%distributed doctor`; `open_session` makes the session that runs the cells."""
     if shell not in _LOADED:
         kernel.reply_through_stream(getattr(shell, "kernel", None))
         _LOADED[shell] = Extension(shell, MagicsState(shell, open_session or _open_session, doctor))
@@ -49,7 +49,7 @@ def session_here() -> Session:
 
 
 def state_here() -> MagicsState | None:
-    """What the magics of the notebook that calls remember. None: they are not loaded there."""
+    """The state of the magics of the notebook that calls. None: they are not loaded there."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -78,12 +78,12 @@ class Extension:
         self._forget_completion = completion.install(shell, self.state, self.names)
 
     def close(self) -> None:
-        """Undoes all of it, and says so if ranks went with it."""
+        """Remove the magics, and say so if ranks were stopped with them."""
         self._forget_completion()
         self.shell.events.unregister("pre_run_cell", self._before_cell)
         manager = self.shell.magics_manager
         for kind, name, magic in self._magics:
-            if manager.magics[kind].get(name) is magic:  # else somebody has taken the name over
+            if manager.magics[kind].get(name) is magic:  # else another extension has taken the name
                 del manager.magics[kind][name]
             if vars(manager.user_magics).get(name) is magic:
                 delattr(manager.user_magics, name)
@@ -193,10 +193,8 @@ class Extension:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """What the user typed cannot be done: IPython shows its own UsageError as one line, without a traceback.
-
-    Other errors of ours, and Stop, are shown without the stack of the magic: it says nothing about the cell.
-    """
+    """Shows a UsageError as one line without a traceback, and nbtrain's other errors, and Stop, without the stack of
+    the magic."""
     try:
         yield
     except UsageError as error:

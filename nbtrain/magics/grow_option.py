@@ -1,4 +1,4 @@
-"""`%%distributed --grow 1,2,4,8`: the cell's loop on a few ranks here, and what that says of many on several nodes."""
+"""`%%distributed --grow 1,2,4,8`: measures the cell's loop on a few ranks and predicts many on several nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nbtrain.specs import RunSpec
 
 BANDWIDTH = 25e9
-"""Bytes a second between nodes, where nobody says otherwise: one card of 200 Gbit/s."""
+"""Bytes a second between nodes unless `--bandwidth` is given: one card of 200 Gbit/s."""
 
 
 def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
@@ -36,7 +36,7 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
         given["devices"] = Given(DeviceSpec(count), f"--devices {count}")
         ranks = f"{count} rank{'s' * (count > 1)}"
         ways.append(replace(trial_options.way(state, ranks, Request(given=given, own=line.own), base), keeps_name=True))
-    # As many threads for each, or it would be seen how well torch's threads share the work.
+    # The same number of threads for each, or the speed of torch's threads would be measured.
     threads = devices.threads_per_rank(max(counts), probes.cores_allowed())
     question = replace(trial_options.question(request), goal="growth", threads=threads)
     found = trial_options.show(state, cell, ways, question)
@@ -64,8 +64,8 @@ def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, t
 
 
 def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
-    """What a rank sends in a step, as the strategy's estimate has it, or else a ring. None: the model is made in the
-    cell, or cannot be looked at."""
+    """Bytes that a rank sends in a step: by the strategy's estimate, or else as in a ring. None: the model is made in
+    the cell, or cannot be profiled."""
     from nbtrain.exchange.names.name_order import NameOrder
     from nbtrain.magics.plan_verb import subject_of
     from nbtrain.planning.growth.growth import ring

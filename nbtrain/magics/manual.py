@@ -1,4 +1,4 @@
-"""`%%distributed?`: the manual, made of the same tables that parsing uses."""
+"""`%%distributed?`: the manual, made from the tables that the parser uses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Strategies that are not nbtrain's: written in a cell, or brought by a package. What is wrong is said in the kernel.
+"""Checks, in the kernel, strategies that are not nbtrain's: written in a cell, or from another package.
 
-What can only be known while they run, `nbtrain.training.setup.validate_strategy` looks at.
+What only shows while they run is checked by `nbtrain.training.setup.validate_strategy`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ SIGNATURES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "share": ((None, 0, 1), "(self, rank, world_size)"),
     "set_up": ((None, None, "32"), "(self, component, precision)"),
 }
-"""What each is called with, and how that is written."""
+"""method → arguments that it is called with, and how to write its signature"""
 
 
 def is_strategy(value: object) -> bool:
-    """A class or an object that `-s` takes."""
+    """Whether `-s` takes it: a class below Strategy, or an object of one."""
     return isinstance(value, Strategy) or (isinstance(value, type) and issubclass(value, Strategy))
 
 
 def of_notebook(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Name → class or object. A class of nbtrain's own that was imported to be built upon has a better name."""
+    """name → class or object. nbtrain's own classes, imported to be subclassed, are left out."""
 
     def is_own(value: object) -> bool:
         return is_strategy(value) and not (isinstance(value, type) and value.__module__.startswith("nbtrain."))
@@ -36,7 +36,7 @@ def of_notebook(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(found: Any, where: str) -> type[Strategy]:
-    """The class, if it can be used. `where` begins the sentence if not."""
+    """The class; raises if it cannot be used. `where` begins the error's sentence."""
     if not is_strategy(found):
         raise UsageError(f"{where} is {kind_of(found)}, which is not a subclass of nbtrain.Strategy")
     cls: type[Strategy] = found if isinstance(found, type) else type(found)
@@ -56,7 +56,7 @@ def checked(found: Any, where: str) -> type[Strategy]:
 
 
 def check_options(cls: type[Strategy], options: Mapping[str, Any]) -> None:
-    """Everything that has no default was given, and the values are such as the class takes."""
+    """Raises unless everything without a default is given, and the class takes the values."""
     lacking = [
         one.name
         for one in fields(cls.Options)
@@ -80,6 +80,6 @@ def _takes(function: Callable[..., Any], given: tuple[Any, ...]) -> bool:
         inspect.signature(function).bind(*given)
     except TypeError:
         return False
-    except ValueError:  # nobody can know
+    except ValueError:  # it has no signature
         return True
     return True

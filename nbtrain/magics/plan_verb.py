@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nbtrain.planning.profile.subject import Subject
 
 LARGE = 300_000_000
-"""parameters: from here on it takes so long that one wonders"""
+"""parameters from which on the user is told that profiling takes a while"""
 
 
 def show(state: MagicsState, request: Request) -> None:
@@ -39,7 +39,7 @@ def show(state: MagicsState, request: Request) -> None:
 
 
 def _weights(model: Any) -> int:
-    """Of layers whose sizes their first batch decides there is nothing to count yet."""
+    """How many parameters the model has, without lazy layers, whose sizes are not known yet."""
     from nbtrain.strategies.base import is_lazy
 
     return sum(p.numel() for p in model.parameters() if not is_lazy(p))
@@ -59,7 +59,7 @@ def plan_of(
     goal: str = "speed",
     loss: str = "any",
 ) -> Plan:
-    """`wanted`: over the defaults. `ranks`: processes that will make room. Nothing is started, no card is leased."""
+    """`wanted`: the line over the defaults. `ranks`: processes whose memory will be free. Starts and leases nothing."""
     from nbtrain.planning.plan.make_plan import plan
 
     return plan(
@@ -74,15 +74,15 @@ def plan_of(
 
 
 def ground_of(wanted: Request, ranks: Iterable[int] = ()) -> DeviceMemory:
-    """Of the devices that a cell with these options would have."""
+    """The memory of the devices that a cell with these options would have."""
     at = ground(pool(wanted), wanted.value("precision"), wanted.value("accumulate"), tuple(ranks))
     limit = wanted.value("memory")
     return at.at_most(limit, f"{wanted.given['memory'].typed}") if limit else at
 
 
 def pool(wanted: Request) -> PoolSpec:
-    """The ranks that there would be."""
-    counting = Resolver()  # not the notebook's own, which would give up the cards that its ranks have
+    """The pool that a cell would have."""
+    counting = Resolver()  # not the notebook's own, which would release the cards of its ranks
     try:
         return counting.pool(wanted)
     finally:
@@ -90,7 +90,7 @@ def pool(wanted: Request) -> PoolSpec:
 
 
 def given(wanted: Request, notebook: Namespace) -> Mapping[str, Mapping[str, Any]]:
-    """Options of the strategy that is set as a default: its row is to have them."""
+    """Options of the strategy that is set as a default, for its row."""
     name = wanted.value("strategy")
     if name == "auto" or not wanted.own:
         return {}
@@ -105,7 +105,7 @@ def given(wanted: Request, notebook: Namespace) -> Mapping[str, Mapping[str, Any
 
 
 def ranks_of(state: MagicsState | None) -> tuple[int, ...]:
-    """Processes of the ranks that are there."""
+    """Processes of the ranks that run."""
     ranks = getattr(state.session, "ranks", None) if state is not None else None
     return ranks.pids if ranks is not None else ()
 
@@ -133,7 +133,7 @@ def for_programs(
 
 
 def optimizer_of(value: Any, notebook: Mapping[str, Any]) -> Any:
-    """Itself, or the one of this name."""
+    """The optimizer itself, or the notebook's of this name."""
     from nbtrain.planning.profile.subject import optimizer
 
     return optimizer(notebook, value)
@@ -149,7 +149,7 @@ def typed(value: Any) -> str:
 
 
 def named(value: Any, what: str, notebook: dict[str, Any]) -> str:
-    """The notebook's name of an object; one that it has no name for gets one in this copy."""
+    """The notebook's name of an object; an object without a name gets one in this copy."""
     if value is None or isinstance(value, str):
         return value or ""
     for name, held in notebook.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Session(Protocol):
-    """What the magics ask of a session (`nbtrain.session.Session` in real life)."""
+    """What the magics need of a session (`nbtrain.session.Session`, or a test's)."""
 
     background: Any
 
@@ -41,7 +41,7 @@ class Session(Protocol):
 
 
 OpenSession = Callable[[Any, Callable[[], None]], Session]
-"""Makes the session of a shell; the second argument is to be called when idle ranks gave their GPUs back."""
+"""Makes the session of a shell; it calls the second argument when idle ranks have given their GPUs back."""
 
 
 class MagicsState:
@@ -51,15 +51,14 @@ class MagicsState:
         self.shell = shell
         self.defaults = Request()
         self.last: Request | None = None
-        """options of the last `%%distributed` cell, over the defaults of then: what `%%rank` refers to"""
+        """options of the last `%%distributed` cell over the defaults at that time, for `%%rank`"""
         self.last_cell: Cell | None = None
-        """what the last `%%distributed` cell said"""
         self.last_line: tuple[Request, Request] | None = None
-        """its options, and the defaults of then"""
+        """its options, and the defaults at that time"""
         self.devices = Resolver()
         self.seen: Seen | None = None
         self.session: Session | None = None
-        """None until something needs one: it loads torch"""
+        """made on first use, because it loads torch"""
         self._open_session = open_session
         self.doctor = doctor
 
@@ -77,23 +76,23 @@ class MagicsState:
         return parse(line, self.notebook)
 
     def world_size(self) -> int | None:
-        """How many ranks there are, or would be, as far as that is known without looking for devices."""
+        """The number of ranks that run or would run, if it is known without looking for devices."""
         wanted = self.defaults.value("devices").value
         return self.devices.world_size() or (wanted if isinstance(wanted, int) and wanted > 0 else None)
 
     def set_defaults(self, request: Request) -> str:
-        """What to tell the user."""
+        """Set them, and return what to tell the user."""
         self.defaults = Request(given=request.given, own=request.own).over(self.defaults)
         self.last = None
         return f"from now on: {self.defaults}"
 
     def forget_ranks(self) -> None:
-        """They were stopped: the next cell chooses devices anew."""
+        """The ranks were stopped: the next cell chooses devices again."""
         self.last = None
         self.devices.forget()
 
     def close(self) -> bool:
-        """Whether there was a session to close."""
+        """Close the session; returns whether there was one."""
         session, self.session = self.session, None
         try:
             if session is not None:

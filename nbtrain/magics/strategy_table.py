@@ -1,4 +1,4 @@
-"""`%distributed strategies`: what each strategy and preset is, if it can be used here, and what a failure costs."""
+"""`%distributed strategies`: what each strategy and preset is, whether it can be used here, what a failure costs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _strategy(entry: registry.Entry) -> Row:
 
 
 def _checked(found: Any, where: str) -> tuple[str, str]:
-    """(available, options) of one that is not nbtrain's."""
+    """(available, options) of a strategy that is not nbtrain's."""
     try:
         return "yes", _options(checked(found, where))
     except UsageError as error:
@@ -78,7 +78,7 @@ def _checked(found: Any, where: str) -> tuple[str, str]:
 
 
 def _available(entry: registry.Entry) -> str:
-    """Or why not, and the command that makes it so."""
+    """`yes`, or why not, and the command that changes it."""
     reason = registry.lacking(entry.needs) or strategy_packages.refusal(
         entry.name, entry.internals, entry.instead, look=False
     )

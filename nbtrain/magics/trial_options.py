@@ -1,4 +1,4 @@
-"""A `%%distributed` cell that is only tried: which ways its line asks for, and how the answer is shown."""
+"""`%%distributed --compare` and the like: which ways to try a cell in, and how the result is shown."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from nbtrain.session.trials.compare_trials import Question
 
 OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
-"""Options that mean nothing once the cell is run in earnest."""
+"""Options that only a trial has."""
 
 
 def asked(request: Request) -> list[str]:
-    """The options of a line with which the cell is only tried."""
+    """The options of a line that make it a trial."""
     return [name for name in request.given if BY_NAME[name].trial and request.value(name)]
 
 
 def check(line: Request, base: Request) -> None:
-    """Options that do not go together."""
+    """Refuse options that exclude each other."""
     request = line.over(base)
     wanted = asked(request)
     kinds = [name for name in wanted if name != "compare"]
@@ -47,7 +47,7 @@ def check(line: Request, base: Request) -> None:
 
 
 def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
-    """Try the cell, and show what came of it."""
+    """Try the cell and show the result."""
     show(state, cell, ways(state, line, base), question(line.over(base)))
 
 
@@ -64,7 +64,7 @@ def question(request: Request) -> Question:
 
 
 def ways(state: MagicsState, line: Request, base: Request) -> list[RunWay]:
-    """One for each strategy that is named: the same line, but for that."""
+    """One way for each strategy that the line names, otherwise with the same options."""
     request = line.over(base)
     names = request.value("compare") or (request.value("strategy"),)
     if names == (ALL,):
@@ -80,7 +80,7 @@ def ways(state: MagicsState, line: Request, base: Request) -> list[RunWay]:
 
 
 def _fewer(state: MagicsState, name: str, request: Request) -> dict[str, Given]:
-    """As many devices as the strategy can use, where the line asks for more."""
+    """`--devices` for a strategy that can use fewer than the line asks for."""
     needs = Chosen.named(name, state.notebook).needs
     wanted = request.value("devices").value
     if needs.max_ranks is None or needs.together or not isinstance(wanted, int) or wanted <= needs.max_ranks:
@@ -95,13 +95,13 @@ def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
 
 
 def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
-    """Below the cell, from its first row on."""
+    """Run the comparison and show it below the cell while it grows."""
     screen = Changing(state.shell)
     return state.opened().compare(tried, cell, what, screen.show)
 
 
 class Changing:
-    """One output that is drawn over as more is known. Where there is no page, it is printed when it is over."""
+    """One output that is updated as more is known. A terminal shows it once, at the end."""
 
     def __init__(self, shell: Any) -> None:
         self._publisher = shell.display_pub
@@ -110,7 +110,7 @@ class Changing:
         self._shown = False
 
     def show(self, found: Any, over: bool = False) -> None:
-        """`found`: what has a text, and a form for a page."""
+        """`found` has a `repr` and a `_repr_html_`."""
         if not self._page and not over and not getattr(found, "over", False):
             return
         data = {"text/plain": repr(found), "text/html": found._repr_html_()}
@@ -119,7 +119,7 @@ class Changing:
 
 
 def _own(state: MagicsState, line: Request, names: Iterable[str]) -> Mapping[str, Mapping[str, Word | None]]:
-    """Each strategy's own flags of a line. What only some of them have is theirs; what none has is a mistake."""
+    """Each strategy's own flags of a line: a strategy gets those that it has; a flag that none has is a mistake."""
     if not line.own:
         return {name: {} for name in names}
     known = {name: _flags(state, name) for name in names}
@@ -136,7 +136,7 @@ def _flags(state: MagicsState, name: str) -> set[str]:
 
 
 def _available() -> list[str]:
-    """All that can be had here, and that train a model by themselves."""
+    """Strategies that can be used here, and that set models up."""
     found = [
         name
         for name, entry in registry.strategies().items()

@@ -24,7 +24,7 @@ NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 class Verb:
     help: str
     do: Callable[[MagicsState, Request], str | None]
-    """returns what to print"""
+    """runs the verb and returns what to print"""
     usage: str
     options: bool = False
     """it takes the options that decide which processes there are"""

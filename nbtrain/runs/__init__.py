@@ -1,1 +1,1 @@
-"""`nbtrain.history()` and `%distributed history`: what earlier runs were, and what they logged."""
+"""`nbtrain.history()` and `%distributed history`: keeps what earlier runs were, and what they logged."""

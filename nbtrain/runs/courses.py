@@ -1,4 +1,4 @@
-"""How something went over a run: the points of a metric, of speed, of memory, of what a step was made of."""
+"""Curves over a run, read from its record: of a metric, speed, memory, or the phases of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbtrain.views.base import metric
 from nbtrain.watch.figures import Rate
 
 MEASURED = ("throughput", "memory", "phases")
-"""what there is beside metrics"""
+"""what can be plotted besides metrics"""
 
 Points = tuple[list[float], list[float]]
 
@@ -24,11 +24,11 @@ Points = tuple[list[float], list[float]]
 class Course:
     title: str
     across: str
-    """what x is: step, or seconds"""
+    """the x axis: step, or seconds"""
     curves: Mapping[str, Points]
     """`rank 0` and so on, the lowest first; or phases, of the lowest rank"""
     words: Callable[[float], str]
-    """how y is said"""
+    """formats y"""
 
 
 def logged(record: RunRecord) -> list[str]:
@@ -45,13 +45,13 @@ def course(record: RunRecord, name: str) -> Course | None:
 
 
 def columns(kind: str) -> tuple[str, ...]:
-    """Of a kind of rows, as they are read."""
+    """The columns of this kind of rows."""
     rates = ("steps_per_second", "samples_per_second") if kind == "throughput" else ()
     return "rank", *(("step",) if kind == METRICS else COLUMNS[kind]), *rates
 
 
 def throughput(record: RunRecord) -> list[dict[str, Any]]:
-    """Its rows, with rates of the last seconds."""
+    """Its throughput rows, with rates of the last seconds."""
     rates: dict[int, tuple[Rate, Rate]] = {}
     found = []
     for row in record.table("throughput"):
@@ -85,7 +85,7 @@ def _memory(record: RunRecord) -> Course:
 
 
 def _phases(record: RunRecord) -> Course:
-    """Of a step, in milliseconds."""
+    """Milliseconds of a step in each phase."""
     found: dict[str, Points] = {}
     rows = record.table("phases")
     mine = [row for row in rows if row["rank"] == rows[0]["rank"]]

@@ -1,4 +1,4 @@
-"""All runs that are kept, as a table and as data."""
+"""`nbtrain.history()`: the runs that are kept, as a table and as data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def history(all: bool = False) -> History:
 
 
 def _is_here(settings: Mapping[str, Any]) -> bool:
-    """A run of this notebook, or of this kernel where notebooks have no names."""
+    """Whether it is a run of this notebook, or of this kernel where the notebook's name is not known."""
     module = sys.modules.get("IPython.core.getipython")
     shell = module.get_ipython() if module is not None else None
     notebook = run_folder.notebook(shell.user_ns if shell is not None else {})
@@ -37,8 +37,8 @@ def _is_here(settings: Mapping[str, Any]) -> bool:
 
 
 class History(Measured):
-    """Runs: `history()[12]` is run 12, `history()[-1]` the last one. What all of them have measured is there at once,
-    with a column `run`."""
+    """Runs: `history()[12]` is run 12, `history()[-1]` the last one. `metrics`, `memory` and so on have the rows of
+    all, with a column `run`."""
 
     _keys = ("run",)
 
@@ -74,11 +74,11 @@ class History(Measured):
 
     @property
     def frame(self) -> Any:
-        """The table as data: one row for each run."""
+        """The table as data, one row per run."""
         return frame([run.data() for run in self._runs], self._keys)
 
     def plot(self, *names: str, ax: Any = None) -> Any:
-        """Runs compared: metrics by their names, `throughput` or `memory`, of each run's lowest rank."""
+        """Compare runs: metrics by their names, `throughput` or `memory`, of each run's lowest rank."""
         if not names:
             names = tuple(dict.fromkeys(name for run in self._runs for name in run.names()))[:PANELS]
         if not names:

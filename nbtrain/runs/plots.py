@@ -1,4 +1,4 @@
-"""Draws courses of runs: with matplotlib where it is installed, else as an SVG."""
+"""Draws curves of runs: with matplotlib where it is installed, else as an SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEGEND = 4
 
 
 def draw(courses: Sequence[Course], ax: Any = None) -> Any:
-    """matplotlib's axes, one or an array of them, as pandas gives them back; without matplotlib a Picture."""
+    """matplotlib's axes, one or an array of them, as pandas returns them; without matplotlib a Picture."""
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -30,8 +30,8 @@ def draw(courses: Sequence[Course], ax: Any = None) -> Any:
         lines = math.ceil(len(courses) / columns)
         size = (6.4 * columns, 3.4 * lines)
         _, ax = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-        for spare in ax.flat[len(courses) :]:
-            spare.remove()
+        for unused in ax.flat[len(courses) :]:
+            unused.remove()
         ax = ax.flat[: len(courses)]
     every = list(getattr(ax, "flat", [ax]))
     for course, axes in zip(courses, every, strict=False):
@@ -40,7 +40,6 @@ def draw(courses: Sequence[Course], ax: Any = None) -> Any:
 
 
 def picture(courses: Sequence[Course]) -> str:
-    """As an SVG."""
     names = list(dict.fromkeys(name for course in courses for name in course.curves))
     charts = []
     for course in courses:

@@ -1,4 +1,4 @@
-"""A run's file, read: also one that is being written, or whose kernel has died."""
+"""Reads a run's file, also one that is being written, or whose kernel has died."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from nbtrain.runs.run_rows import COLUMNS, METRICS, Totals
 from nbtrain.runs.thinning import Row
 
 TAIL = 65_536
-"""bytes in which the last line is looked for"""
+"""bytes at the end in which the last line is looked for"""
 TAKEN = ("run", "rank", "step")
-"""a metric that is called so is `step_` where there are columns"""
+"""a metric with such a name gets an underscore behind it as a column, `step_`"""
 
 
 class UnreadableRecord(Exception):
-    """It is no file of ours, or one of a later version."""
+    """It is not a file of nbtrain's, or of a later version."""
 
 
 class RunRecord:
-    """What one file says. All of it is read only when rows are asked for, or when its last line is missing."""
+    """One run's file. It is read as a whole only when rows are asked for, or when its last line is missing."""
 
     def __init__(self, number: int, path: Path) -> None:
         self.number = number
         self.path = path
-        written = run_folder.is_written(path)  # before reading: what ends meanwhile has its last line
+        written = run_folder.is_written(path)  # before reading: a run that ends meanwhile has its last line
         first, final = _ends(path)
         if not isinstance(first.get("run"), dict):
             raise UnreadableRecord(str(path))
@@ -44,11 +44,11 @@ class RunRecord:
         last = {name: float(value) for name, value in end["figures"]["last"].items()}
         self.figures: dict[str, Any] = {**end["figures"], "last": last}
         self.seconds: float = end["at"]
-        """how long it took; of one that was lost, as far as is known"""
+        """how long it took; for a lost run, until its last line"""
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """All but the first."""
+        """All lines but the first."""
         with open(self.path, encoding="utf-8") as file:
             return [line for text in file if "run" not in (line := _parsed(text)) and line]
 
@@ -60,7 +60,7 @@ class RunRecord:
                     yield int(rank), name, [_numbers(row) for row in rows]
 
     def table(self, kind: str) -> list[dict[str, Any]]:
-        """One dict for each moment: rank, seconds, and what was measured then."""
+        """One dict for each measurement: rank, seconds, and the values."""
         names = COLUMNS[kind]
         found = [
             {"rank": rank, **dict(zip(names, row, strict=False))} for rank, _, rows in self.rows(kind) for row in rows
@@ -84,7 +84,7 @@ class RunRecord:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """How many of the logged values are there, and how many there were."""
+        """How many logged values are kept, and how many there were."""
         there = sum(len(rows) for _, _, rows in self.rows(METRICS))
         return there, max(there, self.figures["logged"])
 
@@ -103,7 +103,7 @@ class RunRecord:
 
 
 def _ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first line and the last."""
+    """The first and the last line."""
     with open(path, "rb") as file:
         first = file.readline()
         size = file.seek(0, os.SEEK_END)
@@ -113,7 +113,7 @@ def _ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _parsed(text: str | bytes) -> dict[str, Any]:
-    """Empty where a line was cut off."""
+    """The line's JSON; empty where it was cut off."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -122,5 +122,5 @@ def _parsed(text: str | bytes) -> dict[str, Any]:
 
 
 def _numbers(row: list[Any]) -> Row:
-    """NaN and infinity were written as words."""
+    """The row with NaN and infinity, which were written as text, as floats."""
     return [float(value) if isinstance(value, str) else value for value in row]

@@ -1,4 +1,4 @@
-"""One run that is over, or goes on: what it was, what it logged and measured, how it ended."""
+"""One run of the history: what it was, what it logged and measured, how it ended."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ WIDE = 28
 
 
 class Measured:
-    """What runs have measured: DataFrames where pandas is there, else lists of dicts."""
+    """What runs have measured: DataFrames where pandas is installed, else lists of dicts."""
 
     _keys: tuple[str, ...] = ()
-    """columns that say of which run a row is"""
+    """columns that name the run of a row"""
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     @property
     def metrics(self) -> Any:
-        """What log() said, one row for each rank and step."""
+        """What was logged, one row for each rank and step."""
         return self._frame("metrics")
 
     @property
@@ -70,18 +70,17 @@ class Run(Measured):
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self.number = record.number
-        """stays the same as long as the run is kept"""
         self.settings = record.settings
-        """what was asked for, and what it ran with"""
+        """its options, and the environment that it ran in"""
         self.figures = record.figures
-        """the run in a few numbers: steps, samples, rates, peak memory, the last value of each metric"""
+        """its totals: steps, samples, rates, peak memory, the last value of each metric"""
         self.seconds = record.seconds
         """how long it took, or has taken so far"""
         self.began = datetime.fromtimestamp(record.settings["began"])
 
     @property
     def ended(self) -> str:
-        """done, stopped, failed and why, running, or lost: its kernel died, and this is when it was heard of last."""
+        """done, stopped, failed and why, running, or lost: its kernel died, at about this time."""
         how, text = self._record.how, self._record.text
         if how == "lost":
             return f"lost at {_when(self.settings['began'] + self.seconds, '%H:%M:%S')}"
@@ -138,7 +137,7 @@ class Run(Measured):
         return source if number is None else f"[{number}] {source}"
 
     def row(self) -> tables.Row:
-        """Of the history's table."""
+        """Its row in the history's table."""
         figures = self.figures
         last = [f"{name} {metric(value)}" for name, value in figures["last"].items()]
         more = [f"and {len(last) - LAST} more"] if len(last) > LAST else []
@@ -150,7 +149,7 @@ class Run(Measured):
         )  # fmt: skip
 
     def data(self) -> dict[str, Any]:
-        """The same as data."""
+        """Its row as data."""
         settings, figures = self.settings, self.figures
         names = ("notebook", "cell", "source", "strategy", "precision", "world_size")
         numbers = ("steps", "samples", "samples_per_second", "steps_per_second", "peak_memory")
@@ -191,7 +190,7 @@ class Run(Measured):
         return ", ".join(f"{phase} {quantity(ms)} ms" for phase, ms in spent if ms >= 0.005)
 
     def _summary(self) -> list[tables.Row]:
-        """Its metrics, those of all ranks together."""
+        """A table of its metrics, over all ranks."""
         found: list[tables.Row] = [("metric", "first", "lowest", "highest", "last")]
         for name in courses.logged(self._record):
             course = self.course(name)
@@ -203,7 +202,7 @@ class Run(Measured):
         return found
 
     def names(self) -> list[str]:
-        """What is plotted if nothing is named."""
+        """What is plotted by default."""
         logged = courses.logged(self._record)[:PANELS]
         return logged or [name for name in courses.MEASURED[:2] if self.course(name)]
 
@@ -220,7 +219,7 @@ class Run(Measured):
 
 
 def frame(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Any:
-    """`columns`: what there is even if there are no rows."""
+    """A DataFrame, or the rows without pandas. `columns`: those of a frame without rows."""
     try:
         import pandas
     except ImportError:
@@ -233,7 +232,7 @@ def _took(seconds: float) -> str:
 
 
 def _when(seconds: float, clock: str) -> str:
-    """Today the time is enough."""
+    """Date and time; today only the time."""
     moment, now = datetime.fromtimestamp(seconds), datetime.fromtimestamp(time.time())
     day = "" if moment.date() == now.date() else "%d %b " if moment.year == now.year else "%d %b %Y "
     return moment.strftime(day + clock)

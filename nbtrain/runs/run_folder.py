@@ -1,7 +1,7 @@
-"""Where the files of past runs lie: one a run, in a folder of the user's own; the oldest go when there are many.
+"""The folder of past runs: one file per run; the oldest are deleted when there are many.
 
-Several notebooks write there at once. Numbers are taken by making the file, and whoever writes one holds a lock on it,
-which ends with the process, however that ends.
+Several notebooks write there at once. A number is taken by creating its file, and the process that writes a file holds
+a lock on it, which ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 RUNS = 200
-"""so many are kept"""
+"""runs that are kept, at most"""
 TOTAL = 400_000_000
-"""and so many bytes"""
+"""bytes that are kept, at most"""
 _NAME = re.compile(r"(\d{5,})\.jsonl")
 _PROCESS = uuid.uuid4().hex
 
 
 def folder() -> Path | None:
-    """None: nothing is to be kept (`NBTRAIN_HISTORY=off`)."""
+    """The folder. None: no runs are kept (`NBTRAIN_HISTORY=off`)."""
     named = os.environ.get("NBTRAIN_HISTORY", "")
     if named.strip().lower() == "off":
         return None
@@ -49,7 +49,7 @@ def files(where: Path) -> list[tuple[int, Path]]:
 
 
 def create(where: Path) -> tuple[Path, int]:
-    """A new file, open to be appended to, and locked. Makes room for it."""
+    """Create a run's file, locked and open for appending, and delete old ones to make room for it."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = files(where)
     _make_room(there)
@@ -66,7 +66,7 @@ def create(where: Path) -> tuple[Path, int]:
 
 
 def release(file: int) -> None:
-    """Let go of the lock, also where a child that was forked has the file open."""
+    """Close the file and release its lock, also where a forked child has the file open."""
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
@@ -74,7 +74,7 @@ def release(file: int) -> None:
 
 
 def is_written(path: Path) -> bool:
-    """Some process has the run in hand."""
+    """Whether a process is writing the run."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:
@@ -86,34 +86,34 @@ def is_written(path: Path) -> bool:
 
 
 def notebook(namespace: Mapping[str, Any]) -> str:
-    """Its path; empty where nobody says it."""
+    """The notebook's path; empty where it is not known."""
     return str(namespace.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
 
 
 def kernel() -> str:
-    """Its id, which outlives a restart; of a plain process one that nobody else has."""
+    """The kernel's id, which outlives a restart; for a plain process a unique one."""
     module = sys.modules.get("ipykernel.kernelapp")
     app = module.IPKernelApp if module is not None else None
     if app is None or not app.initialized():
         return _PROCESS
-    # As the server's page names it; programs that run notebooks have other names for the file than servers.
+    # The id that the server's page uses; programs that run notebooks name the connection file differently.
     return Path(app.instance().connection_file).stem.removeprefix("kernel-") or _PROCESS
 
 
 def _lock(file: int, kind: str) -> bool:
-    """False: another has it. Where locks are not to be had, nobody has one."""
+    """Whether the lock was free; also True where the file system has no locks."""
     if fcntl is not None:
         try:
             fcntl.flock(file, getattr(fcntl, kind) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # some file systems have none
+        except OSError:
             return True
     return True
 
 
 def _make_room(there: list[tuple[int, Path]]) -> None:
-    """For one more."""
+    """Delete the oldest files until one more fits."""
     sizes = dict(_sizes(there))
     count, total = len(sizes) + 1, sum(sizes.values())
     for path, size in sizes.items():

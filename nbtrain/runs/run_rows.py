@@ -1,4 +1,4 @@
-"""What of a run is kept as rows of numbers, and what is said of them all in the end."""
+"""Turns a run's events into rows of numbers, and sums them up."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 JUDGED: Mapping[str, tuple[int, ...]] = {
     METRICS: (1,), "throughput": (1,), "memory": (1, 2, 3), "phases": (1,), "use": (1, 2),
 }  # fmt: skip
-"""The columns of which the lowest and the highest value stay when rows have to go. Totals only grow."""
+"""Columns whose lowest and highest values are kept when rows are thinned out. Totals only grow."""
 SHOWN = 24
-"""of so many metrics the last value is kept beside the rows"""
+"""metrics whose last value is kept besides the rows, at most"""
 
 
 def rows(event: Event, began: float) -> Iterator[tuple[str, str, Row]]:
@@ -50,20 +50,20 @@ def rows(event: Event, began: float) -> Iterator[tuple[str, str, Row]]:
 
 @dataclass(slots=True)
 class Totals:
-    """A run in a few numbers."""
+    """The totals of a run."""
 
     steps: int = 0
     logged: int = 0
     """values that were given to log()"""
     peak: int = 0
-    """bytes, of the rank that had most"""
+    """bytes, of the rank that used most"""
     last: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """of each metric the last value, and the lowest rank that logged it"""
+    """metric → the lowest rank that logged it, and its last value"""
     speed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """rank → steps, samples, seconds"""
 
     def finished(self, event: Finished) -> None:
-        """Short cells say nothing else."""
+        """Note the steps; short cells send no other event with them."""
         self.steps = max(self.steps, event.steps)
 
     def add(self, kind: str, rank: int, name: str, row: Row) -> None:
@@ -84,7 +84,7 @@ class Totals:
             self.peak = max(self.peak, int(peak), int(reserved or process))
 
     def figures(self) -> dict[str, Any]:
-        """As the file's last line has them."""
+        """The totals as they are written in the file's last line."""
         speeds = [(steps / t, samples / t) for steps, samples, t in self.speed.values() if t > 0]
         return {
             "steps": self.steps,

@@ -1,6 +1,6 @@
-"""Any number of rows in a bounded part of a file: all of them at first; later, of ever larger groups of neighbours,
-those that hold the lowest or the highest value. A file that only grows is kept small in this way, and what it holds are
-rows that there were."""
+"""Keeps any number of rows in a bounded part of a file: all of them at first; later, of ever larger groups of
+neighbours, those with the lowest and the highest value. So a file that is only appended to stays small, and all its
+rows are real ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Key = tuple[str, int, str]
 """kind, rank, name"""
 
 PART = 4
-"""rows may take one in so many of the bytes that are left; then groups grow"""
+"""groups grow when their rows have taken this fraction (1/PART) of the bytes that are left"""
 ROW = 32
-"""bytes of a row, about: for those that are not written yet"""
+"""estimated bytes of a row that is not written yet"""
 
 
 class Thinner:
     """Series of rows that share a number of bytes."""
 
     def __init__(self, budget: int, most: int) -> None:
-        """`most`: so many series; what comes of others is left out."""
+        """`most`: the largest number of series; rows of more series are left out."""
         self.left_out = 0
-        """rows of those"""
+        """rows that were left out"""
         self._left = budget
         self._most = most
         self._written = 0
-        """bytes, since groups have grown last"""
+        """bytes since groups have grown last"""
         self._groups: dict[Key, _Group] = {}
         self._ready: dict[Key, list[Row]] = {}
         self._waiting = 0
@@ -47,7 +47,7 @@ class Thinner:
                 self._grow()
 
     def ready(self, *, end: bool = False) -> dict[Key, list[Row]]:
-        """What is to be written; at the end also what is left of groups, their last row in any case."""
+        """Rows to be written; at the end also those of unfinished groups, with their last row."""
         if end:
             for key, group in self._groups.items():
                 if rows := group.take(last=True):
@@ -56,7 +56,7 @@ class Thinner:
         return ready
 
     def written(self, size: int) -> None:
-        """So many bytes went into the file."""
+        """So many bytes were written to the file."""
         self._written += size
 
     def _put(self, key: Key, rows: list[Row]) -> None:
@@ -64,9 +64,9 @@ class Thinner:
         self._waiting += len(rows)
 
     def _grow(self) -> None:
-        """The groups of those series that have taken most: what is logged once an epoch stays whole."""
+        """Enlarge the groups of the series that have taken most: what is logged once an epoch is kept in full."""
         self._left -= self._written + self._waiting * ROW
-        self._written = -self._waiting * ROW  # these are paid
+        self._written = -self._waiting * ROW  # these are accounted for
         mean = sum(group.taken for group in self._groups.values()) / sum(g.taken > 0 for g in self._groups.values())
         for group in self._groups.values():
             if group.taken >= mean:
@@ -81,9 +81,9 @@ class _Group:
 
     def __init__(self, judged: Sequence[int]) -> None:
         self.width = 1
-        """how many there are in a group"""
+        """rows in a group"""
         self.taken = 0
-        """rows that were kept, lately"""
+        """rows kept since groups have grown last"""
         self._judged = judged
         self._count = 0
         self._low: dict[int, tuple[float, tuple[int, Row]]] = {}
@@ -91,10 +91,10 @@ class _Group:
         self._odd: tuple[int, Row] | None = None
         """the first with a value that is not finite"""
         self._last: tuple[int, Row] | None = None
-        """None: it is kept"""
+        """None: it was kept"""
 
     def add(self, row: Row) -> list[Row]:
-        """Those to keep, if the group is full."""
+        """The rows to keep, once the group is full."""
         if self.width == 1:
             self.taken += 1
             return [row]
@@ -115,7 +115,7 @@ class _Group:
         return self.take() if self._count >= self.width else []
 
     def take(self, *, last: bool = False) -> list[Row]:
-        """In the order in which they came; with `last`, the very last one too, even if its group is gone."""
+        """The rows to keep, in order; with `last` also the last row, even if its group is finished."""
         kept = dict(self._kept())
         if last and self._last is not None:
             kept.setdefault(*self._last)

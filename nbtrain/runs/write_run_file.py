@@ -1,11 +1,11 @@
-"""One file for each run, so that it can be looked at when it is over, and after the kernel has died.
+"""Writes a file for each run, which can be read when it is over, and after the kernel has died.
 
     {"run": {settings}}                                   the first line
     {"at": 3.0, "metrics": {"0": {"loss": [[step, value], …]}}, "memory": {"0": {"": [[seconds, …], …]}}, …}
     {"at": 9.1, "end": {"how": "done", "text": ""}, "figures": {…}}       the last line, if there is one
 
-`at` is in seconds since the run began; what the columns are stands in run_rows.py. Numbers that are not finite
-are strings, so that each line is JSON.
+`at` is in seconds since the run began; run_rows.py has the columns. Numbers that are not finite are strings, so that
+each line is JSON.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from nbtrain.specs import RunSpec
 
 FORMAT = 1
 METRIC_BYTES, OTHER_BYTES = 5_500_000, 2_000_000
-"""what a file may hold at most, about"""
+"""bytes of a file, about, at most"""
 SERIES = 2048
-"""as many of each, which is one per name and rank"""
+"""series of each, at most: one per name and rank"""
 WRITE_EVERY = 1.0
 PULSE_EVERY = 10.0
-"""seconds after which a line is written even if there is nothing to say: it tells when a kernel died"""
+"""seconds after which a line is written even without news, so that it is known when a kernel died"""
 WORTH = 2.0
-"""a cell that is shorter (seconds), logs nothing and trains nothing is not kept"""
+"""seconds: a shorter cell that logs nothing and trains nothing is not kept"""
 
 _said: set[str] = set()
-"""folders of which it was said that they cannot be written"""
+"""folders that cannot be written, of which the user was told"""
 
 
 def settings(
     spec: RunSpec, *, source: str, number: int | None, kernel: str = "", namespace: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a run is, for the first line of its file. `source`, `number`: the cell's. `namespace`: the notebook's."""
+    """The first line of a run's file. `source`, `number`: the cell's. `namespace`: the notebook's."""
     pool = spec.pool
     default = RunSpec(pool=pool)
     apart = ("pool", "strategy", "options", "precision", "resume", "ranks")
@@ -78,19 +78,19 @@ def settings(
 
 
 class Recorder:
-    """A Sink that writes the file. It never ends a run: what goes wrong is said once, and the run goes on."""
+    """A Sink that writes the file. It never ends a run: an error is said once, and the run goes on."""
 
     def __init__(
         self, settings: Mapping[str, Any], folder: Path | None = None, say: Callable[[str], object] = print
     ) -> None:
-        """`folder`: if not where NBTRAIN_HISTORY says."""
+        """`folder`: another one than NBTRAIN_HISTORY names."""
         self._settings = dict(settings)
         self._folder = folder if folder is not None else run_folder.folder()
         self._say = say
         self._open = self._folder is not None
         self._file: int | None = None
         self.path: Path | None = None
-        """once there is anything worth keeping"""
+        """the file, once there is anything worth keeping"""
         self._began = time.time()
         self._metrics = Thinner(METRIC_BYTES, SERIES)
         self._others = Thinner(OTHER_BYTES, SERIES)
@@ -100,9 +100,9 @@ class Recorder:
         self._worth = False
         self._now = self._next = self._pulse = 0.0
         self._since: float | None = None
-        """the clock of ticks, which begin when the cell does"""
+        """the first tick, which comes when the cell begins, by the clock of ticks"""
         self._ticking = math.inf
-        """the same by ours"""
+        """the same by `time.time`"""
 
     def opened(self, summary: str) -> None:
         self._began = time.time()
@@ -140,7 +140,7 @@ class Recorder:
             self._write({}, pulse=elapsed)
 
     def closed(self, ok: bool, text: str = "") -> None:
-        """`text`: how it ended, where that is known better than the events tell."""
+        """`text`: what it raised, where that says more than the events."""
         if not self._open:
             return
         try:
@@ -154,7 +154,7 @@ class Recorder:
             self._let_go()
 
     def _write(self, more: dict[str, Any], *, pulse: float = 0.0, end: bool = False) -> None:
-        """What has gathered, and `more` in a line of its own, so that it is found without reading all."""
+        """Write the rows so far, and `more` in a line of its own, so that it is found without reading all."""
         at = round(time.time() - self._began, 3)
         parts = []
         for thinner in (self._metrics, self._others):
@@ -203,7 +203,7 @@ class Recorder:
 
 
 def _text(ready: Mapping[Key, list[Row]]) -> str:
-    """`"metrics": {"0": {"loss": [[1, 0.5]]}}, "memory": …`; empty if there is nothing."""
+    """`"metrics": {"0": {"loss": [[1, 0.5]]}}, "memory": …`; empty without rows."""
     kinds: dict[str, dict[str, dict[str, list[Row]]]] = {}
     for (kind, rank, name), found in ready.items():
         kinds.setdefault(kind, {}).setdefault(str(rank), {})[name] = found
@@ -227,7 +227,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON has it; of a class its name."""
+    """An option as JSON can hold it: a class by its name."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list | tuple | set | frozenset):

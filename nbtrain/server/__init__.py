@@ -1,8 +1,8 @@
-"""The Jupyter Server extension: the page of all pools, and what its buttons and those of the dashboards ask.
+"""The Jupyter Server extension: the page of all pools, and the commands of its buttons and the dashboards'.
 
 app.py       what is served where
-handlers.py  the routes; every one asks who it is and what he may do
-pools.py     the kernels that have ranks, found and asked
+handlers.py  the routes; each checks who asks and what he may do
+pools.py     finds the kernels that have ranks, and asks them
 page.html    the page; its script and style come from nbtrain/static
 
 A kernel never imports it, and it never imports torch.

@@ -1,4 +1,4 @@
-"""What is served where, below the server's own address."""
+"""Registers the routes with the Jupyter server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATIC = Path(__file__).parents[1] / "static"
 def load(server: Any) -> None:
     """`server`: the ServerApp."""
     application = server.web_app
-    # Where the server has its kernels' connection files, whatever environment they run in.
+    # The folder of the kernels' connection files, whatever environment they run in.
     application.settings[SETTING] = Pools(Path(server.runtime_dir) / FOLDER)
     base, kernel = application.settings["base_url"], f"({KERNEL_ID.pattern})"
     application.add_handlers(

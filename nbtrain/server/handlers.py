@@ -1,6 +1,6 @@
-"""The routes. Each asks who it is, and the server's authorizer what he may do with the resource "nbtrain".
+"""The routes. Each checks who asks, and with the server's authorizer what he may do with the resource "nbtrain".
 
-What a route is told is the id of a kernel and one of a few commands: no process, no path, no address.
+A route takes the id of a kernel and one of a few commands: no process, no path, no address.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ImportError:  # before 2.13
 RESOURCE = "nbtrain"
 SETTING = "nbtrain_pools"
 UNSENT = 1000
-"""Messages that a browser may leave unread, half a minute of a few runs. One more, and it has to come anew."""
+"""Messages that a browser may leave unread, half a minute of a few runs. With one more it has to connect again."""
 OWN = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "form-action 'none'; base-uri 'none'"
@@ -95,7 +95,7 @@ class Command(Api):
 
 
 class EventStream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
-    """What all kernels say, to one browser."""
+    """Sends the messages of all kernels to one browser."""
 
     auth_resource = RESOURCE
 
@@ -112,7 +112,7 @@ class EventStream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
         self._pools.join(self)
 
     def take(self, message: str) -> None:
-        """One more for this browser; never waits."""
+        """Queue a message for this browser; never waits."""
         try:
             self._unsent.put_nowait(message)
         except asyncio.QueueFull:
@@ -156,7 +156,7 @@ class Page(JupyterHandler):
 
     @property
     def content_security_policy(self) -> str:
-        """Nothing from elsewhere, and no script or style but the page's own files."""
+        """Allow nothing from other places, and only the page's own script and style files."""
         return f"{super().content_security_policy}; {OWN}"
 
 
@@ -179,4 +179,4 @@ class Static(JupyterHandler, web.StaticFileHandler):
         return TYPES.get(Path(self.absolute_path or "").suffix, "application/octet-stream")
 
     def set_extra_headers(self, path: str) -> None:
-        self.set_header("Cache-Control", "no-cache")  # asked each time whether it is a new one
+        self.set_header("Cache-Control", "no-cache")  # the browser asks each time whether it has changed

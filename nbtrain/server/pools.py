@@ -1,6 +1,6 @@
-"""The kernels of this user that have ranks: found by their records, asked at their sockets, watched if somebody looks.
+"""Finds the kernels of this user that have ranks by their records, asks them at their sockets, and watches them.
 
-However many browsers look, there is one connection to each kernel, and none when nobody does.
+There is one connection to each kernel for all browsers, and none without a browser.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nbtrain.beacon.readers import of_this_user
 Message = dict[str, Any]
 
 PATIENCE = 3.0
-"""Seconds in which a kernel answers."""
+"""Seconds that a kernel may take to answer."""
 QUICK = 1.0
-"""The same, for the list of all: one that is busy in C code must not keep it long."""
+"""The same for the list of all kernels: one that is busy in C code must not delay it long."""
 LOOK = 1.0
-"""Seconds between two looks for kernels that came or went."""
+"""Seconds between two looks for kernels that started or ended."""
 LONGEST = 1 << 26
-"""Bytes of one message: everything known of a run with very many ranks has some millions."""
+"""Bytes of one message, at most: all that is known of a run with very many ranks takes some millions."""
 
 NOTHING: Message = {"notebook": "", "engine": "", "ranks": [], "state": "silent", "run": None}
 """What is known of a kernel that does not answer."""
@@ -35,7 +35,7 @@ class NoPool(Exception):
 
 
 class Silent(Exception):
-    """It is there and says nothing."""
+    """The kernel exists and does not answer."""
 
 
 class Viewer(Protocol):
@@ -43,7 +43,7 @@ class Viewer(Protocol):
 
 
 class Pools:
-    """One server's view."""
+    """The pools that one server knows."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class Pools:
         self._watches: dict[str, Watch] = {}
         self._looking: asyncio.Task[None] | None = None
         self._look = asyncio.Event()
-        """somebody has something to say that makes a look worth it"""
+        """set when a kernel may have started or ended"""
 
     async def abouts(self) -> list[Message]:
         found = await self._records()
@@ -85,7 +85,7 @@ class Pools:
             answer: Message = json.loads(line)
         except asyncio.TimeoutError:
             raise Silent from None
-        except (OSError, ValueError):  # it went while it was asked
+        except (OSError, ValueError):  # the kernel ended meanwhile
             raise NoPool from None
         return answer
 
@@ -96,7 +96,7 @@ class Pools:
         try:
             reader, writer = await asyncio.open_unix_connection(record.socket, limit=LONGEST)
         except OSError as error:
-            if isinstance(error, ConnectionRefusedError):  # nobody listens: its process has ended, if just now
+            if isinstance(error, ConnectionRefusedError):  # nobody listens: its process has ended
                 with suppress(OSError):
                     record.remove(self._folder)
             raise NoPool from None
@@ -113,7 +113,7 @@ class Pools:
     # -- watching ----------------------------------------------------------------------------
 
     def join(self, viewer: Viewer) -> None:
-        """It is told of every kernel from now on, and first of what there is."""
+        """Send this viewer what is known of every kernel, and all messages from now on."""
         self._viewers.add(viewer)
         for watch in self._watches.values():
             if watch.about is not None:
@@ -134,7 +134,7 @@ class Pools:
             self._watches.clear()
 
     def again(self, viewer: Viewer, kernel: str) -> None:
-        """It has missed something of this kernel's run."""
+        """Send everything again: the viewer has missed a message of this kernel's run."""
         if kernel in self._watches:
             self._watches[kernel].again(viewer)
 
@@ -165,20 +165,20 @@ class Pools:
 
 
 class Watch:
-    """One kernel's stream, for everybody who looks."""
+    """The connection to one kernel, for all viewers."""
 
     def __init__(self, pools: Pools, record: BeaconRecord) -> None:
         self.record = record
         self.about: str | None = None
-        """the last, as it was sent on"""
+        """the last `about` message, as it was sent on"""
         self.wanting: set[Viewer] = set()
-        """who waits for everything; what comes before that is nothing for him"""
+        """viewers that wait for everything, and get no other message before it"""
         self._pools = pools
         self._writer: asyncio.StreamWriter | None = None
         self.task = asyncio.ensure_future(self._follow())
 
     def again(self, viewer: Viewer) -> None:
-        """One answer does for all who ask before it comes."""
+        """Ask the kernel for everything; one answer serves all viewers that ask before it comes."""
         if self._writer is not None and not self.wanting:
             self._writer.write(b'{"command":"again"}\n')
         self.wanting.add(viewer)
@@ -194,7 +194,7 @@ class Watch:
             self._pools.look()
 
     def _pass_on(self, line: str) -> None:
-        """As it came: a run's numbers need not be read here."""
+        """Send a message on as text: a run's numbers need not be parsed here."""
         said, kernel = json.loads(line), json.dumps(self.record.kernel_id)
         if "about" in said:
             self.about = f'{{"kernel":{kernel},{line[1:]}'

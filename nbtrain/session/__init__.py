@@ -1,14 +1,14 @@
 """The one place where exchange, strategy, engine and views meet.
 
 session.py    what the magics call: run a cell, start and stop ranks, say how things are
-cell.py       what a cell is, once the magic line is taken off
+cell.py       a cell without its magic line
 run/          one run of one cell: sent, watched, brought home or held for `recover`
-report/       what is said of a run: what it did, what failed and where, what to write instead
-output/       what ranks write and show, and into which cell it goes
+report/       what the user is told of a run: what it did, what failed and where, what to write instead
+output/       shows what ranks print and display, in the cell that it belongs to
 pool/         the ranks it runs on, from their start to their end; `%distributed status`
-sync/         what notebook and ranks hold of each other: objects, handles, environment, modules, packages
+sync/         keeps notebook and ranks alike: objects, handles, environment, modules, packages
 background/   `--background`: cells that read or assign what such a run trains
-trials/       a cell tried in several ways: compared, verified, `--strategy auto`
+trials/       tries a cell in several ways: compare, verify, `--strategy auto`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a cell is, once the magic line is taken off."""
+"""A cell without its magic line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cell:
 
     @property
     def quiet(self) -> bool:
-        """It ends in a semicolon, perhaps with a comment behind: its last value is not shown."""
+        """Whether it ends in a semicolon, perhaps with a comment behind: then its last value is not shown."""
         if ";" not in self.source:
             return False
         last = ""

@@ -17,7 +17,7 @@ from nbtrain.session.background.cell_refusal import Refusal
 from nbtrain.session.cell import Cell
 from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.pool.status import report
-from nbtrain.session.report.report import drop_ahead, listed, mourn
+from nbtrain.session.report.report import drop_ahead, listed, report_lost
 from nbtrain.session.run import in_kernel
 from nbtrain.session.run.cell_run import CellRun
 from nbtrain.session.run.public_record import PublicRecord
@@ -36,16 +36,15 @@ class Session:
     """One per notebook."""
 
     def __init__(self, shell: Any, on_idle: Callable[[], None] = lambda: None) -> None:
-        """`on_idle`: what to do, from another thread, when idle ranks gave their GPUs back."""
+        """`on_idle` is called, from another thread, when idle ranks have given their GPUs back."""
         self.shell = shell
         self.ranks = PoolManager(shell)
         self.ranks.on_idle = on_idle
-        self.aging = StaleModules(shell)
+        self.stale_modules = StaleModules(shell)
         self._patched = PatchedPackages(shell)
         self._places = NameOrder(shell.user_ns)
-        self.outside = PublicRecord(shell.user_ns, self.ranks)
+        self.public_record = PublicRecord(shell.user_ns, self.ranks)
         self.background: BackgroundRun | None = None
-        """the last that was started"""
         self._in_cell = False
         self._refusal = Refusal(shell)
         shell.events.register("pre_run_cell", self._before_cell)
@@ -54,7 +53,7 @@ class Session:
         atexit.register(self._leave)
 
     def run(self, run: RunSpec, cell: Cell) -> BackgroundRun | None:
-        """Run a cell; raises what it raised. In the background: what stands for the run."""
+        """Run a cell; raises what it raised. In the background it returns the run."""
         self._check_free()
         extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
         names = captured(cell.code, self.shell.user_ns, extra, cell, self._places, run.options.values())
@@ -67,16 +66,16 @@ class Session:
             return None
         check_shown(cell.code)
         forks = run.pool.start == "fork"  # then the ranks are copies of this process
-        for line in (*self.aging.lines(forks), *([] if forks else self._patched.lines())):
+        for line in (*self.stale_modules.lines(forks), *([] if forks else self._patched.lines())):
             print(line)
         self._have(run.pool)
-        going = CellRun(self.shell, self.ranks, run, cell, names, self.outside.kernel)
-        self.outside.follow(going)
+        going = CellRun(self.shell, self.ranks, run, cell, names, self.public_record.kernel)
+        self.public_record.follow(going)
         if not run.background:
             try:
                 going.run()
             finally:
-                self.outside.changed()
+                self.public_record.changed()
             return None
         background = BackgroundRun(going, self._when_idle)
         background.start()
@@ -84,19 +83,19 @@ class Session:
         return background
 
     def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
-        """Try the cell in these ways, one after another; the notebook stays as it is. `told` hears of what is known."""
+        """Try the cell in these ways, one by one; the notebook stays as it is. `told` is called with each result."""
         with self._trial():
             return Comparing(Attempt(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
 
     def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
-        """Play the first steps of the cell, and the same as one process; the notebook stays as it is."""
+        """Run the first steps of the cell, and again as one process; the notebook stays as it is."""
         with self._trial(way):
             return Verifying(Attempt(self.shell, self.ranks, cell, 0), way, steps, told).run()
 
     @contextmanager
     def _trial(self, way: RunWay | None = None) -> Iterator[None]:
-        """Around a cell that is tried: the ranks have to forget what they hold. Those that the notebook had, or `way`
-        asks for, are started again while the outcome is read."""
+        """Around a trial: the ranks forget what they hold. Those that the notebook had, or that `way` asks for, are
+        started again while the user reads the result."""
         self._check_free()
         before = self.ranks.pool.spec if self.ranks.pool is not None else None
         if self.ranks.left is not None:
@@ -104,27 +103,27 @@ class Session:
                 f"step {self.ranks.left.outcome.steps:,} of the failed cell is held on the ranks, and would be lost: "
                 "%distributed recover brings it home, %distributed stop lets it go"
             )
-        if self.ranks.traffic is not None and self.ranks.traffic.ahead:
-            names = listed(sorted(self.ranks.traffic.ahead))
+        if self.ranks.notebook_side is not None and self.ranks.notebook_side.ahead:
+            names = listed(sorted(self.ranks.notebook_side.ahead))
             raise UsageError(
                 f"{names}: what --keep has left on the ranks would be lost. Bring it home with a cell that reads "
                 f"{names}, or let it go with %distributed stop"
             )
-        for line in self.aging.lines(forks=False):
+        for line in self.stale_modules.lines(forks=False):
             print(line)
-        self.outside.open()
+        self.public_record.open()
         try:
             yield
         finally:
             try:
                 wanted = before or (way.spec().pool if way is not None else None)
-                # What is forked would be of the kernel as it is now: the next cell forks anew.
+                # Forks are copies of the kernel as it is now: the next cell forks anew.
                 if wanted is not None and wanted.engine != "inprocess" and wanted.start != "fork":
-                    with suppress(NbtrainError, OSError):  # what cannot be had, the next cell says
+                    with suppress(NbtrainError, OSError):  # the next cell says what is wrong
                         self.ranks.have(wanted)
                         self.ranks.rest()
             finally:
-                self.outside.changed()
+                self.public_record.changed()
 
     def start(self, pool: PoolSpec) -> None:
         """Have ranks before the first cell needs them."""
@@ -133,7 +132,7 @@ class Session:
             raise UsageError("--engine inprocess has no ranks to start: its cells run in the kernel")
         self._have(pool)
         self.ranks.wait_until_ready()
-        self.outside.changed()
+        self.public_record.changed()
         self.ranks.rest()
 
     def stop(self) -> None:
@@ -141,9 +140,9 @@ class Session:
             assert self.background is not None
             with suppress(Exception):  # what it raised is shown below its cell
                 self.background.stop()
-        mourn(self.ranks.traffic, self.shell.user_ns)
+        report_lost(self.ranks.notebook_side, self.shell.user_ns)
         self.ranks.stop()
-        self.outside.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
+        self.public_record.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
 
     def restart(self) -> None:
         self._check_free()
@@ -152,9 +151,9 @@ class Session:
             self.stop()
             from nbtrain.engines._local import warm
 
-            if self.aging.packages.moved:  # who forks the ranks has imported some too
+            if self.stale_modules.packages.moved:  # the nursery has imported some of them, too
                 warm.close()
-                self.aging.packages.moved = False
+                self.stale_modules.packages.moved = False
             self.start(spec)
 
     def recover(self) -> str:
@@ -174,30 +173,30 @@ class Session:
             steps: int = run.recover()
         finally:
             if self.ranks.pool is not None and self.ranks.left is None:
-                drop_ahead(self.ranks.traffic)
+                drop_ahead(self.ranks.notebook_side)
                 self.ranks.forget()
         return f"the notebook has what the failed cell had done until step {steps:,}"
 
     def where(self) -> str:
-        """Where the ranks are; asked while a cell runs, it is asked from another thread."""
+        """Where the ranks are. While a cell runs this is called from another thread."""
         if not self.ranks.running:
             self.ranks.catch_up()
         return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
 
     def status(self) -> str:
         if self._going:
-            return "\n".join([f"{self.background!r}", report(self.ranks.pool, self.ranks.traffic)])
+            return "\n".join([f"{self.background!r}", report(self.ranks.pool, self.ranks.notebook_side)])
         self.ranks.listen(0)
         dead = {death.rank for death in self.ranks.deaths}
         if self.ranks.pool is not None and len(dead) == len(self.ranks.pool.ranks):
             self.ranks.lose()
-        return report(self.ranks.pool, self.ranks.traffic, dead)
+        return report(self.ranks.pool, self.ranks.notebook_side, dead)
 
     def check(self, names: list[str]) -> CheckReport:
         """Whether these names, or all, can travel; nothing is sent."""
         if not self._going:
             self.ranks.listen(0)
-        return check(self.shell.user_ns, self.ranks.traffic, self.ranks.numbers(), names)
+        return check(self.shell.user_ns, self.ranks.notebook_side, self.ranks.numbers(), names)
 
     def close(self) -> None:
         """Leave nothing behind: ranks, the process they are forked from, files."""
@@ -213,11 +212,11 @@ class Session:
         for note in (self.ranks.drop_left(), self.ranks.have(pool)):
             if note:
                 print(note)
-        self.outside.open()
+        self.public_record.open()
 
     def _leave(self) -> None:
-        """The kernel ends."""
-        self.outside.close()
+        """The kernel ends, and the ranks with it."""
+        self.public_record.close()
         if self._going:
             assert self.background is not None
             self.background.leave()
@@ -225,7 +224,7 @@ class Session:
 
     @property
     def _going(self) -> bool:
-        """A run in the background has the ranks."""
+        """Whether a run in the background uses the ranks."""
         return self.background is not None and not self.background.over
 
     def _check_free(self) -> None:
@@ -236,8 +235,8 @@ class Session:
                 raise refuse(self.background)
 
     def _when_idle(self, run: BackgroundRun) -> None:
-        """In the thread of a run that has ended: what it did comes home as soon as no cell runs."""
-        self.outside.changed()
+        """Called in the thread of a run that has ended: bring home what it did as soon as no cell runs."""
+        self.public_record.changed()
         loop = getattr(getattr(self.shell, "kernel", None), "io_loop", None)
         if loop is not None:
             loop.add_callback(self._finish, run)
@@ -245,7 +244,7 @@ class Session:
     def _finish(self, run: BackgroundRun) -> None:
         if not self._in_cell:  # one that awaits lets this in, and must not see its names change
             run.finish()
-            self.outside.changed()
+            self.public_record.changed()
 
     def _before_cell(self, info: Any) -> None:
         self._in_cell = True
@@ -263,6 +262,8 @@ class Session:
             assert self.background is not None
             self.background.finish()
             return
-        self.aging.look()
-        if self.ranks.traffic is not None and self.ranks.left is None:  # `recover` may need what the user let go of
-            self.ranks.traffic.release_dropped()
+        self.stale_modules.look()
+        if (
+            self.ranks.notebook_side is not None and self.ranks.left is None
+        ):  # `recover` may need what the user let go of
+            self.ranks.notebook_side.release_dropped()

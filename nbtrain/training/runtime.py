@@ -205,7 +205,7 @@ class Runtime:
             deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
         self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
         self.stopping.begin(board, number)
-        self.stopping.put_aside = partial(put, self.checkpoints, run.aside)
+        self.stopping.put_aside = partial(put, self.checkpoints, run.weights_folder)
         self.loaders.begin(deal, self.strategy.hands_off, run.share_eval)
         if run.accumulate > 1:
             self.accumulation = Accumulation(

@@ -1,4 +1,4 @@
-"""What shows a run while it goes on: one view per file, and the choice among them."""
+"""The views that show a run while it goes on, one per file, and the choice among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbtrain.watch.feed import Feed
 
 MONITORS = ("auto", *registry.VIEWS)
 EXECUTORS = ("PAPERMILL_", "NBCLIENT_")
-"""how the environment variables of programs begin that run notebooks without anybody looking"""
+"""prefixes of environment variables of programs that run notebooks unattended"""
 WITHOUT_WIDGETS = ("Databricks",)
 """environments whose pages do not load other people's widgets"""
 
@@ -38,8 +38,8 @@ class NoView:
 def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, screen: Screen) -> View:
     """The view for `--monitor`; `shell` is the running InteractiveShell, or None in a plain script.
 
-    A kernel cannot know whether a browser or nbconvert is at the other end. So what it shows carries a text along, and
-    only where the environment says that nobody looks is it lines of text.
+    A kernel cannot know whether a browser or nbconvert is at the other end. So a widget carries a text along, and only
+    where the environment says that nobody is looking, lines of text are shown instead.
     """
     if monitor not in MONITORS:
         raise UsageError(f"unknown monitor {monitor!r}; there are: {', '.join(MONITORS)}")
@@ -60,7 +60,7 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
 
 
 def no_widget() -> str:
-    """Why a widget would not be seen; empty where it would."""
+    """Why a widget cannot be shown; empty where it can."""
     where = probes.environment()
     if where in WITHOUT_WIDGETS:
         return f"{where} shows no widgets of other packages"

@@ -1,4 +1,4 @@
-"""What a view is, what it may use, and the words every view shows."""
+"""The interface of a view, what it may use, and the words that every view shows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nbtrain.watch.figures import Figures, RankFigures
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FETCH = ("Colab", "VS Code")
-"""environments that fetch a widget's front end, in the version that they are told"""
+"""environments that fetch a widget's front end in the version that they are told"""
 BUNDLE = Path(__file__).parent.parent / "static" / "widget.js"
-"""the front end, made of js/ when nbtrain is built"""
+"""the front end, built from js/"""
 QUIET = 2.0
-"""a cell shorter than this (seconds) shows nothing"""
+"""seconds: a shorter cell shows nothing"""
 PAUSE = 0.5
-"""seconds between two pictures of a run"""
+"""seconds between two updates"""
 CURVES = 12
-"""so many metrics are shown"""
+"""metrics that are shown, at most"""
 
 
 class View(Protocol):
@@ -30,7 +30,7 @@ class View(Protocol):
     the run, after the feed's."""
 
     def tick(self, now: float) -> None:
-        """About ten times a second, from when the cell begins on the ranks."""
+        """Called about ten times a second, from when the cell begins on the ranks."""
 
     def closed(self, ok: bool) -> None:
         """The run ended."""
@@ -50,11 +50,11 @@ class Controls(Protocol):
     """What the buttons of a view do."""
 
     def do(self, command: str) -> tuple[bool, str]:
-        """`stop`, `stacks` or `kill`, from any thread: whether it is being done, and a sentence."""
+        """`stop`, `stacks` or `kill`, from any thread: whether it is carried out, and a sentence."""
 
 
 class CellOutput:
-    """One output of the cell: shown once, and replaced from then on."""
+    """One output of the cell, replaced whenever it is shown again."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -71,18 +71,17 @@ class CellOutput:
 
 
 def own_version(widget: Any) -> dict[str, str]:
-    """A Jupyter server's anywidget may be another version than the kernel's, and the two understand each other. Other
-    front ends fetch the one they are told."""
+    """The anywidget version to tell front ends that fetch it. A Jupyter server has its own, which may differ."""
     if probes.environment() not in FETCH:
         return {}
-    from nbtrain.compat.kernel import MODEL_VERSION, VIEW_VERSION  # of IPython, and a run's record is read without it
+    from nbtrain.compat.kernel import MODEL_VERSION, VIEW_VERSION  # imports IPython, which reading history must not
 
     own = widget.class_traits()[MODEL_VERSION].default_value
     return {MODEL_VERSION: own, VIEW_VERSION: own}
 
 
 class ViewDelay:
-    """Says when a view has to show itself: not in the first seconds of the cell, and then every so often."""
+    """Says when a view is due: not in the first seconds of the cell, then after every pause."""
 
     def __init__(self, first: float, pause: float) -> None:
         self.pause = pause
@@ -99,7 +98,7 @@ class ViewDelay:
 
 
 def words(figures: Figures) -> list[str]:
-    """The run in a few words each, what is not known left out."""
+    """The run in a few words for each thing that is known."""
     lead, ranks = figures.lead, figures.ranks
     found = [duration(figures.elapsed)]
     if lead.steps:

@@ -8,7 +8,7 @@ from nbtrain.watch.feed import Feed
 
 
 class HtmlView:
-    """A view that shows one output and replaces it."""
+    """Shows one output and replaces it."""
 
     def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
         self._figures = feed.figures

@@ -1,7 +1,7 @@
 """A run as HTML: while it goes on where there are no widgets, and what stays in the saved notebook everywhere.
 
-A page that shows other people's notebooks takes out style sheets, scripts and drawings, and some take out what is said
-about style at all. So it is a plain table, and the charts are an image.
+Pages that show other people's notebooks remove style sheets, scripts and drawings, and some all style. So this is a
+plain table, and the charts are an image.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nbtrain.views.base import CURVES, duration, metric, place, words
 from nbtrain.watch.figures import Figures, RankFigures
 
 ROWS = 16
-"""so many ranks are shown; the rest is counted"""
+"""ranks that are shown, at most; the others are counted"""
 FULL = 0.92
-"""of its limit: from here on memory is short"""
+"""share of its limit from which on memory is shown as short"""
 COLUMNS = 3
-"""charts beside each other"""
+"""charts in a row"""
 LATELY = 8
-"""points of a curve that are averaged: a single step says little"""
+"""points of a curve that are averaged, because a single step says little"""
 OF_PHASE = dict(zip(PHASES, (svg.COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), strict=True))
 NAMES = dict(zip(PHASES, ("data", "forward", "backward", "other ranks", "optimizer", "rest"), strict=True))
 
@@ -36,7 +36,7 @@ TONES = {"good": "#3d9b57", "bad": "#d5473c", "wait": "#ab8619"}
 
 
 def bundle(figures: Figures, saved: bool) -> dict[str, str]:
-    """`saved`: this is what stays, also where only the simplest HTML is let through."""
+    """`saved`: this stays in the notebook, and has to survive where only the simplest HTML is allowed."""
     return {
         "text/html": page(figures, saved),
         "text/plain": " · ".join(filter(None, [figures.ending, *words(figures)])),
@@ -100,7 +100,7 @@ def _toned(text: str, tone: str) -> str:
 
 
 def _memory(rank: RankFigures) -> str:
-    """Now, the peak as a mark, and the limit as the whole bar."""
+    """A bar for the memory in use: the peak is a mark, the limit the whole bar."""
     now = rank.measured
     if rank.memory is None or now is None:
         return ""

@@ -1,4 +1,4 @@
-"""The widget itself. A file of its own: anywidget takes a while to import, and is not needed for a short cell."""
+"""The dashboard's widget, in a file of its own: anywidget takes long to import, and short cells do not need it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from nbtrain.views.base import BUNDLE, WIDGET, Controls, own_version
 from nbtrain.watch.feed import Feed
 
 KEPT = 100
-"""answers to commands that are remembered"""
+"""answers that are remembered, at most"""
 
 _resting: list[Panel] = []
-"""whose run is over"""
+"""panels whose run is over"""
 
 
 class Panel(anywidget.AnyWidget):
-    """What the page knows is what the feed told it; what it asks for goes to the controls."""
+    """Passes messages of the feed to the page, and commands of the page to the controls."""
 
     _esm = BUNDLE
     _css = BUNDLE.with_suffix(".css")
     _model_module_version = traitlets.Unicode("*").tag(sync=True)
     _view_module_version = traitlets.Unicode("*").tag(sync=True)
     start = traitlets.Dict().tag(sync=True)
-    """what it begins with: everything until then"""
+    """what the page starts with: all that is known by then"""
 
     def __init__(self, feed: Feed, controls: Controls | None) -> None:
         while _resting:
             _resting.pop().close()
         self.greeted = False
-        """the page has said that it is there"""
+        """the page has answered"""
         self._feed = feed
         self._controls = controls
         self._answers: dict[Any, dict[str, Any]] = {}
@@ -44,18 +44,18 @@ class Panel(anywidget.AnyWidget):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What shows it, as a mimebundle without words."""
+        """Its mimebundle, without a text."""
         return {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Of the bundle: on Colab it says where the front end finds what draws widgets."""
+        """Metadata of the bundle: on Colab it says where the front end finds the widget manager."""
         found = self._repr_mimebundle_()
         return dict(found[1]) if isinstance(found, tuple) else {}
 
     def rest(self) -> None:
-        """The run is over. A page that was loaded again while it went on has not got the picture that took this one's
-        place, and shows the widget until the next one appears."""
+        """The run is over. The widget is closed only when the next one is made: a page that was reloaded during the run
+        does not have the picture that replaced the widget, and still shows the widget."""
         self._unsubscribe()
         _resting.append(self)
 
@@ -66,7 +66,7 @@ class Panel(anywidget.AnyWidget):
             layout.close()  # every widget has one
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """A page that is loaded again asks for it, and gets what is known by then."""
+        """Called for a page that is reloaded, which gets what is known by then."""
         state: dict[str, Any] = super().get_state(key, drop_defaults)
         if key is None and "start" in state:
             state["start"] = self._feed.everything()
@@ -76,7 +76,7 @@ class Panel(anywidget.AnyWidget):
         self.send(message)
 
     def _hear(self, widget: Any, content: Any, buffers: Any) -> None:
-        """In the main thread, or, while a cell runs, in one of ipykernel's own."""
+        """Called in the main thread or, while a cell runs, in one of ipykernel's."""
         kind = content.get("kind") if isinstance(content, dict) else None
         if kind == "hello":
             self.greeted = True
@@ -85,7 +85,7 @@ class Panel(anywidget.AnyWidget):
             self.send(self._answer(content.get("id"), str(content.get("command"))))
 
     def _answer(self, number: Any, command: str) -> dict[str, Any]:
-        """A page that is not sure to have been heard asks once more."""
+        """The answer to a command; a page that repeats it gets the same answer."""
         if number not in self._answers:
             ok, text = self._controls.do(command) if self._controls is not None else (False, "nothing can be done here")
             if len(self._answers) >= KEPT:

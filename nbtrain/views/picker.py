@@ -1,4 +1,4 @@
-"""The strategy picker as a widget: it shows data, and hands on what the page asks for."""
+"""The strategy picker as a widget: shows data, and passes the page's requests on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Do = Callable[[Mapping[str, Any]], None]
 
 
 class Picker(anywidget.AnyWidget):
-    """What can be chosen, and what was. It knows nothing of strategies."""
+    """The picker's widget; it knows nothing of strategies."""
 
     _esm = BUNDLE.with_name("picker.js")
     _css = BUNDLE.with_name("picker.css")
@@ -28,12 +28,12 @@ class Picker(anywidget.AnyWidget):
         self.on_msg(self._hear)
 
     def show(self, data: Mapping[str, Any]) -> None:
-        """It is sent at once, whatever the kernel is doing."""
+        """Send the data at once, whatever the kernel is doing."""
         self.data = dict(data)
 
     @property
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What shows it, with words for where there are no widgets; and what belongs to that."""
+        """Its mimebundle and metadata."""
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
         found = self._repr_mimebundle_()
         return shown, dict(found[1]) if isinstance(found, tuple) else {}

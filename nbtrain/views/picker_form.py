@@ -1,4 +1,4 @@
-"""The strategy picker of plain ipywidgets, for where no other package's widget can be shown. Versions 7 and 8."""
+"""The strategy picker made of plain ipywidgets (7 or 8), for pages that show no other package's widgets."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WIDE = {"description_width": "9em"}
 GOALS = {"speed": "the fastest steps", "batch": "the largest batch", "model": "the largest model"}
 LOSSES = {"no": "no loss of speed", "small": "a small loss of speed", "any": "any loss of speed"}
 TONES = {"bad": "#d5473c", "good": "#2f9648", "wait": "#b07a10"}
-"""to be read on light and on dark ground"""
+"""readable on light and on dark ground"""
 PLACES = ("found", "cards", "line", "note", "said", "receipt", "compared")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 
 
 class PickerForm:
-    """The same as the other picker, without bars and without writing into cells."""
+    """Shows the same as the other picker, without bars, and does not write into cells."""
 
     def __init__(self, data: Mapping[str, Any], do: Do) -> None:
         self._do = do
         self._data: Mapping[str, Any] = data
         self._hearing = False
-        """what is shown is being brought up to date: a change is nobody's wish"""
+        """inputs are being updated, so that their changes are not the user's"""
         self._html = {name: widgets.HTML() for name in PLACES}
         self._goal = self._dropdown("goal", [(words, name) for name, words in GOALS.items()])
         self._loss = self._dropdown("loss", [(words, name) for name, words in LOSSES.items()])
@@ -42,7 +42,7 @@ class PickerForm:
         self._ticked = widgets.SelectMultiple(description="to measure", options=[], style=WIDE, rows=5)
         self._ticked.observe(self._tick, "value")
         self._ticks = False
-        """the user has said what is to be measured"""
+        """the user has ticked what is to be measured"""
         self._find = self._button("Find batch", lambda: self._measure("batch"))
         self._asked_for: Any = None
         """which options are shown"""
@@ -66,7 +66,7 @@ class PickerForm:
 
     @property
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What shows it, and what belongs to that."""
+        """Its mimebundle and metadata."""
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}}
         return shown, {}
 
@@ -110,7 +110,7 @@ class PickerForm:
             self._ticked.value = [name for name in data["worth"] if name in names]
 
     def _inputs(self, data: Mapping[str, Any]) -> None:
-        """Anew when the strategy is another one; else only their values, for somebody may be typing."""
+        """Make the inputs again for another strategy; else only update their values, as the user may be typing."""
         wanted = [(one["field"], one["kind"]) for one in data["options"]]
         if (data["strategy"], wanted) != self._asked_for:
             self._asked_for = data["strategy"], wanted
@@ -178,7 +178,7 @@ class PickerForm:
 
 
 def _variant(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """That was taken."""
+    """The chosen variant."""
     found = [one for card in data["cards"] for one in card["variants"] if one["chosen"]]
     return found[0] if found else {"name": data["strategy"], "line": f"--strategy {data['strategy']}"}
 

@@ -6,11 +6,11 @@ from nbtrain.views.base import QUIET, Controls, Screen, ViewDelay, words
 from nbtrain.watch.feed import Feed
 
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 5.0, 30.0, 1.25
-"""seconds between lines: often at first, when people look; rarely later, when they read the log"""
+"""seconds between lines: few at first, while people watch; more later, when they read the log"""
 
 
 class TextView:
-    """A view that writes lines."""
+    """Writes lines of text."""
 
     def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
         self._figures = feed.figures

@@ -1,5 +1,4 @@
-"""The run as a dashboard that moves and has buttons; when the run is over, a picture of it takes its place, which is
-there without a kernel too."""
+"""The run as a live dashboard with buttons. When the run is over, a picture replaces it, which needs no kernel."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from nbtrain.views.page import bundle
 from nbtrain.watch.feed import Feed
 
 AGAIN = (0.5, 2.0, 6.0)
-"""Seconds between which it is told everything once more after it has appeared, unless the page has said that it is
-there: what was sent before is lost, and a busy kernel may not hear that it is asked."""
+"""Pauses in seconds after which everything is sent again until the page has answered: what was sent before the page
+was there is lost, and a busy kernel may not receive its request."""
 
 
 class WidgetView:
-    """A view that shows a widget, and then what the run was."""
+    """Shows a widget, and after the run a picture of it."""
 
     def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
         self._feed = feed
@@ -26,11 +25,11 @@ class WidgetView:
         self._panel: Any = None
         self._told = 0
         self._plain = False
-        """there is no widget after all"""
+        """the widget could not be made"""
 
     @property
     def comm_id(self) -> str:
-        """Of the comm that the page speaks through; empty before there is one."""
+        """The id of the widget's comm; empty before there is one."""
         comm = self._panel.comm if self._panel is not None else None
         return "" if comm is None else comm.comm_id
 

@@ -1,1 +1,1 @@
-"""What is known of a run while it goes on, and afterwards: kept in bounded memory, shown by the views."""
+"""Keeps what is known of a run, while it goes on and afterwards, in bounded memory; views show it."""

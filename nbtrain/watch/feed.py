@@ -1,7 +1,7 @@
-"""A run as messages that JSON can hold: for the widget, for whoever asks the kernel from outside.
+"""Turns a run into JSON messages: for the widget, and for readers outside of the kernel.
 
-A reader subscribes, and asks for `everything`; from there on it adds the `news`. Messages are numbered, so that one
-that has missed something knows, and asks again.
+A reader subscribes and asks for `everything`; from then on it adds the `news`. Messages are numbered, so that a reader
+that has missed one asks again.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from nbtrain.watch.figures import Figures
 from nbtrain.watch.series import Series, number, points
 
 EVERY = 0.095
-"""seconds between two messages, at least: a clock that ticks ten times a second is not always on time"""
+"""seconds between two messages, at least; a little less than a tick, which is not always on time"""
 SILENCE = 1.0
-"""and at most: the reader's clock is set by them"""
+"""seconds between two messages, at most: readers set their clock by them"""
 FEW = 32
 """buckets of one curve in one message; each is two points at most"""
 NEWS = 4096
-"""of all curves in one message"""
+"""buckets of all curves in one message"""
 ALL = 32768
-"""of all curves in the message that holds everything"""
+"""buckets of all curves in the message that holds everything"""
 
 Message = dict[str, Any]
 Callback = Callable[[Message], None]
@@ -35,7 +35,7 @@ class Feed:
     """A Sink. Its calls come from the one thread that watches the run; `everything` and `subscribe` from any."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
-        """`run`: what is fixed: id, cell, summary, strategy, devices, began, kernel, background."""
+        """`run`: what does not change: id, cell, summary, strategy, devices, began, kernel, background."""
         self.run = dict(run)
         self.figures = Figures(self.run.get("began"), tuple(self.run.get("devices", ())))
         self.ended: dict[str, str] | None = None
@@ -45,19 +45,19 @@ class Feed:
         self._number = 0
         self._sent: float | None = None
         self._anew = False
-        """what is fixed has changed"""
+        """`run` itself has changed"""
         self._touched: set[int] = set()
-        """ranks of which there is news"""
+        """ranks with news"""
         self._rows: dict[int, dict[str, Any]] = {}
-        """as they were told last"""
+        """rank → its row as it was sent last"""
         self._progress: dict[str, Any] | None = None
         self._points: dict[str, Series] = {}
-        """what was added to curves since"""
+        """points that were added to curves since the last message"""
 
-    # -- what comes in -------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------
 
     def opened(self, summary: str) -> None:
-        """Once more when the cell begins on the ranks: from then on it is timed."""
+        """Called when the run begins, and again when the cell begins on the ranks: from then on it is timed."""
         with self._lock:
             self._anew = bool(self._callbacks)
             self.run |= {"summary": summary, "began": time.time()}
@@ -84,7 +84,7 @@ class Feed:
         self._deliver(now)
 
     def closed(self, ok: bool, text: str = "") -> None:
-        """`text`: what to say about it."""
+        """`text`: what the run raised, if anything."""
         with self._lock:
             self.figures.close(ok)
             self._collect()
@@ -93,13 +93,11 @@ class Feed:
             self._post("end", ended=self.ended, ranks=rows, points={}, progress=self.figures.progress)
         self._deliver(self._sent)
 
-    # -- what goes out -------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Called with every message from now on, by the thread that ticks; what is returned ends that.
-
-        Subscribe first and ask for `everything` then: what happens in between is in it.
-        """
+        """Call `callback` with every message from now on, in the thread that ticks; returns what ends that. Subscribe
+        first and ask for `everything` then, which has what happens in between."""
         with self._lock:
             self._callbacks.append(callback)
             self.figures.point = self._point
@@ -115,7 +113,7 @@ class Feed:
                 self._outbox.clear()
 
     def everything(self) -> Message:
-        """The run until now. What subscribers have not been told yet becomes news before it."""
+        """The run until now. What has not been sent to subscribers yet becomes a message before it."""
         with self._lock:
             self._collect()
             series = self.figures.series()
@@ -132,7 +130,7 @@ class Feed:
             }
 
     def _collect(self) -> None:
-        """A message of all that is new, if there is any, and anybody to hear it."""
+        """Make a message of all news, if there are any and somebody has subscribed."""
         if not self._callbacks or self.ended is not None:
             return
         if self._anew:
@@ -184,6 +182,6 @@ class Feed:
             try:
                 for message in messages:
                     callback(message)
-            except Exception as error:  # who looks at a training must never be able to end it
+            except Exception as error:  # a reader must never be able to end a training
                 self._unsubscribe(callback)
                 warnings.warn(f"one who watched this run is told no more: {error!r}", RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The figures of a run: events in; rates, time left, what each rank is doing and curves out."""
+"""Computes the figures of a run from its events: rates, time left, what each rank is doing, curves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from nbtrain.events import (
 from nbtrain.watch.series import LIMIT, Series, number
 
 WINDOW = 5.0
-"""rates are those of the last so many seconds"""
+"""seconds over which rates are measured"""
 METRICS = 64
-"""so many are kept of one rank"""
+"""metrics that are kept of one rank, at most"""
 BUCKETS = LIMIT // 4
-"""of a curve over time: what comes twice a second fills them in half an hour"""
+"""buckets of a curve over time, enough for half an hour at two points a second"""
 LASTS = 0.9
 """seconds after which a rank that waits is said to wait"""
 LINE = 240
@@ -46,7 +46,7 @@ Point = Callable[[str, float, float], None]
 
 
 class Rate:
-    """How fast a total grows, judged by the last few seconds; None while that cannot be said."""
+    """How fast a total grows over the last few seconds; None while that is not known."""
 
     def __init__(self) -> None:
         self._totals: deque[tuple[float, float]] = deque()
@@ -74,9 +74,9 @@ class RankFigures:
     rank: int = 0
     device: str = ""
     state: str = ""
-    """what it said last; `words` is what people read"""
+    """its last RankState; `words` is what users read"""
     note: str = ""
-    """beside the state: the exception that ended it"""
+    """the exception that ended it"""
     ended: bool = False
     steps: int = 0
     samples: int = 0
@@ -99,13 +99,13 @@ class RankFigures:
     metrics: dict[str, Series] = field(default_factory=dict)
     """what the user's own `log` said, by name"""
     curves: dict[str, Series] = field(default_factory=dict)
-    """all else over time, by chart and name"""
+    """other values over time, by chart and name"""
     _since: Phases | None = None
     _counted: Phases | None = None
     _text: str = ""
 
     def receive(self, event: Event, seconds: float, point: Point) -> None:
-        """`seconds`: since the run began. `point` is told of what was added to a curve."""
+        """`seconds`: since the run began. `point` is called with what is added to a curve."""
         if isinstance(event, Throughput):
             self._speed(event, seconds, point)
         elif isinstance(event, Memory):
@@ -130,7 +130,7 @@ class RankFigures:
             self._state(event)
 
     def printed(self, text: str) -> None:
-        """Whatever it wrote; a progress bar writes one line over and over."""
+        """Keep the last line of what it prints; a progress bar writes one line again and again."""
         *whole, self._text = re.split(r"[\r\n]+", (self._text + text)[-4 * LINE :])
         said = [line for line in (*whole, self._text) if (_COLOURS.sub("", line)).strip()]
         if said:
@@ -198,7 +198,7 @@ class RankFigures:
 
     @property
     def words(self) -> str:
-        """What it is doing."""
+        """What the rank is doing."""
         if self.state == "running" and self.lasting and self.phases is not None:
             if self.phases.within:
                 return self.phases.within
@@ -228,7 +228,7 @@ class RankFigures:
 
     @property
     def share(self) -> float | None:
-        """Of what its device can compute at most, lately."""
+        """The share of its device's peak that it computes, lately."""
         rate = self.operation_rate.value
         return None if rate is None or not self.fastest else rate / self.fastest
 
@@ -241,7 +241,7 @@ class RankFigures:
         return max(0.0, self.progress.total - self.progress.done) / rate
 
     def row(self) -> dict[str, Any]:
-        """What a table says of it."""
+        """The rank's row in a table."""
         memory = self.measured
         return {
             "rank": self.rank,
@@ -266,20 +266,20 @@ class RankFigures:
 
 
 class Figures:
-    """One run, as far as its events tell."""
+    """The figures of one run."""
 
     def __init__(self, began: float | None = None, devices: tuple[str, ...] = ()) -> None:
-        """`began`: seconds since the epoch; without it the first event is the beginning."""
+        """`began`: seconds since the epoch; without it the run begins with the first event."""
         self.ranks: dict[int, RankFigures] = {}
         self.point: Callable[[str, float, float], None] | None = None
-        """is told of each point that is added to a curve: its key (`memory/used/0`), x and y"""
+        """called with each point that is added to a curve: its key (`memory/used/0`), x and y"""
         self.ending = ""
         """how the run ended"""
         self._devices = devices
         self.begin(began)
 
     def begin(self, began: float | None) -> None:
-        """The clock stands at zero then."""
+        """Let the run's time start there."""
         self._began = began
         self._dated = began is not None
         self._first: float | None = None
@@ -304,7 +304,7 @@ class Figures:
         return lambda curve, x, y: told(f"{curve}/{rank}", x, y)
 
     def tick(self, now: float) -> float:
-        """Seconds since the run began, or since the first tick: it lives by the session's clock."""
+        """Seconds since the run began, or since the first tick, by the session's clock."""
         if self._first is None:
             before = time.time() - self._began if self._dated and self._began is not None else 0.0
             self._first = now - max(0.0, before)
@@ -312,7 +312,7 @@ class Figures:
         return self.elapsed
 
     def close(self, ok: bool) -> None:
-        """The run ended; ranks that did not say how were let go."""
+        """The run ended; ranks that did not report how are shown as ended."""
         for figures in self.ranks.values():
             if not figures.ended:
                 figures.state, figures.ended = "ended", True
@@ -325,12 +325,12 @@ class Figures:
 
     @property
     def lead(self) -> RankFigures:
-        """The lowest rank speaks for all in what is equal on all: steps, progress, what was logged."""
+        """The lowest rank, which stands for all in what is equal on all: steps, progress, metrics."""
         return next(iter(self.ranks.values()), RankFigures())
 
     @property
     def metrics(self) -> dict[str, Series]:
-        """Those of the lowest rank that logged anything: `if rank == 1: log(...)` is seen too."""
+        """Metrics of the lowest rank that logged anything, so that `if rank == 1: log(...)` is seen, too."""
         return next((figures.metrics for figures in self.ranks.values() if figures.metrics), {})
 
     @property

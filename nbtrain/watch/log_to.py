@@ -1,4 +1,4 @@
-"""`--log-to NAME`: metrics handed, as they come, to TensorBoard's writer or to anything else with `add_scalar`."""
+"""`--log-to NAME`: passes metrics, as they come, to TensorBoard's writer or anything else with `add_scalar`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from nbtrain.events import Event, Metric
 
 EVERY = 1.0
-"""seconds for which metrics are gathered"""
+"""seconds between two calls of the writer"""
 
 
 class LogTo:
-    """A Sink. Whose value it is stands in a tag only where several ranks log the same name: `loss` is the lowest one's,
-    `loss/rank1` the next one's. What the writer raises is said once, and the run goes on without it."""
+    """A Sink. Where several ranks log the same name, `loss` is the lowest rank's and `loss/rank1` the next one's. What
+    the writer raises is said once, and the run goes on without it."""
 
     def __init__(self, writer: Any, say: Callable[[str], object] = print) -> None:
         self._writer: Any = writer
         self._say = say
         self._gathered: list[Metric] = []
         self._plain: dict[str, int] = {}
-        """name → the rank whose values have it for a tag"""
+        """name → the rank whose tag has no suffix"""
         self._next: float | None = None
 
     def opened(self, summary: str) -> None:
@@ -57,7 +57,7 @@ class LogTo:
     def _do(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
-        except Exception as error:  # it is somebody else's, and the run is worth more
+        except Exception as error:  # the writer must not end the run
             kind = type(self._writer).__name__
             self._writer = None
             self._say(f"nbtrain: --log-to gets nothing more of this run: {kind} raised {type(error).__name__}: {error}")

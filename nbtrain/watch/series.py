@@ -1,5 +1,5 @@
-"""A curve of any length in bounded memory: when there are too many points, neighbours become one bucket that keeps its
-lowest and its highest value, so that no spike is ever lost. The front end's `series.js` does the same."""
+"""Keeps a curve of any length in bounded memory: when there are too many points, neighbours become one bucket with
+their lowest and highest value, so that no spike is lost. The front end's `series.js` does the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 LIMIT = 4096
-"""buckets a curve has at most"""
+"""buckets of a curve, at most"""
 
 
 class Series:
-    """Values that are not finite leave a gap: they are counted, and are the last value if they came last."""
+    """One curve. Values that are not finite leave a gap; they are counted, and may be the last value."""
 
     __slots__ = ("_open", "count", "high", "last", "limit", "low", "width", "x")
 
@@ -53,13 +53,13 @@ class Series:
             self._halve()
 
     def buckets(self) -> Iterator[tuple[float, float, float]]:
-        """(x, low, high) of each that is no gap."""
+        """(x, low, high) of each bucket that is not a gap."""
         for x, low, high in zip(self.x, self.low, self.high, strict=True):
             if low == low:
                 yield x, low, high
 
     def at_most(self, buckets: int) -> Series:
-        """Itself, or a copy with fewer of them."""
+        """Itself, or a copy with fewer buckets."""
         if len(self) <= max(2, buckets):
             return self
         found = Series(self.limit)
@@ -71,7 +71,7 @@ class Series:
         return found
 
     def message(self) -> dict[str, Any]:
-        """As a JSON document may hold it: without NaN."""
+        """The curve as JSON can hold it, without NaN."""
         return {
             "x": [number(x) for x in self.x],
             "low": [number(y) for y in self.low],
@@ -94,7 +94,7 @@ class Series:
 
 
 def points(series: Series) -> tuple[list[float | None], list[float | None]]:
-    """(x, y) to add to another curve: the lowest and the highest of each bucket, and at the end what came last."""
+    """(x, y) to add to another curve: the lowest and highest of each bucket, and last the last value."""
     xs: list[float | None] = []
     ys: list[float | None] = []
     for x, low, high in zip(series.x, series.low, series.high, strict=True):
@@ -112,7 +112,7 @@ def points(series: Series) -> tuple[list[float | None], list[float | None]]:
 
 
 def number(value: float | None) -> float | int | None:
-    """Short, and None where JSON has no word for it."""
+    """The number with few digits; None where it is not finite, which JSON cannot hold."""
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.6g}") if abs(value) < 1e5 else float(f"{value:.9g}")

@@ -17,12 +17,13 @@ from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.home import Home
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
-from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, Home, PackChanges
-from nbtrain.worker.home.random_states import adopt as adopt_streams
-from nbtrain.worker.home.random_states import collect as collect_streams
+from nbtrain.training.random_states.packed_states import adopt as adopt_streams
+from nbtrain.training.random_states.packed_states import collect as collect_streams
+from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.home.trial_baseline import trial_steps
 from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
@@ -125,7 +126,7 @@ class Rank:
             home = self.twins.leave(message.key, message.reason, message.together)
             self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
         elif type(message) is Forget:
-            self.twins.forget(self._close_runtime, message.spare, message.known, message.whole)
+            self.twins.forget(self._close_runtime, message.keep, message.known, message.whole)
             self._found = None
         elif type(message) is Conclude:
             self._conclude(message.lead)
@@ -263,7 +264,7 @@ class Rank:
                 time=time.time(),
                 steps=self.runtime.steps.count,
                 home=self._home(homeward, run, lead),
-                streams=collect_streams(self.runtime.randomness) if lead else None,
+                random_states=collect_streams(self.runtime.randomness) if lead else None,
                 agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
                 values=values,
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
@@ -332,7 +333,7 @@ class Rank:
             return outside, []
 
     def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
-        complaints = self.taken.take(run.surroundings)
+        complaints = self.taken.take(run.environment)
         again, gone = self.taken.refresh()
         self._complain([*complaints, *gone])
         if again:  # what was prepared may call what is no more
@@ -349,8 +350,8 @@ class Rank:
             if (record := self._trial_steps.trial.record) is not None:
                 self._trial_steps.record = runtime.recording(record)
             self.twins.namespace.update(self._trial_steps.trial.names)
-        if run.streams is not None:
-            adopt_streams(runtime.randomness, run.streams)
+        if run.random_states is not None:
+            adopt_streams(runtime.randomness, run.random_states)
         if touched:
             self._state("preparing")
         runtime.workshop.retire(self.twins.holds)

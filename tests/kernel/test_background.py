@@ -116,7 +116,7 @@ def test_the_ranks_can_be_ended_and_so_can_the_kernel(kernel: Kernel) -> None:
 
 def test_a_server_sees_that_the_kernel_is_not_idle(nb: Notebook) -> None:
     """Jupyter Server ends kernels of which it has heard nothing for long; any message counts that a cell has caused."""
-    nb("import nbtrain.session.run.cell_run as run; run.STIR = 0.2")
+    nb("import nbtrain.session.run.cell_run as run; run.KEEP_ALIVE = 0.2")
     nb.in_background(LONG)
     stirred = 0
     until = time.monotonic() + 20
@@ -125,4 +125,4 @@ def test_a_server_sees_that_the_kernel_is_not_idle(nb: Notebook) -> None:
         of_a_cell = message["parent_header"].get("msg_type") == "execute_request"
         stirred += message["msg_type"] == "nbtrain_stirs" and of_a_cell
     assert stirred == 3
-    nb("run.STIR = 30.0; nbtrain.background().stop()")
+    nb("run.KEEP_ALIVE = 30.0; nbtrain.background().stop()")

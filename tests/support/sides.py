@@ -10,8 +10,9 @@ from typing import Any
 
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.home import Home
 from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
-from nbtrain.worker.home.pack_changes import KERNEL, Home
+from nbtrain.worker.home.pack_changes import KERNEL
 from nbtrain.worker.home.rank_side import RankSide
 
 
@@ -32,7 +33,7 @@ class Sides:
 
     def __init__(self, directory: Any, ranks: int = 1) -> None:
         self.here = namespace()
-        self.traffic = NotebookSide(self.here, str(directory), range(ranks), {})
+        self.notebook_side = NotebookSide(self.here, str(directory), range(ranks), {})
         self.twins = [RankSide(rank, ranks, namespace(), str(directory), "cpu") for rank in range(ranks)]
         self._cell: tuple[Outgoing, dict[str, Any]] | None = None
 
@@ -48,7 +49,7 @@ class Sides:
 
     def out(self, names: Iterable[str] | None = None) -> None:
         """The way to the ranks; with `home`, what `%%distributed` does."""
-        out = self.traffic.outgoing(public(self.here) if names is None else names, ())
+        out = self.notebook_side.outgoing(public(self.here) if names is None else names, ())
         bound: dict[str, Any] = {}
         for twin in self.twins:
             twin.packer.released(KERNEL, out.released.get(twin.rank, ()))
@@ -60,10 +61,10 @@ class Sides:
         assert self._cell is not None
         home = self.twins[0].homeward(self._cell[1], (), math.inf).pack(self.twins[0].packer)
         for twin in self.twins:
-            self.traffic.packer.released(twin.rank, twin.released())
-        self.traffic.homecoming(0, home, None)
+            self.notebook_side.packer.released(twin.rank, twin.released())
+        self.notebook_side.homecoming(0, home, None)
         for twin in self.twins[1:]:
-            self.traffic.lacks(twin.adopt(home.news))
+            self.notebook_side.lacks(twin.adopt(home.news))
         return home
 
     def distributed(self, source: str, names: Iterable[str] | None = None) -> Home:
@@ -77,7 +78,7 @@ class Sides:
 
     def unsent(self) -> list[str]:
         """Names or kinds of the objects that the next cell would send."""
-        return _pending(self.traffic.table, self.here)
+        return _pending(self.notebook_side.table, self.here)
 
     def unsent_there(self) -> list[str]:
         twin = self.twins[0]
@@ -85,11 +86,11 @@ class Sides:
 
     def close(self) -> None:
         self.here.clear()
-        self.traffic.close()
+        self.notebook_side.close()
         for twin in self.twins:
             twin.forget(lambda whole: None, (), (), False)
-        mapped = self.traffic.packer._count
-        del self.traffic  # what came home may be mapped, too
+        mapped = self.notebook_side.packer._count
+        del self.notebook_side  # what came home may be mapped, too
         self.twins.clear()
         self._cell = None
         if mapped:

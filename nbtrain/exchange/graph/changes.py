@@ -7,6 +7,9 @@ from typing import Any
 
 from nbtrain.exchange.kinds.base import Later, Make, Put
 
+OPTION = "--"
+"""The strategy's options travel under names that begin so, as no name of Python's does."""
+
 
 @dataclass(slots=True)
 class Culprit:

@@ -1,1 +1,1 @@
-"""A magic's line: from what is typed to what is run."""
+"""Reads a magic's line: from what is typed to what is run."""

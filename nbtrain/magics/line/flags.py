@@ -38,11 +38,11 @@ class Flag:
 
 
 def flags_of(strategy: type) -> dict[str, Flag]:
-    """By flag, `--bucket-mb` → Flag; `--no-bucket-view` too where a field is a bool."""
+    """`--bucket-mb` → Flag; where a field is a bool, `--no-bucket-view`, too."""
     options: Any = strategy.Options  # type: ignore[attr-defined]
     try:
         hints = typing.get_type_hints(options)
-    except NameError:  # a type that is imported for checkers only; then any value will do
+    except NameError:  # a type that is imported for type checkers only; then any value will do
         hints = {}
     found: dict[str, Flag] = {}
     for one in fields(options):
@@ -95,7 +95,7 @@ def clashes(strategies: Mapping[str, type]) -> list[str]:
 
 
 def _fit(value: Any, kind: Any) -> Any:
-    """The value as the field's type wants it; Unreadable where it cannot be."""
+    """The value converted to the field's type; raises Unreadable where it cannot be."""
     origin = typing.get_origin(kind)
     if kind is Any or isinstance(kind, str | typing.TypeVar):
         return value
@@ -130,7 +130,7 @@ def _fit(value: Any, kind: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A notebook name may hold anything."""
+    """Its repr if that is short, else its type."""
     shown = repr(value)
     return shown if len(shown) < 60 and "\n" not in shown else f"what it holds, {type(value).__name__},"
 

@@ -18,23 +18,23 @@ from nbtrain.specs import PRECISIONS
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     name: str
-    """how the code calls it; the flag is made of it"""
+    """its name in the code, from which the flag is made"""
     help: str
     short: str | None = None
     metavar: str | None = None
-    """how the manual calls its value. None: it is a switch, or its choices say it"""
+    """its value in the manual. None: it is a switch, or has choices"""
     read: Reader | None = None
     """None: a switch"""
     choices: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
-    """what completion offers where any value may be written"""
+    """values that completion offers where any may be written"""
     default: Any = False
     pool: bool = False
-    """it decides which processes there are: `%distributed start` takes it"""
+    """it decides which processes run: `%distributed start` takes it"""
     lasts: bool = True
-    """`%distributed --option` alone makes it a default"""
+    """`%distributed --option` may make it a default"""
     trial: bool = False
-    """with it a cell is only tried: nothing of it comes home"""
+    """it makes the run a trial: nothing comes home"""
 
     @property
     def flag(self) -> str:

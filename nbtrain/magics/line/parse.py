@@ -1,4 +1,4 @@
-"""A magic's line → what the user gave, checked word by word. Names of a strategy's own flags are left for later."""
+"""Parses a magic's line and checks it word by word. A strategy's own flags are checked later."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One line, read."""
+    """One parsed line."""
 
     words: tuple[Word, ...] = ()
     """what is not an option: a verb, ranks"""
     given: Mapping[str, Given] = field(default_factory=dict)
     own: Mapping[str, Word | None] = field(default_factory=dict)
-    """flags that the table does not have, so they are the strategy's. None: nothing follows the flag"""
+    """flags that are not in the table, so they must be the strategy's. None: nothing follows the flag"""
 
     def value(self, name: str) -> Any:
         return self.given[name].value if name in self.given else BY_NAME[name].default
 
     def over(self, base: Request) -> Request:
-        """This line, and what it does not say from `base`."""
+        """This line, completed by `base`."""
         return Request(words=self.words, given={**base.given, **self.given}, own={**base.own, **self.own})
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Request:
 
 
 def parse(line: str, notebook: Namespace) -> Request:
-    """Raises UsageError, one line that quotes what was typed."""
+    """Raises UsageError in one line that quotes what was typed."""
     words: list[Word] = []
     given: dict[str, Given] = {}
     own: dict[str, Word | None] = {}
@@ -80,7 +80,7 @@ def parse(line: str, notebook: Namespace) -> Request:
 
 
 def _apart(words: list[Word]) -> list[Word]:
-    """`--devices=4` is two words."""
+    """Split `--devices=4` into two words."""
     found: list[Word] = []
     for word in words:
         flag, equals, value = word.text.partition("=")

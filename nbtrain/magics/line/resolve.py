@@ -1,4 +1,4 @@
-"""What the user gave → what is run: strategy, devices and options made definite, or one line that says why not."""
+"""Turns what the user gave into a RunSpec: chooses strategy, devices and options, or says in one line why not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Chosen:
     needs: Needs
     source: registry.Entry | Strategy | type[Strategy]
     preset: Preset | None = None
-    """of the name that was given"""
+    """the preset whose name was given"""
 
     @classmethod
     def named(cls, name: str, notebook: Namespace) -> Chosen:
@@ -58,7 +58,7 @@ class Chosen:
         return flags.flags_of(self.load())
 
     def load(self) -> type[Strategy]:
-        """The class; of one that is not nbtrain's, only if it can be used."""
+        """The class; raises if it is not nbtrain's and cannot be used."""
         found: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
         cls: type[Strategy] = found if self.ours else own.checked(found, f"-s {self.name}: {self._where}")
         return cls
@@ -68,14 +68,14 @@ class Chosen:
         return self.source.where if isinstance(self.source, registry.Entry) else self.name
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """What nbtrain's own find out on the ranks, so that the kernel need not load them."""
+        """Check the options of a strategy that is not nbtrain's; nbtrain's own are checked on the ranks."""
         if not self.ours:
             cls = self.load()
             flags.flags_of(cls)
             own.check_options(cls, options)
 
     def over(self, line: Request, base: Request) -> Request:
-        """`line` over `base`, with how a preset starts ranks: that beats what was said before the preset's name."""
+        """`line` over `base`, with the preset's `--start`, which beats what was given before the preset's name."""
         request = line.over(base)
         start = self.preset.start if self.preset is not None else None
         said = line if "strategy" in line.given else request
@@ -84,7 +84,7 @@ class Chosen:
         return replace(request, given={**request.given, "start": Given(start, request.given["strategy"].typed)})
 
     def carried(self) -> dict[str, Any]:
-        """Options that come with the name: a preset's, or those of an object of the notebook's."""
+        """Options that come with the name: of a preset, or of an object of the notebook."""
         if self.preset is not None:
             return dict(self.preset.options)
         if not isinstance(self.source, Strategy):
@@ -93,7 +93,7 @@ class Chosen:
 
 
 class Resolver:
-    """Keeps what `auto` and `free:2` meant, and the lease on those cards, from cell to cell until the ranks stop."""
+    """Keeps the devices that `auto` and `free:2` stand for, and the lease on them, until the ranks stop."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, Devices] | None = None
@@ -106,16 +106,16 @@ class Resolver:
         self._known = self._ranks = None
 
     def world_size(self) -> int | None:
-        """Of the ranks that were asked for last."""
+        """The number of ranks that were asked for last."""
         return self._ranks
 
     def pool(self, request: Request, needs: Iterable[tuple[str, Needs]] = ()) -> PoolSpec:
-        """Which processes `request` asks for. `needs`: who limits their number, and how."""
+        """The processes that `request` asks for. `needs`: (flag, its needs) of whatever limits them."""
         engine = registry.engine(request.value("engine"))
         limits = [(f"--engine {engine.name}", engine.needs), *needs]
         together = any(need.together for _, need in limits)
         auto = request.value("devices").chosen_by_us
-        # auto leases every card that is free; whoever can use only one should take only one
+        # auto leases every free card; a strategy that can use only one should take only one
         alone = auto and not together and any(need.max_ranks == 1 for _, need in limits)
         accelerator = request.value("accelerator")
         if accelerator == "auto" and any(need.kinds == ("tpu",) for _, need in limits):
@@ -137,7 +137,7 @@ class Resolver:
                 raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {found.kind}")
             if reason := registry.missing(need):
                 raise UsageError(f"{who}: {reason}")
-        together = together and len(names) > 1  # with one device it is the pool that any strategy has
+        together = together and len(names) > 1  # with one device the pool is the same as for any strategy
         self._ranks = 1 if together else len(names)
         nodes = _nodes(request, self._ranks, next((who for who, need in limits if need.together), ""))
         return PoolSpec(
@@ -152,7 +152,7 @@ class Resolver:
         )
 
     def run(self, line: Request, base: Request, notebook: Namespace, ranks: tuple[int, ...] | None = None) -> RunSpec:
-        """How a cell is run whose line is `line`, over the defaults `base`."""
+        """The RunSpec of a cell with this `line` over the defaults `base`."""
         request = line.over(base)
         check_flags(line, base, notebook)
         name = request.value("strategy")
@@ -229,7 +229,7 @@ class Resolver:
 
     @staticmethod
     def _writer(request: Request, notebook: Namespace) -> str:
-        """As a default it was read some cells ago: the notebook may have another object there, or none."""
+        """Read the name again: as a default it was read some cells ago, and may hold something else now."""
         name: str = request.value("log_to")
         return values.writer("--log-to", Word(name), notebook) if name else ""
 
@@ -279,7 +279,7 @@ def _start(request: Request, kind: str) -> str:
 
 
 def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
-    """Flags that neither the table nor the strategy has, and values that do not fit."""
+    """Refuse flags that neither the table nor the strategy has, and values that do not fit."""
     if not line.own:
         return
     name = line.over(base).value("strategy")
@@ -298,13 +298,13 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
 
 
 def _resume() -> tuple[str, bytes] | None:
-    """Where loops go on, if a checkpoint was loaded in the notebook. Nothing is imported to find that out."""
+    """Where loops go on, if a checkpoint was loaded in the notebook. Imports nothing to find out."""
     here = sys.modules.get("nbtrain.training.checkpoints.api")
     return here.resume() if here is not None else None
 
 
 def _nodes(request: Request, ranks: int, together: str) -> int:
-    """Into how many groups of equal size the ranks fall."""
+    """The number of nodes; raises where the ranks cannot be so many groups of equal size."""
     nodes: int = request.value("nodes")
     if nodes > 1 and together:
         raise UsageError(

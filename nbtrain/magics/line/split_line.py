@@ -1,4 +1,4 @@
-"""A magic's line, split into words as the user sees them: quotes kept, brackets kept together."""
+"""Splits a magic's line into words, with their quotes, and with brackets kept together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Word:
 
 
 def split(line: str, *, unfinished: bool = False) -> list[Word]:
-    """Words of a line. `# ...` ends it. `unfinished`: the user is still typing, an open quote is no mistake."""
+    """The words of a line, up to `# ...`. `unfinished`: the user is still typing, so an open quote is no mistake."""
     words: list[Word] = []
     start: int | None = None
     quote = ""

@@ -1,4 +1,4 @@
-"""What a word on the magic line stands for: a literal, or a name of the notebook."""
+"""Reads the values on a magic's line: literals, or names of the notebook."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def similar(typed: str, names: Iterable[str]) -> str:
 
 
 def one_of(*choices: str, short: Mapping[str, str] | None = None) -> Reader:
-    """One of these words, or a notebook name that holds one of them. `short`: other words for some of them."""
+    """Read one of these words, or a notebook name that holds one. `short`: abbreviations of some."""
 
     def read(flag: str, word: Word, notebook: Namespace) -> str:
         for value in (word.plain, notebook.get(word.text)):
@@ -92,7 +92,7 @@ def one_of(*choices: str, short: Mapping[str, str] | None = None) -> Reader:
 
 
 def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
-    """`a,b`; they may be names that the cell is yet to make."""
+    """`a,b`; the cell may be what makes these names."""
     found = tuple(part.strip() for part in word.plain.strip("[]()").split(",") if part.strip())
     if wrong := [name for name in found if not name.isidentifier()]:
         raise UsageError(f"{flag} {word.text}: {flag} takes names, as in {flag} cache,best, and {wrong[0]!r} is none")
@@ -100,7 +100,7 @@ def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
 
 
 def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
-    """`Block,nn.Linear`: names of classes, or names under which the notebook has classes or lists of them."""
+    """`Block,nn.Linear`: names of classes, or of notebook variables that hold classes or lists of them."""
     found: list[str] = []
     for part in filter(None, map(str.strip, word.plain.strip("[](){}").split(","))):
         try:
@@ -129,7 +129,7 @@ def count(flag: str, word: Word, notebook: Namespace) -> int:
 
 
 def nodes(flag: str, word: Word, notebook: Namespace) -> int:
-    """1, 2, 3, ...; a range is for engines whose nodes come and go."""
+    """1, 2, 3, ...; refuses MIN:MAX, which is for engines whose nodes come and go."""
     if ":" in word.text:
         raise UsageError(
             f"{flag} {word.text}: MIN:MAX is for an engine whose nodes come and go, and there is none in this version; "
@@ -162,7 +162,7 @@ def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
 
 
 def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, ...]]:
-    """`layers=1,2,4,8` → the name, and what it is to hold, the smallest first."""
+    """`layers=1,2,4,8` → the name, and its values, the smallest first."""
     name, equals, text = word.plain.partition("=")
     try:
         value = evaluate(text, notebook) if equals else None
@@ -205,7 +205,7 @@ def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
 
 
 def name(flag: str, word: Word, notebook: Namespace) -> str:
-    """A name that the notebook has, or several: `x,y`; `trainer.batch` is what belongs to one."""
+    """A name of the notebook, or several: `x,y`; `trainer.batch` is an attribute of one."""
     for part in word.plain.split(","):
         first = part.strip().partition(".")[0]
         if first not in notebook:
@@ -242,7 +242,7 @@ def folder(flag: str, word: Word, notebook: Namespace) -> str:
 
 
 def writer(flag: str, word: Word, notebook: Namespace) -> str:
-    """The notebook's name of an object with `add_scalar`; `None` takes a default back."""
+    """The name of an object with `add_scalar`; `None` takes a default back."""
     name = word.plain
     if name == "None":
         return ""
@@ -271,7 +271,7 @@ class DeviceSpec:
 
 
 def devices(flag: str, word: Word, notebook: Namespace) -> DeviceSpec:
-    """An unquoted integer is an int; quotes, and strings that a variable holds, are lists of indices."""
+    """An unquoted integer is a number of devices; quotes, and strings in a variable, are lists of indices."""
     if word.quoted:
         return DeviceSpec(word.plain, quoted=True)
     if word.text == "auto":
@@ -315,7 +315,7 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
 
 
 def strategies(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
-    """`ddp,fsdp`; `all`: those that nbtrain has."""
+    """`ddp,fsdp`; `all`: nbtrain's own."""
     if word.plain == ALL:
         return (ALL,)
     parts = [part.strip() for part in word.plain.strip("[]()").split(",") if part.strip()]

@@ -1,1 +1,1 @@
-"""The widget that a strategy is chosen in."""
+"""The widget for choosing a strategy."""

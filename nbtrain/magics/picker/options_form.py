@@ -1,4 +1,4 @@
-"""A strategy's options as inputs of a form, made of its dataclass; and what was typed there, as words of a line."""
+"""Makes a form of a strategy's options dataclass, and turns what is typed there into words of a line."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from nbtrain.magics.line.values import Namespace
 KINDS = ("switch", "choice", "number", "text")
 
 _helps: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
-"""sources are read once: it takes milliseconds"""
+"""read from the source once per class, as it takes milliseconds"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """One option."""
+    """One input of the form."""
 
     field: str
     flag: str
     kind: str
     """one of KINDS"""
     value: str
-    """as it is typed; of a switch `on` or `off`"""
+    """as it is typed; `on` or `off` for a switch"""
     usual: str
-    """what it is unless something is typed: the preset's, or the default"""
+    """the value unless something is typed: the preset's, or the default"""
     choices: tuple[str, ...]
     help: str
 
 
 def inputs(chosen: Chosen, typed: Mapping[str, str]) -> list[Input]:
-    """One for each option, in the order of the dataclass. `typed`: by field."""
+    """An input for each option, in the order of the dataclass. `typed`: field → text."""
     cls = chosen.load()
     said, carried = helps(cls.Options), chosen.carried()
     found: list[Input] = []
@@ -62,7 +62,7 @@ def inputs(chosen: Chosen, typed: Mapping[str, str]) -> list[Input]:
 
 
 def words(inputs: list[Input]) -> list[str]:
-    """What of it has to be written: all that is not as usual."""
+    """The words of the line: only for inputs that are not as usual."""
     found: list[str] = []
     for one in inputs:
         if one.value == one.usual:
@@ -75,7 +75,7 @@ def words(inputs: list[Input]) -> list[str]:
 
 
 def values(chosen: Chosen, typed: Mapping[str, str], notebook: Namespace) -> dict[str, Any]:
-    """The options by field, read as a line's are: raises what is wrong with them in a sentence."""
+    """field → value, read as on a line; raises a sentence about what is wrong."""
     options, known = chosen.carried(), _by_field(chosen.load())
     for name, text in typed.items():
         flag = known[name]
@@ -88,7 +88,7 @@ def values(chosen: Chosen, typed: Mapping[str, str], notebook: Namespace) -> dic
 
 
 def typed_of(chosen: Chosen, own: Mapping[str, Word | None]) -> dict[str, str]:
-    """By field what a line says: `{"--no-cpu-offload": None}` → `{"cpu_offload": "off"}`."""
+    """field → text of a line's flags: `{"--no-cpu-offload": None}` → `{"cpu_offload": "off"}`."""
     known, found = flags.flags_of(chosen.load()), {}
     for flag, word in own.items():
         if flag in known:
@@ -99,7 +99,7 @@ def typed_of(chosen: Chosen, own: Mapping[str, Word | None]) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A default, as it would be typed; what there is no word for is nothing."""
+    """A default as it would be typed; empty where it cannot be."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None or value is ... or value in ((), [], {}, set(), frozenset()):
@@ -109,7 +109,7 @@ def shown(value: Any) -> str:
 
 
 def helps(options: type) -> dict[str, str]:
-    """What stands below each field in the source; nothing where there is no source to be read."""
+    """The docstring below each field in the source; empty without a source."""
     if options not in _helps:
         _helps[options] = _read_helps(options)
     return _helps[options]
@@ -143,7 +143,7 @@ def _kind(flag: Flag) -> str:
 
 
 def _word(text: str) -> str:
-    """What was typed into one field is one word, spaces or not."""
+    """Quote what was typed into one input, so that it is one word."""
     text = text.strip()
     try:
         whole = len(split(text)) == 1

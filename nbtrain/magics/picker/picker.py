@@ -1,4 +1,4 @@
-"""`%distributed pick` and `nbtrain.picker()`: the widget, and the notebook that it chooses for."""
+"""`%distributed pick` and `nbtrain.picker()`: shows the widget and connects it to the notebook."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Do = Callable[[Mapping[str, Any]], None]
 
 STEPS = 10
-"""that are measured of each"""
+"""steps that are measured of each"""
 NO_MODEL = (
     "There is no model yet, so nothing is known of memory: make one, an nn.Module, and a batch or a DataLoader for it, "
     "and run %distributed pick again."
@@ -46,8 +46,8 @@ def pick(state: MagicsState, request: Request) -> None:
 def picker(
     state: MagicsState | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any
 ) -> Picker:
-    """`nbtrain.picker()`: the picker of the notebook that calls. `state`: None where the extension is not loaded;
-    `plain`: of ipywidgets alone; `options`: those of the magic, by name."""
+    """`nbtrain.picker()` for the notebook that calls. `state`: None where the extension is not loaded; `plain`: made of
+    ipywidgets alone; `options`: those of the magic, by name."""
     if state is None:
         raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
     notebook = state.notebook
@@ -58,7 +58,7 @@ def picker(
 
 
 class Picker:
-    """What is shown below the cell. `line` is what it has come to."""
+    """The picker below the cell. `line` has the options that are chosen in it."""
 
     def __init__(self, state: MagicsState, model: str, request: Request, plain: bool = False) -> None:
         if getattr(state.shell, "kernel", None) is None:
@@ -78,21 +78,21 @@ class Picker:
         return self._choice.line()
 
     def _ipython_display_(self) -> None:
-        """It is there at once; what the model needs is filled in."""
+        """Show it at once, and fill in what the model needs."""
         said = {"text/plain": "the strategy picker, which needs a kernel: %distributed pick shows it again"}
         self._shell.display_pub.publish({**said, **self._bundle}, self._metadata)
         self._choice.begin()
 
 
 class Notebook:
-    """What the picker is about: a model of the notebook, and the cell that trains it."""
+    """The notebook's model, and the cell that trains it, as the picker needs them."""
 
     def __init__(self, state: MagicsState, model: str, request: Request) -> None:
         self._state = state
         self._model = model
         self._request = request
         self._loop = ""
-        """of the model, for where no cell was run"""
+        """a training loop for the model, for when no cell was run"""
 
     def plan(self, wish: Wish) -> Plan:
         if "torch" not in sys.modules:
@@ -165,8 +165,8 @@ def _shown(choice: PickerState, do: Do, plain: bool) -> tuple[Any, dict[str, Any
 
 
 def _in_main_thread(shell: Any, choice: PickerState) -> Do:
-    """A newer kernel hears the page in threads of its own. What is asked for starts ranks and changes defaults, so it
-    waits for the cell that runs."""
+    """Run the page's requests in the main thread, after the cell that runs: they start ranks and change defaults, and
+    newer kernels receive them in other threads."""
 
     def do(message: Mapping[str, Any]) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -178,17 +178,17 @@ def _in_main_thread(shell: Any, choice: PickerState) -> Do:
 
 
 def _interruptible(choice: PickerState, message: Mapping[str, Any]) -> None:
-    """■ reaches what the kernel itself has not begun, too."""
+    """Let ■ interrupt what was not started as a cell, too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         choice.do(message)
-    except KeyboardInterrupt:  # a second one, while the first was being told
+    except KeyboardInterrupt:  # a second one, while the first was being shown
         pass
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _magic(shell: Any) -> str:
-    """The name that nbtrain's cell magic has here: another extension may have had it first."""
+    """The name of nbtrain's cell magic here: another extension may have taken the first."""
     magic = shell.magics_manager.magics["cell"].get("distributed")
     return "distributed" if getattr(magic, "__module__", "") == "nbtrain.magics.extension" else "nbtrain"

@@ -1,4 +1,4 @@
-"""What is chosen in a picker: all that it shows as plain data, and what its buttons do. No widget, and no page."""
+"""The state of a picker, without a widget: all that it shows as plain data, and what its buttons do."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from nbtrain.specs import PRECISIONS
 Tell = Callable[[Data], None]
 
 OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activations", "memory")
-"""options that the form has, or that are about the plan alone"""
+"""options that have their own input in the form, or are about the plan only"""
 WORTH = 3
-"""so many are measured unless the user says otherwise"""
+"""strategies that are measured unless the user ticks others"""
 
 
 class PickerState:
-    """One picker's. All calls come from the kernel's main thread."""
+    """Of one picker. All calls come from the kernel's main thread."""
 
     def __init__(
         self, state: MagicsState, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""
     ) -> None:
-        """`request`: what was said for it, over the notebook's defaults; `kernel`: its id."""
+        """`request`: the options of `pick`, used over the notebook's defaults; `kernel`: its id."""
         wanted = request.over(state.defaults)
         self._state = state
         self._backing = backing
@@ -52,28 +52,28 @@ class PickerState:
         self._lacks = ""
         """why there is no plan"""
         self._samples = 0
-        """of the notebook's own batches"""
+        """in a batch of the notebook's own"""
         self._compared: Comparison | None = None
         self._receipt: Receipt | None = None
         self._busy = ""
         self._said: tuple[str, str] = ("", "")
         self._answered = 0
-        """the number of the page's last message: it knows by that what has been heard"""
+        """number of the page's last message, so that it knows what has been received"""
         self._touched = False
-        """a strategy was taken by hand: what is recommended does not replace it"""
+        """the user has chosen a strategy: the recommended one does not replace it"""
         self.wish = Wish(
             devices=devices_of(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
         )
         self._more = [given.typed for name, given in request.given.items() if name not in OWN_PLACE]
-        """what else was said for it, as it was typed"""
+        """the other options of `pick`, as typed"""
         self.strategy: str = AUTO[self.ranks > 1]
         self.typed: dict[str, str] = {}
         """options of the strategy that are not as usual, by field"""
         self.recompute = ""
-        """classes whose activations are computed again"""
+        """classes whose activations are recomputed"""
         self._begin(wanted)
         self.tell: Tell = lambda data: None
-        """is given the data whenever it has changed"""
+        """called with the data whenever it has changed"""
 
     @property
     def ranks(self) -> int:
@@ -81,11 +81,11 @@ class PickerState:
 
     @property
     def _count(self) -> int:
-        """Of ranks, where nobody has said how many."""
+        """The default number of ranks."""
         return len(self._machine.cards()) if self._kind == "cuda" else min(4, self._machine.cores)
 
     def line(self) -> str:
-        """The options that are chosen, as they are typed. Raises what is wrong with them."""
+        """The chosen options, as they are typed. Raises what is wrong with them."""
         chosen = self._chosen
         if lacks := choice_cards.against(chosen.needs, self._kind, self.ranks):
             raise UsageError(f"{self.strategy}: {lacks}")
@@ -102,7 +102,7 @@ class PickerState:
         return " ".join([*words, *options_form.words(self._inputs())])
 
     def data(self) -> Data:
-        """All that is to be seen."""
+        """All that the picker shows."""
         plan = self._plan_data()
         name = variant_name(self.strategy, self.recompute)
         cards = choice_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
@@ -135,11 +135,11 @@ class PickerState:
         }
 
     def begin(self) -> None:
-        """What was shown at once is filled in."""
+        """Fill in what was shown empty at first."""
         self._replan()
 
     def do(self, message: Mapping[str, Any]) -> None:
-        """What the page asks for."""
+        """Carry out a request of the page."""
         what, self._said, self._answered = message.get("kind"), ("", ""), message.get("seq", 0)
         try:
             if what == "set":
@@ -165,7 +165,7 @@ class PickerState:
             self.tell(self.data())
 
     def measure(self, names: Sequence[str], goal: str = GOALS[0]) -> None:
-        """Run the loop for a few steps under each of these variants. Returns when that is over."""
+        """Run the loop for a few steps under each of these variants; returns when all are done."""
         candidates = [self._candidate(name) for name in names]
         if not candidates:
             raise UsageError("nothing is ticked: tick the strategies that are to be measured")
@@ -174,17 +174,17 @@ class PickerState:
         self._hear(self._backing.measure(candidates, goal, self._hear))
 
     def verify(self) -> None:
-        """Play the first steps with what is chosen, and as one process. Returns when that is over."""
+        """Run the first steps with the chosen options, and as one process; returns when both are done."""
         line = self.line()
         self._busy = "verify"
         self.tell(self.data())
         self._backing.verify(self.strategy, line, self._hear_receipt)
 
     def use(self, written: str = "") -> str:
-        """Sets the defaults; returns the line. `written`: in which cell the page has put it, in words."""
+        """Set the defaults; returns the line. `written`: the cell into which the page has put it, in words."""
         line = self.line()
         request = self._state.read(line)
-        # Another strategy's own options, said earlier, are none of this one's.
+        # Own options of another strategy, given earlier, do not belong to this one.
         self._state.defaults = replace(self._state.defaults, own={})
         self._state.set_defaults(request)
         where = f"written into {written}; and" if written else "copy the line, or leave it out:"
@@ -192,7 +192,7 @@ class PickerState:
         return f"%%{self._magic} {line}"
 
     def _begin(self, wanted: Request) -> None:
-        """With what the user has said already."""
+        """Start from a strategy that the user has already chosen."""
         if wanted.value("strategy") != "auto":
             self._adopt(wanted)
 
@@ -221,7 +221,7 @@ class PickerState:
             self.typed[name] = value
 
     def _take(self, line: str) -> None:
-        """What a line says of a strategy; the devices stay."""
+        """Take the strategy and its options from a line; the devices stay."""
         self._adopt(self._state.read(line))
 
     def _adopt(self, request: Request) -> None:
@@ -263,8 +263,8 @@ class PickerState:
 
     @property
     def _loaded(self) -> bool:
-        """A strategy says what its options are when it is loaded, which brings torch. The form need not wait for that:
-        a notebook without torch has nothing to train, and once a card is taken it is loaded anyway."""
+        """Whether options can be shown: they are read from a strategy's class, which imports torch. A notebook without
+        torch has nothing to train yet."""
         return "torch" in sys.modules
 
     def _inputs(self) -> list[options_form.Input]:
@@ -277,7 +277,7 @@ class PickerState:
             return "", str(error)
 
     def _candidate(self, name: str) -> tuple[str, str]:
-        """Name and line of a variant; of the chosen one as it stands."""
+        """Name and line of a variant; of the chosen one with its options."""
         if name == variant_name(self.strategy, self.recompute):
             return " ".join([name, *options_form.words(self._inputs())]), self.line()
         row = next((row for row in self._plan.rows if row.name == name), None) if self._plan is not None else None
@@ -287,7 +287,7 @@ class PickerState:
         return name, f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.wish.devices}"
 
     def _note(self) -> str:
-        """What the line cannot say."""
+        """What the user has to change besides the line."""
         if self.wish.batch in (None, self._samples) or not self._samples:
             return ""
         return (
@@ -296,8 +296,7 @@ class PickerState:
         )
 
     def _worth(self) -> list[str]:
-        """What is worth measuring, unless the user says otherwise: what is recommended, what is chosen, and the fastest
-        that fit besides."""
+        """What to measure unless the user ticks others: the recommended, the chosen, and the fastest that fit."""
         names = [variant_name(self.strategy, self.recompute)]
         if self._plan is not None:
             best = self._plan.recommended
@@ -313,7 +312,7 @@ class PickerState:
         return None if self._plan is None else self._plan.data()
 
     def _fill(self, cards: Sequence[Data]) -> None:
-        """What the plan has no row for: options that were typed, and what it has under another name."""
+        """Fill in figures that the plan has no row for: of typed options, and of other names."""
         if self._plan is None:
             return
         for card in cards:
@@ -321,6 +320,6 @@ class PickerState:
             if card["reason"] or (shown["planned"] and not typed) or (card["chosen"] and self.recompute):
                 continue
             chosen = Chosen.named(shown["name"], self._state.notebook)
-            with suppress(UsageError):  # that is said where the line would be
+            with suppress(UsageError):  # which is shown in place of the line
                 options = options_form.values(chosen, typed, self._state.notebook)
                 shown |= choice_cards.exact(self._plan, shown["name"], chosen, options)

@@ -1,4 +1,4 @@
-"""What a picker shows of each strategy: what it is, if it can be used here, what the plan says of its variants."""
+"""The picker's cards: what each strategy is, whether it can be used here, what the plan says of its variants."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def cards(
     plan: Data | None,
     chosen: str,
 ) -> list[Data]:
-    """One for each strategy: what trains nothing by itself and what cannot be used come last. `plan`: its data, if
-    there is one; `chosen`: the name of the variant that was taken."""
+    """A card for each strategy, the usable ones first. `plan`: its data, if there is a plan; `chosen`: the name of the
+    chosen variant."""
     rows = [] if plan is None else plan["rows"]
     best = "" if plan is None else plan["recommended"] or ""
     made: list[Data] = []
@@ -57,7 +57,7 @@ def cards(
 
 
 def against(needs: Needs, kind: str, ranks: int) -> str:
-    """Why it cannot be used, and what changes that; empty where it can."""
+    """Why it cannot be used, and what to change; empty where it can."""
     if lacks := registry.lacking(needs):
         return lacks
     if kind not in needs.kinds and needs.kinds != ("tpu",):
@@ -68,12 +68,12 @@ def against(needs: Needs, kind: str, ranks: int) -> str:
 
 
 def variant_name(strategy: str, recompute: str) -> str:
-    """As the plan calls it."""
+    """Its name in the plan."""
     return f"{strategy} + --checkpoint-activations {recompute}" if recompute else strategy
 
 
 def _variants(name: str, reason: str, rows: Sequence[Data], chosen: str, best: str) -> Data:
-    """The strategy itself, its presets, and what else the plan has of it; which of them its card shows."""
+    """The strategy, its presets and other variants in the plan; and which of them its card shows."""
     known = {row["name"]: row for row in rows if _registry_name(row["strategy"]) == name}
     stand = {name: f"--strategy {name}"}
     stand |= {one: presets.PRESETS[one].line for one in presets.names() if presets.PRESETS[one].strategy == name}
@@ -86,13 +86,13 @@ def _variants(name: str, reason: str, rows: Sequence[Data], chosen: str, best: s
         "shown": shown,
         "chosen": shown["chosen"],
         "recommended": any(one["recommended"] for one in made),
-        # What only this model, or so many ranks, stand against is known when there is a plan.
+        # Reasons that depend on the model, or on the number of ranks, are known only with a plan.
         "reason": reason or (made[0]["reason"] if all(one["reason"] for one in made if one["planned"]) else ""),
     }
 
 
 def _variant(name: str, stands: str, row: Mapping[str, Any] | None, chosen: str, best: str) -> Data:
-    # What has to be filled in can be taken, and is asked for then.
+    # A variant with options to fill in can be chosen; they are asked for then.
     whole = row is not None and not row["asks"]
     return {
         "name": name,
@@ -106,7 +106,7 @@ def _variant(name: str, stands: str, row: Mapping[str, Any] | None, chosen: str,
 
 
 def figures(row: Mapping[str, Any] | None) -> Data:
-    """Of a row of the plan: what it needs, and what there is."""
+    """The figures of a row of the plan: what it needs, and what is free."""
     row = row or {}
     return {
         "memory": row.get("estimate"),

@@ -1,4 +1,4 @@
-"""The loop that trains a model, for where the notebook has not said it: forward, backward and step."""
+"""A training loop for a model whose notebook has run none yet: forward, backward and step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = "import torch\noptimizer = torch.optim.SGD({model}.parameters(), lr=0.0)\n
 
 
 def loop(found: Subject, notebook: dict[str, Any]) -> str:
-    """The body of a cell. The loss is what the plan takes for it, too."""
+    """The body of a cell. The loss is the one that the plan uses."""
     is_loader = isinstance(notebook.get(found.batch_name), DataLoader)
     return LOOP.format(
         model=found.name,
@@ -33,7 +33,7 @@ def loop(found: Subject, notebook: dict[str, Any]) -> str:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch with as many samples. What it has not got is memory that nobody has touched: only shapes are read."""
+    """The batch with so many samples. Added ones are uninitialised memory, as only shapes are read."""
     if isinstance(batch, torch.Tensor):
         if not batch.dim():
             return batch

@@ -1,4 +1,4 @@
-"""What the user of a picker wants, apart from the strategy; and what a picker has behind it."""
+"""What the user of a picker asks for besides the strategy, and what a picker needs of the notebook."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Wish:
     devices: str
     """as it is typed behind --devices"""
     batch: int | None = None
-    """samples of a rank's batch; None: as many as the notebook's have"""
+    """samples of a rank's batch; None: as many as the notebook's has"""
     precision: str = PRECISIONS[0]
     goal: str = GOALS[0]
     loss: str = "any"
 
 
 class Backing(Protocol):
-    """What a picker has behind it."""
+    """What a picker needs of the notebook."""
 
     def plan(self, wish: Wish) -> Plan:
-        """Raises a UsageError that says what to name where there is nothing to plan for."""
+        """Raises a UsageError that says what is missing where there is nothing to plan for."""
 
     def cell(self) -> str:
         """What `measure` would run, in words."""
@@ -43,11 +43,11 @@ class Backing(Protocol):
         """Name and line of each. `goal`: `speed`, or `batch` to look for the largest."""
 
     def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
-        """Against one process."""
+        """Compare the line with one process."""
 
 
 def devices_of(defaults: Request, running: int | None, count: int) -> str:
-    """As it is typed."""
+    """The value of `--devices` to begin with, as it is typed."""
     if "devices" in defaults.given and not defaults.value("devices").chosen_by_us:
         return defaults.given["devices"].typed.partition(" ")[2]
     return str(running or count)

@@ -1,1 +1,1 @@
-"""A run that goes on while the notebook is used."""
+"""Runs that go on while the notebook is used."""

@@ -12,11 +12,11 @@ from typing import Any
 from nbtrain.compat import kernel
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import UsageError
+from nbtrain.exchange.home import Home
 from nbtrain.session.background.name_conflicts import NameConflicts
 from nbtrain.session.background.weight_reads import WeightReads
 from nbtrain.session.report.report import listed
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.worker.home.pack_changes import Home
 
 PAUSE = 0.05
 
@@ -32,15 +32,14 @@ class BackgroundRun:
         """`at_end` is called in another thread, once `finish` has something to do."""
         self._going: Going | None = Going(run)
         self._at_end = at_end
-        self._audience = run.audience
+        self._observers = run.observers
         number, count = run.cell.number, run.spec.pool.world_size
         cell = f"In [{number}]" if number is not None else "a cell"
         self._name = f"run of {cell}: {run.spec.strategy} on {count} rank{'s' * (count > 1)}"
         self._watched = threading.Event()
         self.error: BaseException | None = None
-        """what it raised"""
         self.values: dict[str, Any] = {}
-        """what it left under names that the notebook has given something else meanwhile"""
+        """name → what the run assigned, where the notebook has meanwhile assigned something else"""
 
     def __repr__(self) -> str:
         how = "over" if self.over else "goes on"
@@ -52,21 +51,21 @@ class BackgroundRun:
 
     @property
     def over(self) -> bool:
-        """What it did is in the notebook, or it has failed."""
+        """Whether its work is in the notebook, or it has failed."""
         return self._going is None
 
     @property
     def steps(self) -> int:
-        """How many it has taken, as far as it has said."""
-        return self._audience.steps
+        """Steps that it has reported so far."""
+        return self._observers.steps
 
     @property
     def metrics(self) -> dict[str, list[tuple[float, float]]]:
-        """What `log` said until now, as (step, value); of long runs every so many. nbtrain.history() has them all."""
-        return self._audience.metrics()
+        """What was logged until now, as (step, value), thinned out in long runs. nbtrain.history() has all values."""
+        return self._observers.metrics()
 
     def wait(self, timeout: float | None = None) -> BackgroundRun:
-        """Until its work is in the notebook. Stop (■) ends the waiting, not the run."""
+        """Wait until its work is in the notebook. Stop (■) ends the waiting, not the run."""
         until = None if timeout is None else time.monotonic() + timeout
         here = threading.current_thread() is threading.main_thread()
         while not (self._watched.is_set() if here else self.over):
@@ -91,7 +90,7 @@ class BackgroundRun:
             self._watched.wait()
             self.finish()
 
-    # -- its life ------------------------------------------------------------------------
+    # -- called by the session -----------------------------------------------------------
 
     def start(self) -> None:
         assert self._going is not None
@@ -104,23 +103,23 @@ class BackgroundRun:
         self._at_end(self)
 
     def leave(self) -> None:
-        """The kernel ends, and the run with it: nobody else speaks with the ranks any more."""
+        """The kernel ends, and the run with it."""
         if self._going is not None:
             self._going.run.presses.count = 2
             self._watched.wait(1.0)
 
     def before_cell(self, code: str) -> None:
-        """A cell of the notebook is about to run: what it reads is there."""
+        """A cell of the notebook is about to run: give it the weights that it reads."""
         if self._going is not None and not self._watched.is_set():
             self._going.reading.provide(code, self._watched.is_set)
         self.finish()
 
     def finish(self) -> None:
-        """In the main thread, once it has been watched to its end; what it raised is in `error`."""
+        """Bring its work home once its ranks have ended; called in the main thread. What it raised is in `error`."""
         going = self._going
         if going is None or not self._watched.is_set():
             return
-        self._going = None  # with all that it holds of the notebook's
+        self._going = None  # releases the notebook's objects
         say = going.run.relay.say
         try:
             going.finish(self.values)
@@ -142,21 +141,21 @@ class BackgroundRun:
 
 
 class Going:
-    """What it takes while it goes on."""
+    """What a background run holds until it is over."""
 
     def __init__(self, run: CellRun) -> None:
         self.run = run
         self.reading: WeightReads
         self.overwritten: list[str] = []
-        """names below which the user has changed what the run has changed"""
+        """names below which both the user and the run have changed something"""
         self._failure: BaseException | None = None
-        """while it was watched"""
+        """what was raised while it was watched"""
         self._whole = ExitStack()
         self._conflicts = NameConflicts(run)
 
     def start(self, watch: Callable[[], None]) -> None:
         run = self.run
-        # Its output is this cell's, also on kernels where that is a thread's context.
+        # Its output belongs to this cell, also on kernels that note that in a thread's context.
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(watch,), name="nbtrain-run", daemon=True)
         with ExitStack() as stack:
@@ -187,13 +186,13 @@ class Going:
                 run.finish()
 
     def _compare(self, home: Home) -> None:
-        traffic = self.run.ranks.traffic
-        if traffic is not None:
-            self.overwritten = traffic.changed_since(home, {})
+        side = self.run.ranks.notebook_side
+        if side is not None:
+            self.overwritten = side.changed_since(home, {})
 
 
 def _show(error: BaseException, run: CellRun) -> None:
-    """Below the cell that started it: no cell is there to raise it."""
+    """Show an error below the cell that started the run, as no cell is there to raise it."""
     if isinstance(error, KeyboardInterrupt):
         run.relay.say(f"nbtrain: {error}")
         return
@@ -203,7 +202,7 @@ def _show(error: BaseException, run: CellRun) -> None:
 
 
 def refuse(run: BackgroundRun) -> UsageError:
-    """Something else wants the ranks."""
+    """The error for whatever else needs the ranks."""
     return UsageError(
         f"the ranks are in use: {run!r}. Wait for it with run.wait(), or end it with run.stop(), which keeps its work; "
         "run = nbtrain.background() is the run"

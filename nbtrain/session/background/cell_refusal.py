@@ -1,4 +1,4 @@
-"""A cell that is not to run after all, found out when IPython has already begun with it."""
+"""Keeps a cell from running that IPython has already begun with."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ SAID = "KeyboardInterrupt: stopped while it waited for the run in the background
 
 
 class NotRun(InputRejected):
-    """Shown in one line."""
+    """Shown as one line."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
 
 
 class Refusal:
-    """Callbacks cannot keep a cell from running; what is done to its tree can."""
+    """An AST transformer that raises: IPython's callbacks cannot keep a cell from running."""
 
     def __init__(self, shell: Any) -> None:
         self._transformers: list[Any] = shell.ast_transformers
 
     def enter(self) -> None:
-        """The cell that is about to run is not to."""
+        """Refuse the cell that is about to run."""
         self._transformers.append(self)
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Names that the notebook gives something else while a run in the background is going to assign or change them."""
+"""Settles names that the notebook assigns while a run in the background may assign or change them, too."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class NameConflicts:
 
     @contextmanager
     def kept(self, values: dict[str, Any]) -> Iterator[None]:
-        """Inside, the names are as they were when the run began, so that what comes home finds its place. Afterwards
-        they are the notebook's again; what the run left under them, if it is something else, is in `values`."""
+        """Inside, the names hold what they held when the run began, so that what comes home finds its place. Afterwards
+        they are the notebook's again, and what the run left under them, if it differs, is in `values`."""
         namespace = self._namespace
         theirs = {name: namespace.get(name, MISSING) for name in self._before}
         theirs = {name: value for name, value in theirs.items() if not _same(value, self._before[name])}
@@ -44,7 +44,7 @@ class NameConflicts:
                 _put(namespace, name, value)
 
     def _is_work(self, name: str, found: Any) -> bool:
-        """The run has assigned it, or may have changed it in place."""
+        """Whether the run has assigned it, or may have changed it in place."""
         if found is MISSING:
             return False
         return not _same(found, self._before[name]) or not isinstance(found, UNCHANGING)

@@ -1,4 +1,4 @@
-"""A cell of the notebook reads what a run in the background trains: it gets the weights of the last finished step."""
+"""Gives cells that read what a run in the background trains the weights of the last finished step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from nbtrain.session.run.cell_run import CellRun
 
 LONG = 10.0
-"""Seconds for which a cell waits for a step to end."""
+"""Seconds that a cell waits for a step to end."""
 SLOW = 1.0
-"""Seconds after which it says what it waits for."""
+"""Seconds after which it says what it is waiting for."""
 
 
 class WeightReads:
-    """One run's; made when it has been sent to the ranks."""
+    """Of one run; made once it has been sent to the ranks."""
 
     def __init__(self, run: CellRun) -> None:
         from torch import nn
@@ -34,28 +34,28 @@ class WeightReads:
         self._run = run
         self._said: set[str] = set()
         self._namespace = run.shell.user_ns
-        traffic, pool = run.ranks.traffic, run.ranks.pool
-        assert traffic is not None
+        side, pool = run.ranks.notebook_side, run.ranks.pool
+        assert side is not None
         assert pool is not None
         names = {name: self._namespace[name] for name in (*run.names.hard, *run.names.soft) if name in self._namespace}
         kinds = (nn.Module, Optimizer, LRScheduler)
-        objects = find_all(traffic.table, names, kinds)
-        self._wishes = LiveWeights(pool.board, run.number, run.aside, objects)
-        leads = [value for value in names.values() if find_all(traffic.table, {"it": value}, kinds)]
+        objects = find_all(side.table, names, kinds)
+        self._live_weights = LiveWeights(pool.board, run.number, run.weights_folder, objects)
+        leads = [value for value in names.values() if find_all(side.table, {"it": value}, kinds)]
         self._trained: dict[int, Any] = {id(value): value for value in (*leads, *objects.values())}
         """what the run trains, and what leads to it"""
 
     def provide(self, code: str, over: Callable[[], bool]) -> None:
-        """Before the cell runs. `over`: the run has ended, and its work is about to come home."""
+        """Called before the cell runs. `over`: the run has ended, and its work is about to come home."""
         names = self._read(code)
         if not names:
             return
         if why := self._why_not():
             self._once("left", f"nbtrain: {listed(names)}: as the notebook has them while the run goes on; {why}")
             return
-        if self._wishes.stand_still():
+        if self._live_weights.stand_still():
             return
-        step = self._wishes.ask()
+        step = self._live_weights.ask()
         began, told = time.monotonic(), False
 
         def enough() -> bool:
@@ -67,8 +67,8 @@ class WeightReads:
             return over() or waited > LONG
 
         try:
-            there = self._wishes.fetch(enough)
-        except Exception as error:  # it is the run's own work that counts
+            there = self._live_weights.fetch(enough)
+        except Exception as error:  # reading must not end the run
             print(f"nbtrain: the run's weights could not be read: {type(error).__name__}: {error}")
             return
         if there and not over():
@@ -84,9 +84,9 @@ class WeightReads:
             )
 
     def put_back(self) -> None:
-        """The notebook has again what it had before anything was read."""
+        """Restore what the notebook had before anything was read."""
         with shielded():
-            self._wishes.close()
+            self._live_weights.close()
 
     def _why_not(self) -> str:
         spec = self._run.spec

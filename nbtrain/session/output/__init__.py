@@ -1,1 +1,1 @@
-"""What ranks write and show, into the notebook."""
+"""Shows what ranks print and display in the notebook."""

@@ -1,12 +1,12 @@
-"""What a front end asks while a cell blocks the kernel, and can be told: which widgets there are, and what they show.
+"""Answers a front end while a cell blocks the kernel: which widgets there are, and what they show.
 
-A kernel hears such questions when its cell has ended. So a page that is loaded again in the middle of a run would show
-nothing until then, and on kernels without subshells the dashboard's buttons would do nothing. Both are messages that
-wait at the main thread's door, and the main thread looks there between two looks at the ranks.
+A kernel reads such requests when its cell has ended. So a page that is reloaded in the middle of a run would show
+nothing until then, and on kernels without subshells the dashboard's buttons would do nothing. These messages wait in
+the main thread's socket, and the main thread looks there whenever it has looked at the ranks.
 
-Only these are answered: what kernel this is, which comms there are, the state of widgets, and what the dashboard itself
-is told. All else is put back in its order, for when the cell has ended: a cell that is queued must not run inside of
-this one, and no callback of the user's either.
+Only these are answered: what kernel this is, which comms there are, the state of widgets, and messages to the
+dashboard. All others are kept in order until the cell has ended: neither a queued cell nor a callback of the user's may
+run inside of this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from nbtrain.compat import kernel
 
 CONTROL = "jupyter.widget.control"
-"""the comm at which a page that was loaded again asks for the state of all widgets"""
+"""the comm on which a reloaded page asks for the state of all widgets"""
 ASK = ("request_state", "request_states")
 DELIMITER = b"<IDS|MSG>"
 
@@ -26,7 +26,7 @@ Frames = list[Any]
 
 
 class BlockedKernel:
-    """One cell's. All calls come from the main thread, which the cell blocks."""
+    """Of one cell. All calls come from the main thread, which the cell blocks."""
 
     def __init__(self, shell: Any, ours: Callable[[str], bool]) -> None:
         """`ours`: whether a comm, by its id, is the dashboard's."""
@@ -36,14 +36,14 @@ class BlockedKernel:
         self._door = kernel.door(self._kernel)
 
     def answer(self) -> None:
-        """Whatever has come since the last look."""
+        """Answer what has come since the last call."""
         if self._door is None:
             return
         import zmq
 
         socket, reply_to, later = self._door
         try:
-            # To the very end: what is left unread after a send would wake nobody up.
+            # Read all: what is left unread after a send would wake nobody up.
             while True:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 kind, content = _look(frames)
@@ -53,7 +53,7 @@ class BlockedKernel:
                     later(frames)
         except zmq.Again:
             pass
-        except Exception:  # the kernel's insides are other than was thought
+        except Exception:  # this kernel works differently
             self._door = None
 
     def _serve(self, frames: Frames, kind: str, stream: Any) -> None:
@@ -87,16 +87,16 @@ class BlockedKernel:
 
 
 def _look(frames: Frames) -> tuple[str, Any]:
-    """Kind and content; the session checks signatures, each only once, when a message is really taken."""
+    """Kind and content. Signatures are checked by the session, only once, when a message is taken."""
     parts = [bytes(frame) for frame in frames]
-    if DELIMITER not in parts:  # a word of the kernel's to itself
+    if DELIMITER not in parts:  # a message of the kernel to itself
         return "", {}
     at = parts.index(DELIMITER) + 2
     return json.loads(parts[at])["msg_type"], json.loads(parts[at + 3])
 
 
 def _run(coroutine: Any) -> None:
-    """The handlers that are meant here wait for nothing."""
+    """Run a handler; those that are called here await nothing."""
     try:
         coroutine.send(None)
     except StopIteration:

@@ -1,4 +1,4 @@
-"""What ranks write and show, into the notebook."""
+"""Shows what ranks print and display in the notebook."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nbtrain.events import Display, Output
 from nbtrain.session.output.screens import CellScreen
 
 KEPT = 1 << 16
-"""Characters of another rank's text that are looked at when the cell ends."""
+"""Characters kept of each rank's text, to be compared when the cell ends."""
 SHOWN = 200
-"""Lines of it that are shown."""
+"""Lines of another rank's text that are shown."""
 FOLDER = "nbtrain-output"
 
 
 class Relay:
-    """One run's output.
+    """The output of one run.
 
-    `rank0`: the lead's is shown as it comes, and what other ranks said differently is folded in below.
-    `all`: every line of every rank, with its rank in front. `files`: the others' go to files.
+    `rank0`: the lead's is shown as it comes; lines that other ranks print differently are folded in below.
+    `all`: every line of every rank, with its rank in front. `files`: every rank's text goes to a file.
     """
 
     def __init__(self, screen: CellScreen, mode: str, lead: int, ranks: Iterable[int]) -> None:
@@ -58,7 +58,7 @@ class Relay:
         self.screen.publish(event.data, event.metadata, event.transient, event.update)
 
     def say(self, text: str) -> None:
-        """Something of our own."""
+        """Show a sentence of nbtrain's own."""
         self.screen.write("stdout", text + "\n")
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Relay:
             self.say(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
 
     def tail(self, rank: int, lines: int = 5) -> str:
-        """The last a rank said."""
+        """The last lines that a rank printed."""
         return "\n".join(self._texts.get(rank, "").splitlines()[-lines:])
 
     def _with_rank(self, rank: int, stream: str, text: str) -> None:
@@ -106,13 +106,13 @@ class Relay:
 
 
 def figures_can_be_shown() -> None:
-    """A figure that came home is drawn when the notebook shows it, although none was ever made here."""
+    """Load matplotlib's inline backend, so that a figure that came home is drawn although none was made here."""
     inline = "matplotlib_inline.backend_inline"
     if "matplotlib.figure" in sys.modules and inline in os.environ.get("MPLBACKEND", ""):
         importlib.import_module(inline)
 
 
 def _lines(text: str) -> list[str]:
-    """Whole lines; those that were drawn over by a carriage return are progress bars, which differ by nature."""
+    """Lines that are not progress bars: those, overwritten by a carriage return, always differ."""
     lines = [line.rstrip("\r") for line in text.split("\n")]  # terminals, which `!cmd` runs in, end lines with both
     return [line for line in lines if line.strip() and "\r" not in line]

@@ -1,4 +1,4 @@
-"""Where a run's output goes: into the cell that runs, or, in the background, still into the cell that started it."""
+"""Where a run's output goes: into the cell that runs now or, in the background, into the cell that started the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class CellScreen:
         self._shell = shell
 
     def write(self, stream: str, text: str) -> None:
-        """`stream`: stdout or stderr, whatever they are at this moment: IPython and pytest replace them."""
+        """`stream`: `stdout` or `stderr`, looked up at each call, because IPython and pytest replace them."""
         (sys.stdout if stream == "stdout" else sys.stderr).write(text)
 
     def flush(self, stream: str) -> None:
-        """Show it now, and not some tenths of a second later; a kernel takes most of a millisecond for that."""
+        """Show it now, not some tenths of a second later; in a kernel that takes nearly a millisecond."""
         (sys.stdout if stream == "stdout" else sys.stderr).flush()
 
     def publish(
@@ -35,12 +35,12 @@ class CellScreen:
     def clear(self, wait: bool) -> None:
         self._shell.display_pub.clear_output(wait)
 
-    def stir(self) -> None:
-        """Something goes on here, although the kernel is idle."""
+    def keep_alive(self) -> None:
+        """Tell the server that something runs here, although the kernel is idle."""
 
 
 class NullScreen(CellScreen):
-    """Nobody is to see it."""
+    """Shows nothing."""
 
     def write(self, stream: str, text: str) -> None: ...
 
@@ -60,8 +60,8 @@ class NullScreen(CellScreen):
 class OriginCellScreen(CellScreen):
     """The cell that is running when this is made, also after it has returned and others run.
 
-    What a thread prints belongs, by ipykernel's version, to the cell that started the thread, to the one that runs now,
-    or to none. So each message says itself whose it is. Without a kernel there is one terminal for all.
+    Depending on ipykernel's version, what a thread prints belongs to the cell that started the thread, to the one that
+    runs now, or to none. So each message names its cell. Without a kernel there is one terminal for all.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -106,8 +106,8 @@ class OriginCellScreen(CellScreen):
         else:
             self._send("clear_output", {"wait": wait}, "display_data")
 
-    def stir(self) -> None:
-        # Front ends pass over a kind of message that they do not know. A server counts it, and leaves the kernel alone.
+    def keep_alive(self) -> None:
+        # Front ends ignore messages of an unknown kind. A server counts them, and leaves the kernel alone.
         if self._publisher is not None:
             self._send("nbtrain_stirs", {}, "nbtrain")
 

@@ -1,1 +1,1 @@
-"""The notebook's ranks: started, kept, replaced, ended."""
+"""Starts, keeps, replaces and ends the notebook's ranks."""

@@ -1,4 +1,4 @@
-"""Ranks on GPUs that nobody has used for a while end, so that others can have the cards.
+"""Ends ranks on GPUs that nobody has used for a while, so that others can have the cards.
 
 Nothing is lost: after every cell the notebook has what the ranks had. Where something lives on the ranks only
 (the notebook holds a handle for it), they stay.
@@ -13,13 +13,13 @@ MINUTES = 30
 
 
 class IdleRelease:
-    """A clock that runs between cells."""
+    """A timer that runs between cells."""
 
     def __init__(
         self, release: Callable[[], bool], seconds: float = MINUTES * 60, after: Callable[[], None] = lambda: None
     ) -> None:
-        """`release` says whether the ranks were ended. It is called from the clock's own thread: it must not touch the
-        pool's sockets. `after`: what to do then, from the same thread, when they were."""
+        """`release` ends the ranks and returns whether it did. It is called from the timer's thread, so it must not
+        touch the pool's sockets. `after` is called when it did, from the same thread."""
         self.released = False
         self._release = release
         self._after = after
@@ -35,7 +35,7 @@ class IdleRelease:
         self._timer.start()
 
     def stop(self) -> None:
-        """From here on the ranks are not ended; `released` says whether they were before."""
+        """From now on the ranks are not ended; `released` says whether they were before."""
         with self._deciding:
             timer, self._timer = self._timer, None
         if timer is not None:

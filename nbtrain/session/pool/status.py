@@ -12,8 +12,8 @@ from nbtrain.engines.base import Pool
 from nbtrain.session.sync.notebook_side import NotebookSide
 
 
-def report(pool: Pool | None, traffic: NotebookSide | None, dead: Container[int] = ()) -> str:
-    """`dead`: who is to be replaced."""
+def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = ()) -> str:
+    """`dead`: ranks that the next cell replaces."""
     if pool is None:
         return "no ranks are running; the next distributed cell starts them"
     spec = pool.spec
@@ -33,13 +33,13 @@ def report(pool: Pool | None, traffic: NotebookSide | None, dead: Container[int]
         lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
     if spec.kind == "cuda":
         lines += _kernel_holds()
-    if traffic is not None:
-        lines.append(_resident(traffic))
+    if side is not None:
+        lines.append(_resident(side))
     return "\n".join(lines)
 
 
 def _kernel_holds() -> list[str]:
-    """What this very process has of the cards, and how to park it."""
+    """GPU memory that the kernel itself holds, and how to give it to the ranks."""
     return [
         f"  the kernel itself holds {humanize.size(user.memory)} of GPU {gpu.index}; "
         "model.cpu() and torch.cuda.empty_cache() give it to the ranks"
@@ -49,12 +49,12 @@ def _kernel_holds() -> list[str]:
     ]
 
 
-def _resident(traffic: NotebookSide) -> str:
-    names = traffic.names()
+def _resident(side: NotebookSide) -> str:
+    names = side.names()
     if not names:
         return "  nothing of the notebook's is resident"
-    size = sum(_size(node.obj) for node in traffic.table.nodes.values() if node.kind.name in ("storage", "array"))
-    return f"  resident: {', '.join(names)} ({humanize.size(size)} in {len(traffic.table.nodes):,} objects)"
+    size = sum(_size(node.obj) for node in side.table.nodes.values() if node.kind.name in ("storage", "array"))
+    return f"  resident: {', '.join(names)} ({humanize.size(size)} in {len(side.table.nodes):,} objects)"
 
 
 def _size(obj: Any) -> int:

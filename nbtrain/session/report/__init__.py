@@ -1,1 +1,1 @@
-"""What is said of a run: what it did, what failed and why, what to write instead."""
+"""What the user is told of a run: what it did, what failed and why, what to write instead."""

@@ -1,4 +1,4 @@
-"""What else is to be said of an error: that the notebook has what a rank did not find, or what was full."""
+"""Adds a hint to an error: that the notebook has what a rank did not find, or what was full."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DEVICES = (
 )
 
 
-def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], traffic: NotebookSide) -> str:
-    """A sentence below the error, or nothing. `sent`: the names that the cell was seen to read."""
+def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], side: NotebookSide) -> str:
+    """A sentence to show below the error, or nothing. `sent`: the names that were found to be read by the cell."""
     if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
         return room
     if failed.name == "RuntimeError" and _DEVICES.search(failed.text):
@@ -40,8 +40,8 @@ def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], tra
     name = _missing(failed)
     if name is None or name not in namespace or private(name) or name in ("exit", "quit"):
         return ""
-    if name in traffic.left:
-        return f"The notebook has {name!r}, and it was left behind: {traffic.why_left(name)}"
+    if name in side.left:
+        return f"The notebook has {name!r}, and it was left behind: {side.why_left(name)}"
     if name in sent:
         return ""
     return (
@@ -51,7 +51,7 @@ def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], tra
 
 
 def _no_room(failed: Failed) -> str:
-    """What is full, where the error itself does not say it."""
+    """What is full, where the error itself does not say so."""
     if "[Errno 28]" in failed.text and any("synchronize.py" in block for block in failed.lines):
         space = probes.shared_memory()
         large = f" of {humanize.size(space.total)}" if space is not None else ""
@@ -68,7 +68,7 @@ def _no_room(failed: Failed) -> str:
 
 
 def _missing(failed: Failed) -> str | None:
-    if failed.name == "KeyError":  # of the user's own dicts there are many
+    if failed.name == "KeyError":  # mostly of the user's own dicts
         lines = [_COLOURS.sub("", line) for block in failed.lines for line in block.splitlines()]
         tables = any(line.lstrip().startswith("--") and _TABLE.search(line) for line in lines)
         found = re.fullmatch(r"'(\w+)'", failed.text)

@@ -1,4 +1,4 @@
-"""What the ranks raised, as one exception of the original type, with the notebook's own lines."""
+"""Turns what the ranks raised into one exception of the original type, with the notebook's own lines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def exception(
     hint: Callable[[Failed], str],
     numbers: Mapping[str, int],
 ) -> BaseException:
-    """The first failure that was not an interruption by us, raised as what it was. `held`: what is left on the ranks.
-    `hint`: what else is to be said. `numbers`: of the notebook's cells. `stuck`: who had to be ended."""
+    """The exception of the first failure that was not our interrupt. `held`: a sentence on what is left on the ranks.
+    `hint` adds a sentence. `numbers`: of the notebook's cells. `stuck`: ranks that had to be ended."""
     first = min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
     like = first.name, first.text, first.relayed
     same = sorted(f.rank for f in failed.values() if (f.name, f.text, f.relayed) == like)
@@ -52,14 +52,14 @@ def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseE
     if failed.exception is not None:
         try:
             error = open_packed(failed.rank, failed.exception)
-            if isinstance(error, tuple):  # one whose own __init__ is not to run again
+            if isinstance(error, tuple):  # its own __init__ must not run again
                 cls, args, attributes = error
                 error = cls.__new__(cls, *args)
                 vars(error).update(attributes)
-        except Exception:  # classes that pickle and do not unpickle; the text is still there
+        except Exception:  # classes that pickle and do not unpickle; the text remains
             error = None
         if isinstance(error, BaseException):
-            with suppress(Exception):  # one whose text cannot be had cannot be shown
+            with suppress(Exception):  # without a text it cannot be shown
                 str(error)
                 return error
     return RankError(f"{failed.name}: {failed.text}")
@@ -98,8 +98,8 @@ def died(
     held: str = "",
     less: Callable[[], str] = lambda: LESS,
 ) -> RankDied:
-    """`tails`: the last that they said. `numbers`: of the notebook's cells. `killer`: see `of_the_dead`. `less`: says
-    what needs less memory."""
+    """The error for dead ranks. `tails`: the last lines they printed. `numbers`: of the notebook's cells. `killer`: see
+    `of_the_dead`. `less` returns what needs less memory."""
     parts = []
     killed = False
     for death in deaths:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
           ast.GeneratorExp)  # fmt: skip
-"""What happens in these is no business of the names outside."""
+"""Names that are assigned in these are not the cell's."""
 
 
 def loop_variables(code: str) -> frozenset[str]:
-    """Those that nothing else gives a value to, but inside of their own loop (`x = x.to(device)`)."""
+    """Loop variables that are assigned nowhere else but in their own loop (`x = x.to(device)`)."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):  # a top-level await, say

@@ -1,4 +1,4 @@
-"""What to write in place of a line whose cell ran out of memory."""
+"""What to write instead of a line whose cell ran out of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbtrain.session.report.oom_report import LESS
 from nbtrain.specs import Needs, RunSpec
 
 MODULES = 600
-"""A model of more takes too long to look at, when somebody waits to hear what went wrong."""
+"""A larger model takes too long to profile while the user waits for the error."""
 FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go."
 FLAGS = (
     "split_batches",
@@ -31,29 +31,29 @@ FLAGS = (
     "monitor",
     "log_to",
 )
-"""Options of a run that say the same under every strategy."""
+"""Options of a run that mean the same under every strategy."""
 
 
 def instead(
     names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), held: bool = False
 ) -> str:
-    """The plan's alternative, and how to find the largest batch. `names`: what the cell reads; `pids`: the ranks that
-    are there; `held`: they hold a step of the cell, which the next cell would let go of."""
+    """The plan's alternative, and how to find the largest batch. `names`: what the cell reads; `pids`: processes of the
+    ranks; `held`: they hold a step of the cell, which the next cell would drop."""
     first = FIRST if held else ""
     try:
         at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
-    except Exception:  # a driver that has gone, for one: what is to be told is that memory ran out
+    except Exception:  # a missing driver, say: the user still has to be told that memory ran out
         return f"{first} {LESS}".strip()
     try:
         better = _planned(names, notebook, run, at)
-    except Exception:  # it cannot be looked at (one that reads what a handle stands for …): the guide knows without
+    except Exception:  # it cannot be profiled (it needs what is behind a handle …); the guide needs no profile
         better = _guided(run, at)
     batch = f"The largest batch that fits: %%distributed {_typed(run, at)} --find-batch"
     return " ".join(filter(None, [first, better, f"{batch}.", LESS]))
 
 
 def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: DeviceMemory) -> str:
-    """With figures."""
+    """The plan's alternative, with figures."""
     from nbtrain.planning.plan import make_plan
     from nbtrain.planning.plan.plan_rows import Candidate, make, planned
     from nbtrain.planning.profile.recompute import recomputed, repeated
@@ -89,7 +89,7 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Dev
 
 
 def _guided(run: RunSpec, at: DeviceMemory) -> str:
-    """What the guide names next, of what can be used here."""
+    """The next strategy of the guide that can be used here, without figures."""
     from nbtrain.planning.plan.plan_rows import candidates, lacking
 
     known = {one.name: one for one in candidates({}, {}, at.pool.nodes) if not lacking(one, at)}
@@ -101,8 +101,8 @@ def _guided(run: RunSpec, at: DeviceMemory) -> str:
 
 
 def _saves(way: TrainingWay, at: DeviceMemory) -> bool:
-    """On these devices."""
-    if way.recompute:  # of which classes, nobody has looked
+    """Whether it needs less memory on these devices."""
+    if way.recompute:  # the classes to name are not known here
         return False
     if "offload" in way.name:
         return at.pool.kind != "cpu"
@@ -110,7 +110,7 @@ def _saves(way: TrainingWay, at: DeviceMemory) -> bool:
 
 
 def _typed(run: RunSpec, at: DeviceMemory) -> str:
-    """The line as it was, for trying it."""
+    """The line as it was typed, for a trial."""
     entry = registry.find_strategy(run.strategy)
     again = f"{guide.RECOMPUTE} {','.join(run.checkpoint_activations)}" if run.checkpoint_activations else ""
     world = at.world(entry.needs if entry is not None else Needs())
@@ -118,7 +118,7 @@ def _typed(run: RunSpec, at: DeviceMemory) -> str:
 
 
 def _rest(run: RunSpec, tried: bool = False) -> Sequence[str]:
-    """What else was asked for. `tried`: where the cell is only tried, what becomes of its work is no matter."""
+    """The other options of the line. `tried`: only those that matter to a trial."""
     plain = {one.name: one.default for one in fields(RunSpec)}
     names = FLAGS[:1] if tried else FLAGS
     said = {name: getattr(run, name) for name in names if getattr(run, name) != plain[name]}

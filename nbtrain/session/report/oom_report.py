@@ -1,4 +1,4 @@
-"""What is said when memory ran out: who had how much, and what needs less."""
+"""What the user is told when memory ran out: how much each rank had, and what needs less."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ran_out(failed: Failed) -> bool:
 
 
 def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LESS) -> str:
-    """Each rank's memory. `last`: what each of them has said of itself while the cell ran. `less`: what needs less."""
+    """Each rank's memory. `last`: the last reading of each while the cell ran. `less`: what needs less."""
     ranks = []
     for rank, pid in sorted(pids.items()):
         peak = probes.peak_memory(pid)
@@ -43,7 +43,7 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
 
 
 def of_the_dead(peak: int, killer: bool, less: str = LESS) -> str:
-    """After a SIGKILL. `killer`: the system has ended something for want of memory since."""
+    """The sentence after a SIGKILL. `killer`: the system has since ended a process for lack of memory."""
     memory = probes.memory()
     share = f"it had {humanize.size(peak)} at most, of {humanize.size(memory.limit)} that may be used here"
     if killer:

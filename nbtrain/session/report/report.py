@@ -1,4 +1,4 @@
-"""What a cell says when it is over, below its output."""
+"""Reports on a cell when it is over, below its output."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHOWN = 8
 """Names in one line."""
 
 
-class Said:
-    """Who says it, of which cell, and what the notebook was told already."""
+class Reporter:
+    """Says sentences about a cell, some of them only once."""
 
     def __init__(self, say: Callable[[str], object], known: set[tuple[str, str]], cell: Cell | None = None) -> None:
-        """`known`: (text of a cell, or nothing, and the name of what was said)."""
+        """`known`: what was said already, as (text of a cell, or nothing, and the name of the sentence)."""
         self.say, self._known, self._cell = say, known, cell
 
     def once(self, name: str, sentence: str, of_this_cell: bool) -> None:
@@ -32,7 +32,7 @@ class Said:
             self.say(sentence)
 
     def worth_saying(self, names: Iterable[str]) -> list[str]:
-        """Without variables of the cell's loops, which hold what each rank came to last."""
+        """The names without loop variables, which hold each rank's last batch."""
         passing = loop_variables(self._cell.code) if self._cell is not None else frozenset()
         return [name for name in names if name not in passing]
 
@@ -43,8 +43,8 @@ OWN_RATES = (
 )
 
 
-def report(traffic: NotebookSide, finished: Mapping[int, Finished], lead: int, said: Said) -> None:
-    """After a cell that came home. What differs between ranks is also sent anew, from the notebook."""
+def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said: Reporter) -> None:
+    """Report on a cell that came home. What differs between ranks is sent again from the notebook."""
     done, say = finished[lead], said.say
     for note in done.notes:
         say(note)
@@ -57,27 +57,27 @@ def report(traffic: NotebookSide, finished: Mapping[int, Finished], lead: int, s
             say(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
         else:
             say(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
-    for reason in traffic.unchanged:
+    for reason in side.unchanged:
         say(f"{reason}; the notebook's is not changed")
     if differing := _differing(finished):
-        traffic.differs(differing)
+        side.differs(differing)
         if names := said.worth_saying(differing):
             say(f"differ between ranks: {listed(names)}; the notebook has rank {lead}'s")
     if disagreements := _disagreements(finished, lead):
         say("\n".join(disagreements))
-        traffic.resend()
+        side.resend()
 
 
-def mourn(traffic: NotebookSide | None, namespace: Mapping[str, Any]) -> None:
-    """The ranks end: what lives nowhere else is gone."""
-    if traffic is not None and (lost := kept(traffic.table, namespace)):
+def report_lost(side: NotebookSide | None, namespace: Mapping[str, Any]) -> None:
+    """Say what is lost because the ranks end."""
+    if side is not None and (lost := kept(side.table, namespace)):
         print(f"{listed(lost)}: lived on these ranks only, which are ended; to be made again")
-    drop_ahead(traffic)
+    drop_ahead(side)
 
 
-def mourn_some(traffic: NotebookSide, namespace: Mapping[str, Any], ranks: Iterable[int]) -> None:
-    """So do these, and the others live on."""
-    if held := kept(traffic.table, namespace):
+def report_partly_lost(side: NotebookSide, namespace: Mapping[str, Any], ranks: Iterable[int]) -> None:
+    """Say what is lost because these ranks end, while the others live on."""
+    if held := kept(side.table, namespace):
         first = next(iter(held))
         said = (
             f"{humanize.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
@@ -85,20 +85,20 @@ def mourn_some(traffic: NotebookSide, namespace: Mapping[str, Any], ranks: Itera
         print(f"{listed(held)}: {said}")
 
 
-def drop_ahead(traffic: NotebookSide | None) -> None:
-    """The ranks take the notebook's objects anew."""
-    if traffic is not None and traffic.ahead:
-        names = listed(sorted(traffic.ahead))
+def drop_ahead(side: NotebookSide | None) -> None:
+    """Drop what --keep left on the ranks: they get the notebook's objects again."""
+    if side is not None and side.ahead:
+        names = listed(sorted(side.ahead))
         print(f"{names}: what --keep had left on the ranks is dropped; the notebook's is as it was")
-        traffic.ahead.clear()
+        side.ahead.clear()
 
 
-def check_ahead(traffic: NotebookSide, parted_as: tuple[Any, ...]) -> None:
-    """Nobody's work goes because of an option."""
-    if traffic.ahead:
+def check_ahead(side: NotebookSide, parted_as: tuple[Any, ...]) -> None:
+    """Raises where other options would drop what --keep left on the ranks."""
+    if side.ahead:
         strategy, options, precision = parted_as
         given = f" {humanize.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
-        names = listed(sorted(traffic.ahead))
+        names = listed(sorted(side.ahead))
         raise UsageError(
             f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "
             f"a cell under the same options that reads {names}, or let it go with %distributed stop"
@@ -113,14 +113,14 @@ def slow(name: str, value: Any, seconds: float) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first of them, and how many more."""
+    """The first names, and how many more there are."""
     found = list(names)
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return ", ".join(found[:SHOWN]) + more
 
 
 def _differing(finished: Mapping[int, Finished]) -> list[str]:
-    """Names that do not hold the same everywhere."""
+    """Names that differ between ranks."""
     values = [dict(done.values) for done in finished.values() if done.values is not None]
     if len(values) < 2:
         return []
@@ -129,7 +129,7 @@ def _differing(finished: Mapping[int, Finished]) -> list[str]:
 
 
 def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
-    """What should be equal on every rank and is not. The lead's came home; the others get it with the next cell."""
+    """Sentences about what should be equal on all ranks and is not. The others get the lead's with the next cell."""
     expected = dict(finished[lead].agreement or ())
     differing: dict[str, list[int]] = {}
     for rank, done in finished.items():

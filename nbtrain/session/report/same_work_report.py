@@ -1,4 +1,4 @@
-"""What can be said of a cell only once all ranks have ended: that they did the same, or worked on different data."""
+"""Compares what the ranks of a cell did: the same work, or work on different data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN_GRADIENTS = (
 
 
 def compared(finished: Iterable[Finished]) -> dict[str, str]:
-    """Name → sentence."""
+    """name → sentence to say"""
     ended = [done.compared for done in finished]
     count = len(ended)
     if count < 2:

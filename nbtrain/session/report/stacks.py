@@ -1,4 +1,4 @@
-"""Where the ranks are: the lines of the notebook they are at, and for what they wait."""
+"""Where the ranks are: the line of the notebook, and what they wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbtrain.training.loop.shared_board import OPEN
 
 OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 TORCH = f"{os.sep}torch{os.sep}"
-"""Which of its wrappers it is in says nobody anything."""
+"""Frames in torch's own wrappers say nothing to the user."""
 LONG = 100
 """Characters of a line that are shown."""
 
@@ -51,7 +51,7 @@ def _doing(frames: list[Frame], numbers: Mapping[str, int], waits: str) -> str:
 
 
 def place(frames: list[Frame], numbers: Mapping[str, int]) -> str:
-    """`at Cell In[4], line 9, in load: batch = next(it)`, and what was called there. Innermost frame first."""
+    """`at Cell In[4], line 9, in load: batch = next(it)`, and what was called there. `frames`: innermost first."""
     cell = next((frame for frame in frames if frame.filename in numbers or _of_a_cell(frame.filename)), None)
     theirs = (frame for frame in frames if not frame.filename.startswith(OURS) and TORCH not in frame.filename)
     inner = next(theirs, None)

@@ -1,1 +1,1 @@
-"""One run of one cell: sent, watched, and brought home."""
+"""One run of one cell: sends it, watches it, brings it home."""

@@ -1,4 +1,4 @@
-"""What becomes of a run that is over: its work is brought into the notebook, or held for `recover`, or let go."""
+"""Ends a run: brings its work into the notebook, holds it for `recover`, or drops it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nbtrain.awake_time import Stopwatch
 from nbtrain.defer_interrupts import presses, shielded
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed
+from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.messages import Conclude
 from nbtrain.session.output.relay import figures_can_be_shown
 from nbtrain.session.report import exception_message
 from nbtrain.session.report.error_hints import hint
 from nbtrain.session.report.oom_report import ran_out, readings
-from nbtrain.session.report.report import Said, drop_ahead, report
+from nbtrain.session.report.report import Reporter, drop_ahead, report
 from nbtrain.session.run.stop_ranks import SAID
 from nbtrain.session.sync.notebook_side import MISSING, NotebookSide
-from nbtrain.worker.home.pack_changes import Home
 
 if TYPE_CHECKING:
     from nbtrain.session.run.run_state import RunState
@@ -37,10 +37,10 @@ GONE = (
 
 
 class Homecoming:
-    """One run's. All calls come from the kernel's main thread."""
+    """Ends one run. All calls come from the kernel's main thread."""
 
     def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:
-        """`take`: what becomes of an event of the ranks."""
+        """`take` handles an event of the ranks."""
         self.run = run
         self._take = take
         self.ranks = run.ranks
@@ -48,22 +48,21 @@ class Homecoming:
         self.outcome = run.outcome
         self.shell = run.shell
         self._found: Mapping[str, Any] = {}
-        """what names that the cell may assign held when it failed"""
+        """what the names that the cell may assign held when it failed"""
         self._told: set[str] = set()
-        """names of which the user knows that `recover` changes them"""
+        """names that `recover` changes, as the user has been told"""
         self._together = False
-        """what comes home was put together from the pieces of all ranks"""
+        """what comes home is put together from the pieces of all ranks"""
         self.overwrites: Callable[[Home], None] = lambda home: None
-        """is told what is about to come home"""
+        """called with what is about to come home"""
         self._keeps = False
         """what a failed cell has left on the ranks is held for `recover`"""
         self.came = False
-        """the notebook has what the cell did"""
 
     @property
-    def _traffic(self) -> NotebookSide:
-        assert self.ranks.traffic is not None
-        return self.ranks.traffic
+    def _side(self) -> NotebookSide:
+        assert self.ranks.notebook_side is not None
+        return self.ranks.notebook_side
 
     def end(self, ok: bool) -> None:
         lead = self.outcome.lead if ok else self.outcome.best() if self.run.stopped and not self.run.fault else None
@@ -75,9 +74,8 @@ class Homecoming:
         alike = ok or self.outcome.alike() or pieces
         stuck = self.run.open
         regroup = bool(stuck) or not (ok or self.run.quiet)
-        if pieces and (
-            regroup or not self.outcome.grouped
-        ):  # they come home through a group that works; what trains is bound to the old one
+        # Pieces need a group that works to come home; what trains is bound to the old one.
+        if pieces and (regroup or not self.outcome.grouped):
             self.ranks.regroup()
             regroup = alike = False
         if pieces or not ok:
@@ -99,14 +97,14 @@ class Homecoming:
         elif pieces:
             self.ranks.parted_as = self.run.runs_as
         figures_can_be_shown()
-        said = Said(self.run.relay.say, self.ranks.advised, self.run.cell)
-        report(self._traffic, self.outcome.finished, self.outcome.lead, said)
+        said = Reporter(self.run.relay.say, self.ranks.advised, self.run.cell)
+        report(self._side, self.outcome.finished, self.outcome.lead, said)
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
 
     def conclude(self) -> list[str]:
-        """After a failure: have ready what is left on the ranks. Says which names the user has changed since, and was
-        not told of, where both cannot be had."""
+        """After a failure: have the ranks pack what is left. Returns names that the user has changed since, and that
+        coming home would overwrite, unless he was told before."""
         self._replace_the_dead()
         lead = self.outcome.best()
         assert lead is not None
@@ -115,25 +113,25 @@ class Homecoming:
                 self.run.presses.only_count()
                 self.run.presses.count = 1  # the next is told of, the one after that raises
                 self._conclude(lead)
-        except KeyboardInterrupt:  # what they say yet would be taken for the next cell's
+        except KeyboardInterrupt:  # events still to come would be taken for the next cell's
             self.ranks.lose()
             raise KeyboardInterrupt("given up; the notebook is as it was before the failed cell") from None
-        changed = self._traffic.changed_since(self.outcome.finished[lead].home, self._found)
+        changed = self._side.changed_since(self.outcome.finished[lead].home, self._found)
         news = [name for name in changed if name not in self._told]
         self._told.update(news)
         return news
 
     def recover(self) -> int:
-        """Bring home what was concluded: so many steps."""
+        """Bring home what was concluded; returns the number of its steps."""
         with shielded():
-            self._traffic.rename(self._told)
+            self._side.rename(self._told)
             self._come_home()
         lead = self.outcome.lead
-        report(self._traffic, {lead: self.outcome.finished[lead]}, lead, Said(print, self.ranks.advised))
+        report(self._side, {lead: self.outcome.finished[lead]}, lead, Reporter(print, self.ranks.advised))
         return self.outcome.finished[self.outcome.lead].steps
 
     def _replace_the_dead(self) -> None:
-        """Those that died since the cell failed. What the others have can still come home."""
+        """Replace ranks that died since the cell failed. What the others have can still come home."""
         ranks = self.ranks
         ranks.listen(0)
         if not ranks.deaths:
@@ -147,7 +145,7 @@ class Homecoming:
         ranks.regroup(ranks.gone)
 
     def _conclude(self, lead: int) -> None:
-        """What the cell has done so far counts."""
+        """Have the ranks pack what the cell has done so far, as if it had ended there."""
         self._together = self.outcome.in_pieces
         waiting = self.outcome.led_by(lead)
         self.ranks.send(Conclude(lead=lead), waiting)
@@ -162,7 +160,7 @@ class Homecoming:
                 self.run.relay.say("what the cell did is on its way home; press Stop once more to give it up")
             if self.outcome.failed:
                 failed = failed or Stopwatch()
-                if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # what one says the others come to say
+                if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # the others fail as one did
                     self._fail()
 
     def _stopped_after(self) -> str:
@@ -171,7 +169,7 @@ class Homecoming:
         return f"stopped {after}; what the cell did until then is in the notebook"
 
     def _fail(self) -> NoReturn:
-        """The notebook is as it was; what is whole on the ranks is held for `recover`."""
+        """Leave the notebook as it was, and hold what is whole on the ranks for `recover`."""
         ranks, stuck = self.ranks, self.run.open
         dead = ranks.gone
         self.outcome.without(dead)
@@ -180,7 +178,7 @@ class Homecoming:
         held_back = f"Step {steps:,} is held: %distributed recover brings it home." if keeps else ""
         if self.outcome.in_pieces and dead:
             keeps, held_back = False, GONE
-        elif self._together:  # it went wrong on the way home
+        elif self._together:  # it failed on the way home
             keeps, held_back = False, ""
         elif self.outcome.in_pieces and not self.outcome.at_one_step:
             keeps, held_back = False, APART
@@ -195,16 +193,16 @@ class Homecoming:
                 ranks.left = self
                 self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}
             elif ranks.pool is not None:
-                drop_ahead(self._traffic)
+                drop_ahead(self._side)
                 ranks.forget()
-        except PoolError:  # a rank takes no message; what the cell raised is what has to be told
+        except PoolError:  # a rank takes no message; the user is told what the cell raised
             ranks.lose()
         self.run.over = True
         raise error
 
     def _error(self, stuck: set[int], held_back: str) -> BaseException:
         deaths = self.ranks.deaths
-        traffic = self._traffic
+        side = self._side
         if deaths:
             tails = {death.rank: self.run.relay.tail(death.rank) for death in deaths}
             return self.ranks.died(deaths, tails, held_back, self._less)
@@ -213,14 +211,14 @@ class Homecoming:
             return KeyboardInterrupt(f"stopped; the notebook is as it was before this cell{why}")
         return exception_message.exception(
             self.outcome.failed, stuck, self.spec.pool.world_size, held_back,
-            lambda rank, packed: traffic.open_alone(rank, pickle.loads(packed), "exception"),
+            lambda rank, packed: side.open_alone(rank, pickle.loads(packed), "exception"),
             self._hint, self.ranks.numbers(),
         )  # fmt: skip
 
     def _hint(self, failed: Failed) -> str:
         if ran_out(failed) and self.ranks.pool is not None:
             return readings(self.run.memory, self.ranks.pool.pids(), self._less())
-        return hint(failed, self.shell.user_ns, (*self.run.names.hard, *self.run.names.soft), self._traffic)
+        return hint(failed, self.shell.user_ns, (*self.run.names.hard, *self.run.names.soft), self._side)
 
     def _less(self) -> str:
         """What needs less memory."""
@@ -230,18 +228,18 @@ class Homecoming:
         return instead(self.run.names, self.shell.user_ns, self.spec, pids, self._keeps)
 
     def _come_home(self) -> None:
-        traffic, finished, lead = self._traffic, self.outcome.finished, self.outcome.lead
+        side, finished, lead = self._side, self.outcome.finished, self.outcome.lead
         for rank, done in finished.items():
-            traffic.packer.released(rank, done.released)
+            side.packer.released(rank, done.released)
         done = finished[lead]
         self.overwrites(done.home)
-        done = finished[lead] = replace(done, home=self.ranks.home(lead, done.home, done.streams, self._together))
-        traffic.ahead.difference_update(self.run.names.hard, self.run.names.soft)
+        done = finished[lead] = replace(done, home=self.ranks.home(lead, done.home, done.random_states, self._together))
+        side.ahead.difference_update(self.run.names.hard, self.run.names.soft)
         for name in self.spec.keep:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
-                traffic.ahead.add(name)
+                side.ahead.add(name)
         self.came = True
         if self.outcome.everybody:
             self.ranks.adopt(done.home.news, [rank for rank in finished if rank != lead])
         else:
-            traffic.others_are_behind(done.home)
+            side.others_are_behind(done.home)

@@ -1,4 +1,4 @@
-"""One run of one cell: sent, watched until all ranks have ended, and then brought home (bring_home.py)."""
+"""One run of one cell: sends it, watches it until all ranks have ended, and brings it home (bring_home.py)."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from nbtrain.session.sync.handles import SLOW
 from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.specs import PRECISIONS, RunSpec
 
-STIR = 30.0
-"""Seconds between two signs of life of a run in the background."""
+KEEP_ALIVE = 30.0
+"""Seconds between two messages that show that a run in the background is alive."""
 
 
 class CellRun(RunState):
-    """One run."""
+    """Runs one cell on the ranks."""
 
     def __init__(
         self, shell: Any, ranks: PoolManager, run: RunSpec, cell: Cell, names: Captured, kernel: str = ""
     ) -> None:
-        """`kernel`: its id, as a server knows it."""
+        """`kernel`: its id, as the Jupyter server knows it."""
         count = run.pool.world_size
         outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
         screen = (
@@ -51,24 +51,23 @@ class CellRun(RunState):
         relay = Relay(screen, run.output, outcome.lead, outcome.ranks)
         super().__init__(shell, ranks, run, cell, names, outcome, relay)
         self.controls = Controls(self)
-        self.audience = Observers(shell, run, cell, self.controls, kernel, relay.say, screen)
-        self._asked = None if run.background else BlockedKernel(shell, self.audience.shows_through)
+        self.observers = Observers(shell, run, cell, self.controls, kernel, relay.say, screen)
+        self._blocked_kernel = None if run.background else BlockedKernel(shell, self.observers.shows_through)
         self._running = False
         """the lead has begun"""
         self._sent = 0.0
         self._said_slow = self._said_hang = False
         self._waited = Standing()
-        self._stirred = 0.0
+        self._kept_alive = 0.0
         self._early: list[Event] = []
-        """what was heard before all had the cell"""
+        """events from before all ranks had the cell"""
         self._said = ""
-        """what it raised"""
+        """first line of what it raised"""
         self._ok = False
-        """every rank has come to the end of the cell"""
         self.home = (Homecoming if run.trial is None else DiscardTrial)(self, self.take)
 
     def run(self) -> None:
-        """All of it; raises what the cell raised."""
+        """Run the cell and bring it home; raises what the cell raised."""
         with presses(self.once_shown) as self.presses, self.whole():
             self.begin()
             self.watch()
@@ -78,12 +77,12 @@ class CellRun(RunState):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Around everything that a run does: however it ends, the next cell does not hear of it."""
+        """Around everything that a run does: however it ends, the next cell is not affected."""
         try:
             yield
         except BaseException as error:
             self._said = str(error).partition("\n")[0]
-            if not self.over:  # a view or the screen failed, or Stop was pressed and pressed
+            if not self.over:  # a view or the screen failed, or Stop was pressed several times
                 self.ranks.lose()
             raise
         finally:
@@ -96,11 +95,11 @@ class CellRun(RunState):
         if ranks.deaths:
             self.relay.say(ranks.have(self.spec.pool))
         self._send()
-        self.audience.opened("")
+        self.observers.opened("")
         ranks.running = True
 
     def watch(self) -> None:
-        """Until every rank has ended, in whatever thread: nobody else may speak with them meanwhile."""
+        """Wait until every rank has ended, in any thread; only this one may talk to them meanwhile."""
         self._watch(self._early)
         self._ok = len(self.outcome.finished) == self.spec.pool.world_size and not self.stopped
 
@@ -113,7 +112,7 @@ class CellRun(RunState):
         ranks = self.ranks
         ranks.running = False
         self.controls.close()
-        self.audience.closed(self._ok, self._said)
+        self.observers.closed(self._ok, self._said)
         self.relay.close()
         if self.spec.pool.start == "fork":
             ranks.stop()
@@ -122,28 +121,28 @@ class CellRun(RunState):
     def _send(self) -> None:
         ranks, spec = self.ranks, self.spec
         forks = spec.pool.start == "fork"
-        traffic = ranks.fork_traffic(spec.pool) if forks else ranks.traffic
-        assert traffic is not None
-        sources = [source] if (source := traffic.source(self.cell.filename)) is not None else []
+        side = ranks.side_for_forks(spec.pool) if forks else ranks.notebook_side
+        assert side is not None
+        sources = [source] if (source := side.source(self.cell.filename)) is not None else []
         if ranks.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
-            check_ahead(traffic, ranks.parted_as)
+            check_ahead(side, ranks.parted_as)
             ranks.forget()
-            traffic = ranks.traffic
-            assert traffic is not None
-        said = set(traffic.slow)
+            side = ranks.notebook_side
+            assert side is not None
+        said = set(side.slow)
         try:
-            out = traffic.outgoing(
+            out = side.outgoing(
                 self.names.hard, self.names.soft, spec.options, everything_goes=forks, running=self.cell.filename
             )
-            for line in traffic.unsendable:
+            for line in side.unsendable:
                 self.relay.say(line)
-            for name in (traffic.slow.keys() - said) & self.shell.user_ns.keys():
-                self.relay.say(slow(name, self.shell.user_ns[name], traffic.slow[name]))
+            for name in (side.slow.keys() - said) & self.shell.user_ns.keys():
+                self.relay.say(slow(name, self.shell.user_ns[name], side.slow[name]))
             self.presses.only_count()  # from here on the ranks have the cell
-            self._post(out, sources, traffic if forks else None)
+            self._post(out, sources, side if forks else None)
         except CannotTravel:
-            raise  # the walk has taken back what it had noted
-        except BaseException as error:  # what was not sent must not be taken for sent
+            raise  # the walk has undone itself
+        except BaseException as error:  # what was not sent must not count as sent
             ranks.lose() if forks or isinstance(error, PoolError) else ranks.forget()
             raise
 
@@ -155,10 +154,10 @@ class CellRun(RunState):
         assert ranks.pool is not None
         number = self.number = ranks.next_run()
         self.ending = StopRanks(ranks.pool, number, self._say_where)
-        self.aside = ranks.pool.directory if spec.background else ""
+        self.weights_folder = ranks.pool.directory if spec.background else ""
         run = RunCell(
             number=number,
-            spec=replace(spec, options={}, aside=self.aside),
+            spec=replace(spec, options={}, weights_folder=self.weights_folder),
             code=self.cell.code,
             filename=self.cell.filename,
             quiet=self.cell.quiet,
@@ -168,11 +167,11 @@ class CellRun(RunState):
             drop=out.drop,
             unbind=out.unbind,
             released=out.released,
-            streams=out.streams,
+            random_states=out.random_states,
             sources=(*sources, *out.sources),
-            surroundings=ranks.mirror.changes(spec.strategy in ("none", "single")),
+            environment=ranks.environment.changes(spec.strategy in ("none", "single")),
         )
-        for line in ranks.mirror.notes:
+        for line in ranks.environment.notes:
             self.relay.say(line)
         self.over = False
         ranks.send(run, range(spec.pool.world_size))
@@ -181,7 +180,7 @@ class CellRun(RunState):
 
     @property
     def _left_alone(self) -> bool:
-        """Whether a rank waits for one that Stop has ended. One that does not is on its way to the end of a step."""
+        """Whether a rank waits for one that Stop has ended; the others are on their way to the end of a step."""
         if not self.stopped or not self.outcome.failed:
             return False
         assert self.ending is not None
@@ -194,16 +193,16 @@ class CellRun(RunState):
         while True:
             for event in events:
                 self.take(event)
-            if self._asked is not None:
-                self._asked.answer()
-            self.audience.dead([death.rank for death in ranks.deaths])
+            if self._blocked_kernel is not None:
+                self._blocked_kernel.answer()
+            self.observers.dead([death.rank for death in ranks.deaths])
             if not self.open or self.presses.count > 1:  # a second press: no more waiting
                 return
             if self.presses.count and not ending.stopped:
                 ending.stop(self.open)
-            self._stir()
-            if self._running:  # a view's time is the cell's, without the start of ranks before it
-                self.audience.tick(time.monotonic())
+            self._keep_alive()
+            if self._running:  # a view counts from here on, without the start of ranks
+                self.observers.tick(time.monotonic())
                 self._say_hang()
             else:
                 self._say_slow()
@@ -214,7 +213,7 @@ class CellRun(RunState):
     def take(self, event: Event) -> None:
         if isinstance(event, Output):
             self.relay.text(event)
-            self.audience.line(event.rank, event.text)
+            self.observers.line(event.rank, event.text)
         elif isinstance(event, Display):
             self.relay.display(event)
         else:
@@ -223,7 +222,7 @@ class CellRun(RunState):
                 if event.began is not None:
                     self.take(event.began)
             elif isinstance(event, Failed):
-                if self.ranks.is_ready(event.rank):  # else it could not start: it is about to end, which says so
+                if self.ranks.is_ready(event.rank):  # else it could not start: its death will be reported
                     self.outcome.failed[event.rank] = event
             elif isinstance(event, Memory):
                 self.memory[event.rank] = event
@@ -232,10 +231,10 @@ class CellRun(RunState):
                     self.ending.late(event.rank)
                 elif event.state == "running" and event.rank == self.outcome.lead:
                     self._say(event.notes)
-            self.audience.receive(event)
+            self.observers.receive(event)
 
     def _say(self, notes: tuple[str, ...]) -> None:
-        """The first line of a run: what was resolved."""
+        """The first line of a run: strategy, ranks, devices, precision."""
         self._running = True
         pool = self.spec.pool
         count = f"{pool.world_size} rank{'s' * (pool.world_size > 1)}"
@@ -246,12 +245,12 @@ class CellRun(RunState):
         precision = "" if self.spec.precision == PRECISIONS[0] else self.spec.precision
         strategy = f"{self.spec.strategy} {humanize.flags(self.spec.options)}".rstrip()
         summary = " · ".join(part for part in (strategy, count, pool.where, precision, only, *notes) if part)
-        self.audience.opened(summary)
+        self.observers.opened(summary)
         if self.spec.monitor != "off":
             self.relay.say(summary)
 
     def _say_slow(self) -> None:
-        """What takes so long, once, before the cell has begun."""
+        """Say once what takes so long before the cell has begun."""
         pool = self.ranks.pool
         if self._said_slow or pool is None or time.monotonic() - self._sent < SLOW:
             return
@@ -261,21 +260,21 @@ class CellRun(RunState):
         else:
             self.relay.say("the ranks are putting in place what the cell reads …")
 
-    def _stir(self) -> None:
-        """A server that ends kernels which have been idle for long is to see that this one is not."""
+    def _keep_alive(self) -> None:
+        """Keep a server that ends idle kernels from ending this one."""
         now = time.monotonic()
-        if self.spec.background and now - self._stirred > STIR:
-            self._stirred = now
-            self.relay.screen.stir()
+        if self.spec.background and now - self._kept_alive > KEEP_ALIVE:
+            self._kept_alive = now
+            self.relay.screen.keep_alive()
 
     def _say_where(self, ranks: set[int]) -> None:
-        """Stop takes long."""
+        """Say what Stop is waiting for."""
         self.relay.say(
             "\n".join(["still running:", *self.ranks.where(ranks), "Press Stop once more to end these ranks."])
         )
 
     def _say_hang(self) -> None:
-        """Some rank waits for others for longer than it should; once a cell."""
+        """Say, once a cell, that some rank has waited for others for longer than `--hang-after`."""
         if self._said_hang or self.ending is None or self.stopped:
             return
         board, number = self.ending.pool.board, self.ending.number

@@ -1,4 +1,4 @@
-"""What can be asked of a run from outside of its cell: a button of the dashboard, the server's page, another thread."""
+"""Commands for a run from outside its cell: a button of the dashboard, the server's page, another thread."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 COMMANDS = ("stop", "stacks", "kill")
 
 Answer = tuple[bool, str]
-"""whether it is being done, and a sentence"""
+"""whether the command is carried out, and a sentence"""
 
 
 class Controls:
-    """One run's; `do` may be called from any thread, and once more with the same command."""
+    """Commands for one run. `do` may be called from any thread, and repeated."""
 
     def __init__(self, run: RunState) -> None:
         self._run: RunState | None = run
 
     def close(self) -> None:
-        """The run is over; who still has a button of it keeps nothing else of it."""
+        """The run is over; buttons that are still shown must not keep it alive."""
         self._run = None
 
     def do(self, command: str) -> Answer:

@@ -1,4 +1,4 @@
-"""What becomes of a trial: what it has measured is read, and the ranks forget it. The notebook is as it was."""
+"""Ends a trial: reads what it has measured, and lets the ranks forget it. The notebook is as it was."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from nbtrain.session.run.run_state import RunState
 
 EXITS = (1, 127)
-"""of a process that could not start a thread, or load a library"""
+"""exit codes of a process that could not start a thread, or load a library"""
 LINE = 200
 """characters of an error's text in a table"""
 
 
 class DiscardTrial(Homecoming):
-    """One trial's."""
+    """Ends one trial."""
 
     def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:
         super().__init__(run, take)
         self.why = ""
-        """it failed: in a sentence"""
+        """why it failed; empty if it did not"""
         self.no_memory = False
-        """that was for want of memory"""
+        """it failed for lack of memory"""
 
     @property
     def tried(self) -> list[Tried]:
@@ -58,7 +58,7 @@ class DiscardTrial(Homecoming):
             raise KeyboardInterrupt("stopped; the notebook is as it was before this cell")
 
     def _wanted_memory(self, death: Death) -> bool:
-        """Code that is not told by an exception that there is no more ends its process, by a signal or an exit code."""
+        """Whether lack of memory ended the process: code that gets no exception ends by a signal or an exit code."""
         if death.signal == signal.SIGKILL:
             return self.ranks.out_of_memory_kills
         return death.signal in (signal.SIGABRT, signal.SIGSEGV) or death.code in EXITS

@@ -34,16 +34,16 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
         devices=pool.devices if pool.together else (),
     )  # fmt: skip
-    audience = Observers(shell, spec, cell, None, "", print, CellScreen(shell))
+    observers = Observers(shell, spec, cell, None, "", print, CellScreen(shell))
     precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
     summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
     if spec.monitor != "off":
         print(summary)
-    audience.opened(summary)
+    observers.opened(summary)
 
     def emit(event: Event) -> None:
-        audience.receive(event)
-        audience.tick(time.monotonic())
+        observers.receive(event)
+        observers.tick(time.monotonic())
 
     ok = False
     try:
@@ -53,11 +53,11 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         ok = True
     finally:
         _own_again(shell.user_ns)
-        audience.closed(ok)
+        observers.closed(ok)
 
 
 def _own_again(namespace: dict[str, Any]) -> None:
-    """Functions of torch's that the cell has imported by name are torch's own when it has ended."""
+    """Give back torch's own functions for wrappers that the cell has imported by name."""
     for name, value in list(namespace.items()):
         if type(value) is FunctionType and (path := intercept.path_of(value)):
             namespace[name] = intercept.at(path)
@@ -74,7 +74,7 @@ def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
 
 
 def _execute(shell: Any, cell: Cell) -> None:
-    """As the shell would, but exceptions go to the magic: they are shown once, and breakpoints stop in the cell."""
+    """Run the cell as the shell would, but raise to the magic: errors are shown once, breakpoints stop in the cell."""
     tree = shell.transform_ast(shell.compile.ast_parse(cell.code, cell.filename))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     compiled = compile(tree, cell.filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -93,7 +93,7 @@ def _execute(shell: Any, cell: Cell) -> None:
 
 
 def _show_from_the_cell_on(shell: Any, error: BaseException) -> None:
-    """The magic's own stack says nothing about the cell."""
+    """Show the traceback without the magic's own frames."""
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = list(shell.InteractiveTB.structured_traceback(type(error), error, below))
     with suppress(AttributeError):  # a class with slots is shown whole

@@ -1,4 +1,4 @@
-"""Who is told what happens in a run: the feed, what is shown below the cell, the history, a writer of the user's."""
+"""Passes a run's events on: to the feed, the view below the cell, the history, a writer of the user's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Observers:
-    """One run's. All calls come from the one thread that watches the run."""
+    """Observers of one run. All calls come from the one thread that watches the run."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Observers:
         say: Callable[[str], object],
         screen: CellScreen,
     ) -> None:
-        """`controls`: what its buttons do; None where there are none. `kernel`: its id, as the server knows it. `say`
-        tells the user something. `screen`: where it is shown."""
+        """`controls`: what the view's buttons do; None where there are none. `kernel`: its id, as the server knows it.
+        `say` tells the user something. `screen`: where the view is shown."""
         self.feed = Feed(
             {
                 "id": uuid.uuid4().hex,
@@ -62,11 +62,11 @@ class Observers:
         return max((rank.steps for rank in list(self.feed.figures.ranks.values())), default=0)
 
     def shows_through(self, comm: str) -> bool:
-        """Whether the dashboard speaks through this comm."""
+        """Whether this comm is the dashboard's."""
         return bool(comm) and getattr(self.view, "comm_id", None) == comm
 
     def metrics(self) -> dict[str, list[tuple[float, float]]]:
-        """By name, as (step, value): of the lowest rank that logged it."""
+        """name → (step, value) pairs of the lowest rank that logged it."""
         found: dict[str, list[tuple[float, float]]] = {}
         for rank in list(self.feed.figures.ranks.values()):
             for name, series in list(rank.metrics.items()):
@@ -89,7 +89,6 @@ class Observers:
         self.feed.line(rank, text)
 
     def dead(self, ranks: Sequence[int]) -> None:
-        """They have died."""
         for rank in set(ranks) - self._dead:
             self._dead.add(rank)
             self.receive(RankState(rank=rank, time=time.time(), state="dead"))
@@ -101,7 +100,7 @@ class Observers:
             sink.tick(now)
 
     def closed(self, ok: bool, text: str = "") -> None:
-        """`text`: what there is to say about it."""
+        """`text`: what the run raised, if anything."""
         self.feed.closed(ok, text)
         self.view.closed(ok)
         for sink in self._others:

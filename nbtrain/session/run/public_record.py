@@ -1,4 +1,4 @@
-"""What others see of this notebook's ranks, and may do: the server's page, a button while the kernel is busy."""
+"""What the server's page, and buttons while the kernel is busy, see of this notebook's ranks and may do with them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ IDLE = "no cell runs on the ranks"
 
 
 class PublicRecord:
-    """One session's. `about` and `do` are called from the beacon's threads."""
+    """Of one session. `about` and `do` are called from the beacon's threads."""
 
     def __init__(self, namespace: dict[str, Any], ranks: PoolManager) -> None:
         self._namespace = namespace
         self._ranks = ranks
         self._run: dict[str, Any] | None = None
-        """what is fixed of the last run"""
+        """what does not change about the last run"""
         self._controls: Controls | None = None
-        """of the one that goes on"""
+        """of the run that goes on"""
         self._beacon: Beacon | None = None
 
     @property
     def kernel(self) -> str:
-        """The kernel's id; empty where there is none to be found by."""
+        """The kernel's id; empty where no server could find it."""
         return self._beacon.kernel_id if self._beacon is not None else ""
 
     def open(self) -> None:
-        """There are ranks, or about to be."""
+        """Ranks are there, or about to start."""
         if self._beacon is None:
             self._beacon = Beacon.start(self.about, self.do)
         self.changed()
 
     def follow(self, run: CellRun) -> None:
-        """A run begins."""
-        self._run, self._controls = run.audience.feed.run, run.controls
+        self._run, self._controls = run.observers.feed.run, run.controls
         if self._beacon is not None:
-            self._beacon.follow(run.audience.feed)
+            self._beacon.follow(run.observers.feed)
         self.changed()
 
     def changed(self) -> None:
-        """Ranks came or went, a run began or ended."""
+        """Ranks started or ended, or a run did."""
         if self._beacon is not None:
             self._beacon.changed()
 

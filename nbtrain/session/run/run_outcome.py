@@ -6,40 +6,40 @@ from nbtrain.events import Failed, Finished
 
 
 class Outcome:
-    """What each rank said last of the run."""
+    """The last event of each rank of a run, and what follows from them."""
 
     def __init__(self, ranks: tuple[int, ...], world_size: int) -> None:
-        """`ranks` run the cell; the others of `world_size` only hear of it."""
+        """`ranks` run the cell; the others of `world_size` are only told of it."""
         self.ranks = ranks
         self.world_size = world_size
         self.lead = ranks[0]
         self.finished: dict[int, Finished] = {}
         self.failed: dict[int, Failed] = {}
         self._in_pieces = False
-        """once one has said so: on its way home it speaks of other things"""
+        """stays set once a rank has said so: later events do not repeat it"""
 
     @property
     def everybody(self) -> bool:
-        """All ranks run the cell."""
+        """Whether all ranks run the cell."""
         return set(self.ranks) == set(range(self.world_size))
 
     @property
     def silent(self) -> set[int]:
-        """Who has not ended."""
+        """Ranks that have not ended."""
         return set(range(self.world_size)) - set(self.finished) - set(self.failed)
 
     @property
     def fault(self) -> bool:
-        """A rank raised something; we did not interrupt it."""
+        """Whether a rank raised something by itself, not because we interrupted it."""
         return any(not failed.interrupted for failed in self.failed.values())
 
     @property
     def cut(self) -> bool:
-        """Some rank did not end between two steps."""
+        """Whether some rank did not end between two steps."""
         return any(not failed.between for failed in self.failed.values())
 
     def without(self, dead: set[int]) -> None:
-        """What they had is gone with them, whatever they came to say."""
+        """Forget these ranks: what they had is gone with them."""
         self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in dead}
         self.finished = {rank: done for rank, done in self.finished.items() if rank not in dead}
 
@@ -56,14 +56,14 @@ class Outcome:
 
     @property
     def in_pieces(self) -> bool:
-        """No rank has a whole model: what the cell did comes home from all of them, or not at all."""
+        """Whether no rank has a whole model: what the cell did comes home from all of them, or not at all."""
         self._in_pieces |= any(done.waits for done in self.finished.values())
         self._in_pieces |= any(failed.pieces for failed in self.failed.values())
         return self._in_pieces
 
     @property
     def at_one_step(self) -> bool:
-        """All ranks are there, and their pieces fit together."""
+        """Whether all ranks are there, and their pieces fit together."""
         if not set(self.ranks) <= set(self.finished) | set(self.failed):
             return False
         calls = {done.calls for done in self.finished.values()} | {failed.calls for failed in self.failed.values()}
@@ -71,12 +71,12 @@ class Outcome:
 
     @property
     def steps(self) -> int:
-        """How many the best has taken."""
+        """Steps that the best rank has taken."""
         best = self.best()
         return 0 if best is None else (self.finished | self.failed)[best].steps
 
     def led_by(self, lead: int) -> set[int]:
-        """Its state is the cell's from now on. Says who has to pack what is to come home, and has not."""
+        """Make this rank the lead. Returns the ranks that have yet to pack what comes home."""
         self.lead = lead
         if self.in_pieces:
             waiting = set(self.ranks)
@@ -96,7 +96,7 @@ class Outcome:
 
     @property
     def grouped(self) -> bool:
-        """Nobody has destroyed the process group."""
+        """Whether the process group still exists on all ranks."""
         ended = all(done.grouped for done in self.finished.values())
         return ended and all(failed.grouped for failed in self.failed.values())
 

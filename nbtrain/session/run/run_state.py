@@ -29,11 +29,11 @@ class RunState:
     outcome: Outcome
     relay: Relay
     number: int = 0
-    """by which the ranks know it"""
-    aside: str = ""
-    """where they put their weights when the notebook reads them"""
+    """the ranks' number of this run"""
+    weights_folder: str = ""
+    """where the ranks put their weights when the notebook reads them"""
     memory: dict[int, Memory] = field(default_factory=dict)
-    """what each rank has said last"""
+    """the last reading of each rank"""
     presses: Presses = field(default_factory=Presses)
     ending: StopRanks | None = None
     """once the ranks have been sent the cell"""
@@ -50,12 +50,12 @@ class RunState:
 
     @property
     def open(self) -> set[int]:
-        """Who has not ended."""
+        """Ranks that have not ended, and live."""
         return self.outcome.silent - self.ranks.gone
 
     @property
     def fault(self) -> bool:
-        """Something else than Stop."""
+        """Whether a rank failed or died, other than by Stop."""
         return bool(self.ranks.deaths) or self.outcome.fault
 
     @property
@@ -65,7 +65,7 @@ class RunState:
         return self.outcome.quiet() and self.outcome.grouped and (not gave_up or self.spec.pool.world_size == 1)
 
     def once_shown(self, do: Callable[[], None]) -> None:
-        """Do this when the notebook's cell is over."""
+        """Call `do` when the notebook's cell is over."""
 
         def over(*_: Any) -> None:
             self.shell.events.unregister("post_execute", over)

@@ -1,12 +1,12 @@
-"""How the ranks of a run are brought to an end: asked, interrupted, freed from each other, and at last given up.
+"""Ends the ranks of a run: asks them, interrupts them, frees them from each other, and at last gives them up.
 
 *Stop.* All ranks are asked to end after the same step (`training/loop/stopping.py`). Where none has finished a step
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
-is interrupted where it is. Nobody is given up: that takes a second press.
+is interrupted where it is. No rank is given up: that takes a second press.
 
 *A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
-end by themselves; then they are interrupted, which wakes those who wait, and if that does not help their collectives
-are given up on. Who has not ended then, after a failure, is ended.
+end by themselves; then they are interrupted, which wakes those that wait, and if that does not help their collectives
+are given up. After a failure, a rank that has still not ended is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOW = 2.0
 
 
 class StopRanks:
-    """One run's."""
+    """Ends the ranks of one run."""
 
     def __init__(self, pool: Pool, number: int, tell: Callable[[set[int]], None]) -> None:
         """`tell` shows where these ranks are."""
@@ -44,7 +44,7 @@ class StopRanks:
         self.number = number
         self.stopped = False
         self.gave_up = False
-        """on collectives: the ranks' connections are shut"""
+        """collectives were given up: the ranks' connections are shut"""
         self._tell = tell
         self._told = False
         self._since_stop: Stopwatch | None = None
@@ -53,7 +53,7 @@ class StopRanks:
         self._presses = 0
 
     def stop(self, running: set[int]) -> None:
-        """The user wants it."""
+        """The user pressed Stop."""
         self.stopped = True
         self._since_stop = Stopwatch()
         head = self.pool.board.head
@@ -63,14 +63,14 @@ class StopRanks:
         parts = [self.pool.board.parts[rank] for rank in running]
         ended = [part[STEPS] if abs(part[OPEN]) == self.number else 0 for part in parts]
         most = max(ended, default=0)
-        # Two steps apart are ranks that do not wait for each other: the slow ones would never come to the step of the
-        # fast, and each stops at its next.
+        # Ranks two steps apart do not wait for each other: the slow ones may never come to the step of the fast ones,
+        # so each stops at its next.
         head[TARGET] = most + 1 if most - min(ended, default=0) < 2 else 0
         if not most:
             self._press(running)
 
     def late(self, rank: int) -> None:
-        """It starts only now, and has been deaf until now."""
+        """A rank starts only now, and has missed earlier interrupts."""
         if self._presses:
             self.pool.interrupt([rank])
 

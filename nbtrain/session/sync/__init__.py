@@ -1,1 +1,1 @@
-"""What the notebook and the ranks hold of each other."""
+"""Keeps the notebook and the ranks alike."""

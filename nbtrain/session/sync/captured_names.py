@@ -1,4 +1,4 @@
-"""What a cell reads of the notebook, and the names it reads that nobody has."""
+"""Which of the notebook's names a cell reads; refuses names that do not exist."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def captured(
     places: NameOrder,
     options: Iterable[object] = (),
 ) -> Captured:
-    """The notebook's names that this cell needs. Raises where it surely reads one that does not exist. `options`:
-    values of the strategy's, which may be functions of the notebook that read names, too."""
+    """The notebook's names that this cell needs. Raises where it certainly reads one that does not exist. `options`:
+    values of the strategy's options; functions among them read names, too."""
     names = analyse(code)
     found = reach(names, namespace, places=places)
     _check(names, found, namespace, cell)
@@ -63,7 +63,7 @@ def captured(
 
 
 def check_shown(code: str) -> None:
-    """What IPython keeps of a notebook's cells is the notebook's; ranks would find an empty text there."""
+    """Refuse `In`, `_i` and the like: on a rank they would be empty."""
     shown = analyse(code).shown
     if not shown:
         return
@@ -76,7 +76,7 @@ def check_shown(code: str) -> None:
 
 
 def _functions(options: Iterable[object]) -> Iterator[object]:
-    """Also those that an option's object was given: `CustomPolicy(lambda module: ...)`."""
+    """Functions among the options, and in attributes of objects there: `CustomPolicy(lambda module: ...)`."""
     for value in options:
         if callable(value):
             yield value
@@ -100,7 +100,7 @@ def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: C
 
 
 def check_kept(keep: Iterable[str], found: Captured, namespace: dict[str, Any]) -> None:
-    """A typing mistake in --keep would bring home what was to stay."""
+    """Refuse unknown names in --keep: a typing mistake would bring home what was to stay."""
     for name in keep if not found.opaque else ():
         if name not in namespace and name not in found.writes:
             close = difflib.get_close_matches(name, [*found.writes, *found.hard], 1)

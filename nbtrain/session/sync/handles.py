@@ -1,4 +1,4 @@
-"""Handles: what lives on the ranks only, fetched when it is asked for."""
+"""Handles for objects that live on the ranks only: fetches copies when they are asked for."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from nbtrain.session.sync import kept_handles
 from nbtrain.session.sync.notebook_side import NotebookSide
 
 SLOW = 2.0
-"""Seconds after which something that is not the cell itself says what it is."""
+"""Seconds after which whatever takes long besides the cell itself says what it is doing."""
 
 
 class Fetch:
     """Asks the ranks of one pool for copies."""
 
     def __init__(
-        self, traffic: NotebookSide, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
+        self, side: NotebookSide, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
         listen: Callable[[Iterable[int]], list[Event]], dead: Callable[[], set[int]], together: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`listen` raises when one of these ranks is gone. `dead`: who has died since the last cell. `together`:
-        whether each rank may have only a piece of something."""
-        self.traffic = traffic
+        """`listen` raises when one of these ranks is gone. `dead`: ranks that died since the last cell. `together`:
+        whether a rank may have only a piece of an object."""
+        self.notebook_side = side
         self.ranks = tuple(ranks)
         self.send = send
         self.listen = listen
@@ -36,32 +36,32 @@ class Fetch:
         self.leads: dict[int, int] = {}
         """handle → the rank that ran the cell which left the object behind"""
         self.busy: Callable[[], bool] = lambda: False
-        """somebody else speaks with the ranks"""
+        """whether a run in the background talks to the ranks"""
         self._asked = self._expected = 0
         self._open = True
         self._thread = threading.get_ident()
 
     def attach(self, nodes: Iterable[Node], lead: int) -> None:
-        """From now on these handles can be pulled; `lead` ran the cell that left the objects behind."""
+        """Let these handles be pulled from now on; `lead` ran the cell that left the objects behind."""
         for node in nodes:
             if type(node.obj) is Handle and node.obj.fetch is None:
                 node.obj.fetch = self._way(node.key, self.leads.setdefault(node.key, lead), node.obj.lost)
 
     def replaced(self, ranks: Iterable[int]) -> None:
         """New processes take these ranks' places: what the others have can still be pulled."""
-        for node in kept_handles.handles(self.traffic.table):
+        for node in kept_handles.handles(self.notebook_side.table):
             node.obj.lost.update(ranks)
             if node.obj.lost >= set(self.ranks):
                 node.obj.fetch, node.obj.holds = None, []
 
     def inherit(self, before: Fetch) -> None:
-        """The ranks spared what these handles stand for."""
+        """Take over handles whose objects the ranks have kept."""
         self.leads = before.leads
-        self.attach([node for node in self.traffic.table.nodes.values() if node.key in self.leads], 0)
+        self.attach([node for node in self.notebook_side.table.nodes.values() if node.key in self.leads], 0)
 
     def close(self) -> None:
         self._open = False
-        for node in kept_handles.handles(self.traffic.table):
+        for node in kept_handles.handles(self.notebook_side.table):
             node.obj.fetch, node.obj.holds = None, []
 
     def _way(self, key: int, lead: int, lost: set[int]) -> Callable[[bool], dict[int, Any]]:
@@ -80,7 +80,7 @@ class Fetch:
             raise CannotTravel(GONE)
         if self.busy():
             raise CannotTravel("a run in the background has the ranks; wait for it, or stop it: nbtrain.background()")
-        if threading.get_ident() != self._thread:  # two who read from the ranks would take each other's answers
+        if threading.get_ident() != self._thread:  # two readers would take each other's answers
             raise CannotTravel("bring it home in a cell of its own: threads cannot speak with the ranks")
 
     def _fetch(self, key: int, ranks: tuple[int, ...]) -> dict[int, Any]:
@@ -94,17 +94,17 @@ class Fetch:
             raise
 
     def missed(self, answer: Pulled) -> None:
-        """Nobody waits for it, or any more: its rank may have the memory back."""
+        """Give an answer that nobody waits for (any more) back, so that its rank can free the memory."""
         if answer.asked != self._expected and answer.parcel is not None:
-            self.traffic.refuse(answer.rank, answer.parcel)
+            self.notebook_side.refuse(answer.rank, answer.parcel)
 
     def _answers(self, key: int, ranks: tuple[int, ...], answers: dict[int, Pulled]) -> dict[int, Pulled]:
         self._asked += 1
         asked, began, said = self._asked, time.monotonic(), False
         self._expected = asked
-        released = {rank: self.traffic.released(rank) for rank in ranks}
+        released = {rank: self.notebook_side.released(rank) for rank in ranks}
         together = self.together()
-        pull = Pull(key=key, asked=asked, drop=self.traffic.forgotten, released=released, together=together)
+        pull = Pull(key=key, asked=asked, drop=self.notebook_side.forgotten, released=released, together=together)
         for rank in ranks:
             self.send(pull, [rank])
             if together:
@@ -120,7 +120,7 @@ class Fetch:
 
     def _opened(self, answers: dict[int, Pulled], ranks: tuple[int, ...]) -> dict[int, Any]:
         found = {
-            rank: self.traffic.open_alone(rank, answer.parcel, "it")
+            rank: self.notebook_side.open_alone(rank, answer.parcel, "it")
             for rank, answer in sorted(answers.items())
             if answer.parcel is not None
         }

@@ -1,6 +1,6 @@
-"""What lives on the ranks only, and who in the notebook still holds a handle for it.
+"""Finds the handles that the notebook still holds for objects that live on the ranks only.
 
-What a handle stands for lives for as long as anything in the notebook holds the handle: a name, a list, an attribute.
+The object lives for as long as anything in the notebook holds its handle: a name, a list, an attribute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nbtrain.exchange.names.cell_names import private
 
 
 def handles(table: ObjectTable, worth: bool = False) -> list[Node]:
-    """Those whose ranks live. `worth`: only what could travel, and so nobody lets go of unasked."""
+    """Handles whose ranks live. `worth`: only those of objects that could travel, which must not be dropped unasked."""
     return [
         node
         for node in list(table.nodes.values())  # a clock in another thread asks too
@@ -31,7 +31,7 @@ def held(node: Node) -> bool:
 
 
 def kept(table: ObjectTable, namespace: Mapping[str, Any]) -> dict[str, int]:
-    """How the notebook comes to each: a name, or a way such as `results['big']` → its key."""
+    """How the notebook reaches each handle: a name, or a path such as `results['big']` → its key."""
     found: dict[str, int] = {}
     nodes = handles(table, worth=True)
     mine = [(name, value) for name, value in list(namespace.items()) if not private(name)] if nodes else []
@@ -42,7 +42,7 @@ def kept(table: ObjectTable, namespace: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _ways(mine: list[tuple[str, Any]], handle: Handle) -> list[str]:
-    """The shortest, where no name leads to it at once."""
+    """The shortest path to a handle that has no name of its own."""
     found = []
     for name, value in mine:
         shell = type(value).__module__.startswith(("IPython.", "ipykernel."))  # leads to everything

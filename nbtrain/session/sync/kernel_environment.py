@@ -1,4 +1,4 @@
-"""Directory, path, environment and torch's settings of the kernel, for the ranks: what changed since the last cell."""
+"""Sends the ranks what changed of the kernel's directory, path, environment variables and library settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbtrain.worker.process.library_settings import Settings, read
 from nbtrain.worker.process.rank_environment import torch_flags
 
 
-class EnvironmentMirror:
+class SentEnvironment:
     """What the ranks of one pool were told last."""
 
     def __init__(self, shell: Any) -> None:
@@ -25,11 +25,11 @@ class EnvironmentMirror:
         self._port: int | None = None
         self._settings: Settings = {}
         self.notes: list[str] = []
-        """what of the settings cannot go, in sentences"""
+        """sentences about settings that cannot be sent"""
         self._noted: set[str] = set()
 
     def changes(self, meets: bool) -> KernelEnvironment:
-        """`meets`: the cell may bring code that forms a process group of its own, at a port."""
+        """What changed since the last cell. `meets`: the cell may form a process group of its own, at a port."""
         now, told = self._now(), self._told
         self._told = now
         port = self._port
@@ -79,7 +79,7 @@ class EnvironmentMirror:
 
 
 def _able(value: Any) -> tuple[Any, list[str]]:
-    """What of it a rank can unpack, and the names of the rest: functions and classes of the notebook."""
+    """The part of it that a rank can unpack, and the names of the rest: functions and classes of the notebook."""
     if _packs(value):
         return value, []
     if isinstance(value, dict):
@@ -95,15 +95,15 @@ def _able(value: Any) -> tuple[Any, list[str]]:
 def _packs(value: Any) -> bool:
     try:
         packed = pickle.dumps(value, 5)
-        if b"__main__" in packed:  # a filter may say the name, too
-            _Elsewhere(io.BytesIO(packed)).load()
+        if b"__main__" in packed:  # which may also be a filter's text
+            _WithoutNotebook(io.BytesIO(packed)).load()
     except Exception:
         return False
     return True
 
 
-class _Elsewhere(pickle.Unpickler):
-    """Fails of what only the notebook has."""
+class _WithoutNotebook(pickle.Unpickler):
+    """Fails on what only the notebook has."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__":
@@ -112,7 +112,7 @@ class _Elsewhere(pickle.Unpickler):
 
 
 def _free_port() -> int:
-    """Of all addresses of this machine, as torch's stores listen."""
+    """A port that is free on all addresses of this machine, as torch's stores listen on all."""
     with socket.socket() as bound:
         bound.bind(("", 0))
         return int(bound.getsockname()[1])
@@ -120,7 +120,7 @@ def _free_port() -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as bound:
-        # Connections of an earlier cell's that are just ending are no hindrance.
+        # Closing connections of an earlier cell do not matter.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind(("", port))

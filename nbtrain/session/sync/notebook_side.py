@@ -1,4 +1,4 @@
-"""The notebook's side of the exchange with one pool: what ranks need goes out, what they changed comes in."""
+"""The notebook's side of the exchange with one pool: sends what ranks need, takes in what they changed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.changes import Culprit
+from nbtrain.exchange.graph.changes import OPTION, Culprit
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
+from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import ATOMS, Handle, Make, Node, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
@@ -27,13 +28,11 @@ from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync import kept_handles
-from nbtrain.worker.home.pack_changes import Home
-from nbtrain.worker.home.random_states import States, capture, restore
-from nbtrain.worker.home.rank_side import OPTION
+from nbtrain.training.random_states.packed_states import States, capture, restore
 
 MISSING = object()
 BUDGET = 0.2
-"""Seconds for one name from which the user is told what comparing it costs before every cell."""
+"""Seconds for one name after which the user is told what comparing it costs before every cell."""
 CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
 LEARNING = ("module", "optimizer", "scheduler", "loader", "compiled")
 """Kinds that a strategy keeps equal on all ranks."""
@@ -47,13 +46,13 @@ class Outgoing:
     drop: tuple[int, ...]
     unbind: tuple[str, ...]
     released: dict[int, tuple[int, ...]]
-    """rank → segments of its own that the notebook does not use any more"""
-    streams: States | None
+    """rank → its segments that the notebook does not use any more"""
+    random_states: States | None
     sources: tuple[CellSource, ...]
 
 
 class NotebookSide:
-    """Belongs to one pool. When its ranks forget, it is thrown away."""
+    """Belongs to one pool, and is replaced when its ranks forget their twins."""
 
     def __init__(
         self, namespace: dict[str, Any], directory: str, readers: Iterable[int], numbers: Mapping[str, int]
@@ -66,26 +65,26 @@ class NotebookSide:
         self._openers: dict[int, Opener] = {rank: Opener() for rank in self.readers}
         self._numbers = numbers
         self._names: dict[str, Any] = {}
-        """what was last sent or brought home under each name"""
+        """name → what was last sent or brought home under it"""
         self._roots: dict[str, set[int]] = {}
-        """the keys in it, and in the options of the last cell"""
+        """name → the keys in it; also of the options of the last cell"""
         self._lacking: set[int] = set()
-        self._streams: States | None = None
+        self._random_states: States | None = None
         self.left: set[str] = set()
-        """of the names that the last cell might assign before it reads them, those that could not be sent"""
+        """names that could not be sent, and that the last cell may assign before it reads them"""
         self._running = ""
         """the file name of the last cell: nothing of the notebook's was made in it"""
         self._told: set[str] = set()
         self.ahead: set[str] = set()
-        """names of the notebook's own objects that ranks were to keep: theirs may have changed since"""
+        """names of notebook objects that `--keep` left on the ranks: theirs may have changed since"""
         self.unchanged: list[str] = []
-        """the notebook's own objects that the last cell changed, and whose class did not let it happen here"""
+        """notebook objects that the last cell changed, and whose class refused the change here"""
         self.unsendable: list[str] = []
-        """what somebody set in modules and cannot travel"""
+        """sentences about what was set in modules and cannot travel"""
         self.slow: dict[str, float] = {}
-        """names whose comparison took long → seconds, the first time"""
+        """name whose comparison took long → seconds, the first time"""
         self._orphans: list[Node] = []
-        """handles that no name leads to, and that the notebook holds somewhere"""
+        """handles that the notebook holds without a name"""
         self._dropped: list[int] = []
         self._unbound: list[str] = []
 
@@ -101,10 +100,7 @@ class NotebookSide:
         running: str = "",
     ) -> Outgoing:
         """What the ranks lack of these names, for the cell of file name `running`. Raises CannotTravel before anything
-        is sent.
-
-        `everything_goes`: the ranks are forks of this process, so what cannot be pickled is there all the same.
-        """
+        is sent. `everything_goes`: the ranks are forks of this process, so they have what cannot be pickled, too."""
         numeric.learn_atoms()
         self.release_dropped()
         self._running = running
@@ -127,12 +123,12 @@ class NotebookSide:
             if walk.culprits:
                 raise self._refusal(walk.culprits)
             parcel = self.packer.pack(cargo, self.readers)
-        except BaseException:  # a press on Stop too: what was not sent must not be taken for sent
+        except BaseException:  # also Stop: what was not sent must not count as sent
             walk.undo()
             raise
         self._lacking &= walk.remake
         if self._bind(cargo.names, once=OPTION) or walk.loosened:
-            self._sweep()  # told with this cell: what comes home must not name what is forgotten here
+            self._sweep()  # sent with this cell: what comes home must not name what is forgotten here
         drop, self._dropped = tuple(self._dropped), []
         unbind, self._unbound = tuple(self._unbound), []
         self._names.update({n: self.namespace[n] for n in cargo.names if not n.startswith((OPTION, MODULE))})
@@ -141,7 +137,7 @@ class NotebookSide:
             drop=drop,
             unbind=unbind,
             released={rank: self.released(rank) for rank in self.readers},
-            streams=self._streams_to_send(),
+            random_states=self._random_states_to_send(),
             sources=tuple(self._sources(walk.added)),
         )
 
@@ -155,7 +151,7 @@ class NotebookSide:
         ]
 
     def _timed(self, walk: Walk, name: str) -> None:
-        """What changed is looked for in all of it, whatever that takes. But the user may know a better form for it."""
+        """Compare all of it, however long that takes; if long, the user is told of a faster form."""
         known = name in self._names
         began = time.perf_counter()
         walk.name(name, self.namespace[name])
@@ -164,7 +160,7 @@ class NotebookSide:
             self.slow.setdefault(name, spent)
 
     def _travelling(self, soft: Iterable[str]) -> list[str]:
-        """Of the names that the cell assigns before it may read them, those that can travel."""
+        """The names that can travel among those that the cell assigns before it may read them."""
         soft = list(soft)
         self.left = {name for name in soft if self._culprits(name)}
         return [name for name in soft if name not in self.left]
@@ -185,13 +181,13 @@ class NotebookSide:
     def _refusal(self, culprits: list[Culprit]) -> CannotTravel:
         return refusal(culprits, self.namespace, Cells(self._numbers, self._running))
 
-    def _streams_to_send(self) -> States | None:
+    def _random_states_to_send(self) -> States | None:
         now = capture()
-        changed, self._streams = now != self._streams, now
+        changed, self._random_states = now != self._random_states, now
         return now if changed else None
 
     def _sources(self, added: Iterable[Node]) -> Iterable[CellSource]:
-        """Texts of the cells in which functions were made that the ranks have not seen yet."""
+        """Texts, not sent yet, of the cells that define the functions that are sent."""
         for node in added:
             name = node.obj.__code__.co_filename if type(node.obj) is FunctionType else None
             if name is not None and name not in self._told and (found := self.source(name)) is not None:
@@ -208,8 +204,8 @@ class NotebookSide:
 
     # -- in ------------------------------------------------------------------------------
 
-    def homecoming(self, rank: int, home: Home, streams: States | None) -> list[Node]:
-        """Everything is opened before anything of the notebook's is touched. Returns what is new or changed."""
+    def homecoming(self, rank: int, home: Home, random_states: States | None) -> list[Node]:
+        """Put what comes home in place, once all of it is opened. Returns the nodes that are new or changed."""
         numeric.learn_atoms()
         cargo, buffer = self._openers[rank].open(home.parcel)
         arrival = OpenedParcel(self.table, self.namespace, cargo, buffer, _place, lenient=True)
@@ -227,14 +223,16 @@ class NotebookSide:
         loosened |= remember(self.table, self.namespace, touched)
         if loosened:
             self._sweep()
-        if streams is not None and streams != self._streams:  # where the cell drew nothing, they stand already
-            restore(streams)
-            self._streams = None  # the other ranks do not know where the lead's stand
+        if (
+            random_states is not None and random_states != self._random_states
+        ):  # where the cell drew nothing, they stand already
+            restore(random_states)
+            self._random_states = None  # the other ranks do not have the lead's
         return touched
 
     def changed_since(self, home: Home, found: Mapping[str, Any]) -> list[str]:
-        """Names that the user has given something else since the last cell was sent, where what comes home would undo
-        that. `found`: what the names that it may assign held."""
+        """Names that the user has changed since the last cell was sent, and that what comes home would overwrite.
+        `found`: what the names that the cell may assign held."""
         cargo, _ = Opener().open(home.parcel)
         coming = {record.key for record in cargo.records}
         assigned = {name for name in (*cargo.names, *home.deleted) if name in found and self._other(name, found[name])}
@@ -242,7 +240,7 @@ class NotebookSide:
         return sorted(assigned | content)
 
     def _changed_below(self, name: str, value: Any) -> set[int]:
-        """Keys of what the user has changed there; all of it when the name holds something else now."""
+        """Keys of what the user has changed below the name; all of it when the name holds something else now."""
         if self._other(name, value):
             return self.table.nodes.keys() - set(self.table.unreachable(self._roots.get(name, ())))
         walk = Walk(self.table, self.namespace)
@@ -257,12 +255,12 @@ class NotebookSide:
         return now is not value and not (type(now) is type(value) and type(now) in ATOMS and now == value)
 
     def rename(self, names: Iterable[str]) -> None:
-        """They lead again to what the last cell was sent."""
+        """Let these names hold again what was sent for the last cell."""
         self.namespace.update({name: self._names[name] for name in names if name in self._names})
 
     def others_are_behind(self, home: Home) -> None:
-        """Not all ranks ran the cell: the others' twins are sent anew when they are needed, the streams at once."""
-        self._streams = None
+        """Not all ranks ran the cell: send the others' twins again when needed, random states with the next cell."""
+        self._random_states = None
         cargo, _ = Opener().open(home.parcel)
         for record in cargo.records:
             if record.key in self.table.nodes:
@@ -270,14 +268,14 @@ class NotebookSide:
         self._lacking.update(key for key, _, _ in home.news)
 
     def lacks(self, keys: Iterable[int]) -> None:
-        """Some rank has nothing under these keys."""
+        """Send these keys again: some rank has nothing under them."""
         self._lacking.update(keys)
         for key in keys:
             if key in self.table.nodes:
                 self.table.nodes[key].seen = None
 
     def differs(self, names: Iterable[str]) -> None:
-        """Ranks hold different values below these names: the notebook's go to all of them before their next use."""
+        """Send what is below these names again before its next use: it differs between ranks."""
         todo = [self.table.nodes[key] for name in names for key in self._roots.get(name, ()) if key in self.table.nodes]
         seen = set()
         while todo:
@@ -288,14 +286,14 @@ class NotebookSide:
                 todo += node.children
 
     def resend(self) -> None:
-        """The ranks disagree: the notebook's tensors and random streams go to all of them before their next use."""
-        self._streams = None
+        """Send all tensors and random states again before their next use: the ranks disagree."""
+        self._random_states = None
         for node in self.table.nodes.values():
             if node.kind.name == "tensor":
                 node.seen = None
 
     def inherit(self, before: NotebookSide) -> None:
-        """After a failure: what the ranks did not forget. What kept objects hold is sent anew before it is used."""
+        """After a failure: take over handles whose objects the ranks kept. What these hold is sent again before use."""
         self.table = before.table
         handles = set(kept_handles.handles(self.table, worth=True))
         gone = set(self.table.unreachable(node.key for node in handles))
@@ -303,7 +301,7 @@ class NotebookSide:
         self.table.drop(gone)
         for node in self.table.nodes.values():
             if node not in handles:
-                view = node.kind.name == "array" and node.fixed  # its owner tells of its content
+                view = node.kind.name == "array" and node.fixed  # its owner has the content
                 node.seen = node.seen if view else None
                 self._lacking.add(node.key)
         for name, keys in before._roots.items():
@@ -314,34 +312,32 @@ class NotebookSide:
 
     @property
     def forgotten(self) -> tuple[int, ...]:
-        """Keys that mean nothing here any more; the ranks are told with the next cell."""
+        """Keys that the notebook has dropped; the ranks are told with the next cell."""
         return tuple(self._dropped)
 
     def open_alone(self, rank: int, parcel: Parcel, name: str) -> Any:
-        """An object that a rank packed by itself."""
+        """Open one object that a rank packed, without keeping it in the table."""
         cargo, buffer = self._openers[rank].open(parcel)
         here = name in self.namespace
         try:
             return OpenedParcel(self.table, self.namespace, cargo, buffer, _place).names[name]
         finally:
-            if not here:  # code that ran while it was opened may have needed the name; the notebook has no such name
+            if not here:  # code that ran while it was opened may have needed the name
                 self.namespace.pop(name, None)
 
     def released(self, rank: int) -> tuple[int, ...]:
-        """Segments of its own that the notebook does not use any more."""
+        """The rank's segments that the notebook does not use any more."""
         return self._openers[rank].released()
 
     def refuse(self, rank: int, parcel: Parcel) -> None:
-        """What it packed is not wanted any more."""
+        """Release what a rank packed and nobody wants any more."""
         self._openers[rank].open(parcel)
 
-    # -- letting go ----------------------------------------------------------------------
+    # -- dropping ------------------------------------------------------------------------
 
     def release_dropped(self) -> None:
-        """Objects that the notebook dropped or holds no longer under their name must not live on because of us.
-
-        Also called between cells; the ranks are told with the next one.
-        """
+        """Drop objects that the notebook no longer holds under their name, here at once, on the ranks with the next
+        cell. Also called between cells."""
         namespace = self.namespace
         gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
         if not gone and all(map(kept_handles.held, self._orphans)):
@@ -353,7 +349,7 @@ class NotebookSide:
         self._sweep()
 
     def _bind(self, encoded: Mapping[str, Any], once: str | None = None) -> bool:
-        """What names lead to now. Says whether one of them leads to an object no more, or did for one cell only."""
+        """Note the keys below each name. Returns whether a name lost a key; names that begin with `once` lose all."""
         ended = [name for name in self._roots if once is not None and name.startswith(once)]
         before = [self._roots.pop(name) for name in ended]
         loosened = any(before)
@@ -364,7 +360,7 @@ class NotebookSide:
         return loosened
 
     def _sweep(self) -> None:
-        """The ranks are told with the next cell."""
+        """Drop what nothing reaches; the ranks are told with the next cell."""
         roots = {key for roots in self._roots.values() for key in roots}
         handles = [node for node in kept_handles.handles(self.table) if kept_handles.held(node)]
         keys = self.table.unreachable({*roots, *(node.key for node in handles)})
@@ -382,6 +378,6 @@ class NotebookSide:
 
 
 def _place(kind: str) -> str:
-    """New CUDA tensors come home to the CPU unless the notebook itself uses the GPU: we never wake it up."""
+    """New CUDA tensors come home to the CPU unless the notebook itself uses the GPU: we never initialise CUDA."""
     torch: Any = sys.modules.get("torch")
     return kind if kind != "cuda" or (torch is not None and torch.cuda.is_initialized()) else "cpu"

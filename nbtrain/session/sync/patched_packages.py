@@ -1,7 +1,7 @@
-"""What cells have set in installed packages (`F.relu = mine`): each process has its own, and the user is told, once.
+"""Tells the user, once, what cells have set in installed packages (`F.relu = mine`): it holds in one process only.
 
-Found in the texts of cells, and in what `unittest.mock` says of patches that were started; what a library sets in
-another one nobody tells.
+It is found in the texts of cells, and in the started patches of `unittest.mock`. What a library sets in another one is
+not found.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ _MAY_SET = re.compile(r"\.\s*\w+\s*(?::[^=\n]+)?[-+*/|&^%@<>]{0,2}=(?!=)|\bsetat
 _FOLLOWS = frozenset((
     "torch.backends.cudnn.benchmark", "torch.backends.cudnn.deterministic", "sys.path",
 ))  # fmt: skip
-"""Settings that each cell takes along."""
+"""Settings that are sent with each cell."""
 SHOWN = 4
 
 
 class PatchedPackages:
-    """One notebook's. The texts of its cells are read, once each."""
+    """Of one notebook. The text of each cell is read once."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._read = 0
         self._seen: set[str] = set()
-        """texts that were read: the same cell runs again and again"""
         self._here: dict[str, tuple[Any, str]] = {}
-        """what cells of the notebook set: `torch.nn.functional.relu` → the module or class, and the name in it"""
+        """set in the notebook: `torch.nn.functional.relu` → the module or class, and the name in it"""
         self._there: set[str] = set()
-        """what cells on ranks set"""
+        """set on the ranks"""
         self._said: set[tuple[str, bool]] = set()
 
     def lines(self) -> list[str]:
-        """Before a cell goes to the ranks, which is the last that was typed."""
+        """What to say before a cell, the last one typed, is sent to the ranks."""
         self._read_on()
         for holder, name in python.started_mocks():
             if (path := _path(holder, name)) is not None:
@@ -101,7 +100,7 @@ class PatchedPackages:
 
 
 def _path(holder: Any, name: str) -> str | None:
-    """`torch.nn.functional.relu`; None: it is none of an installed package's."""
+    """`torch.nn.functional.relu`; None: it is not in an installed package."""
     if not isinstance(holder, (ModuleType, type)) or not _is_installed(holder):
         return None
     where = holder.__name__ if isinstance(holder, ModuleType) else f"{holder.__module__}.{holder.__qualname__}"
@@ -119,7 +118,7 @@ def _targets(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _bodies(tree: ast.AST) -> Iterator[str]:
-    """The cells below `%%distributed`, of which IPython makes calls."""
+    """Bodies of `%%distributed` cells, which IPython turns into calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "run_cell_magic":
             texts = [one.value for one in node.args if isinstance(one, ast.Constant)]
@@ -128,7 +127,7 @@ def _bodies(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_installed(holder: ModuleType | type) -> bool:
-    """Not the notebook's own nor somebody's work in progress: these travel."""
+    """False for the notebook's own and for local modules: these travel."""
     module = holder if isinstance(holder, ModuleType) else sys.modules.get(holder.__module__)
     if module is None or module.__name__.partition(".")[0] in ("__main__", "builtins", "nbtrain"):
         return False
@@ -137,7 +136,7 @@ def _is_installed(holder: ModuleType | type) -> bool:
 
 
 def _is_foreign(holder: ModuleType | type, name: str) -> bool:
-    """Whether it is not what the package itself has there: who takes a patch off has put that in its place again."""
+    """Whether it is not the package's own, which is there again once a patch is taken off."""
     if name not in vars(holder):
         return isinstance(holder, ModuleType) and type(holder) is not ModuleType and hasattr(type(holder), name)
     value = vars(holder)[name]

@@ -1,4 +1,4 @@
-"""What the notebook's own process runs in an older version than is on the disk: the ranks may run the newer one."""
+"""Tells the user which modules the kernel runs in an older version than the disk has; ranks may run the newer one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from nbtrain.worker.modules.installed_packages import Change, InstalledPackages
 
 
 class StaleModules:
-    """The kernel's. Python's import is the user's here, so it looks after each cell; on a rank it listens."""
+    """Of the kernel. It compares after each cell, as imports in the kernel are not intercepted; on a rank they are."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self.packages = InstalledPackages()
         self._loaded: frozenset[str] = frozenset()
         self._files: dict[str, tuple[str, Any, Stamp | None]] = {}
-        """local module → file, what Python made anew if it was loaded again, and the file as it was then"""
+        """local module → file, its spec (a new one after a reload), and the file's stamp then"""
         self._said: dict[str, Stamp | None] = {}
         self._changes: list[Change] = []
         self.look()
 
     def look(self) -> None:
-        """After a cell."""
+        """Note, after a cell, what was imported or reloaded."""
         self._changes += self.packages.look(lambda module, path: module not in self._loaded)
         for name, (_, spec, _) in list(self._files.items()):
             module = sys.modules.get(name)
@@ -43,7 +43,7 @@ class StaleModules:
             self._files[name] = path, getattr(module, "__spec__", None), stamp(path)
 
     def _autoreloaded(self, name: str, path: str) -> bool:
-        """`%autoreload` edits a module in place; Python's import does not know of it."""
+        """Whether `%autoreload` has brought the module up to date in place."""
         reloader = kernel.autoreloader(self._shell)
         if reloader is None or not os.path.exists(path):
             return False
@@ -51,7 +51,7 @@ class StaleModules:
         return bool(reloader.modules_mtimes.get(name) == mtime and reloader.failed.get(path) != mtime)
 
     def lines(self, forks: bool) -> list[str]:
-        """Before a cell goes to the ranks: what to say, each thing once."""
+        """What to say, each thing once, before a cell is sent to the ranks."""
         self.look()
         said = []
         old = []

@@ -1,1 +1,1 @@
-"""A cell that is tried: what is measured or compared, and that nothing of it comes home."""
+"""Tries a cell to measure or compare it; nothing of a trial comes home."""

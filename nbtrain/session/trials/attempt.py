@@ -1,4 +1,4 @@
-"""One cell tried in one way: sent to the ranks, run for some steps, forgotten."""
+"""Tries one cell in one way: sends it to the ranks, runs some steps, has the ranks forget it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.specs import RunSpec, Trial
 
 ROOM = 0.9
-"""of the machine's free memory is shared out to ranks that try something"""
+"""share of the machine's free memory that the ranks of a trial may take together"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWay:
-    """How a cell may be run."""
+    """One way to run a cell."""
 
     name: str
     """`fsdp`"""
     line: str
     """the options, as they are typed"""
     spec: Callable[[], RunSpec]
-    """raises UsageError where it cannot be done here"""
+    """raises UsageError where this cannot be run here"""
     keeps_name: bool = False
-    """otherwise `auto` is called by what it became"""
+    """else `auto` gets the name of the strategy that it chose"""
 
 
 class Attempt:
-    """Of one cell. Nothing of them comes home, and other cells know nothing of them."""
+    """Tries one cell. Nothing comes home, and other cells are not affected."""
 
     def __init__(self, shell: Any, ranks: PoolManager, cell: Cell, memory: int) -> None:
-        """`memory`: bytes that a rank may come to have; 0: what the device has."""
+        """`memory`: bytes that a rank may take; 0: what the device has."""
         self._shell = shell
         self._ranks = ranks
         self._cell = cell
@@ -51,7 +51,7 @@ class Attempt:
         """the ranks have nothing of the notebook's"""
 
     def try_out(self, way: RunWay, trial: Trial) -> dict[str, Any]:
-        """What there is to say of it, as changes of a `Measured`. Raises what every other way would raise, too."""
+        """What was measured, as changes of a `MeasuredWay`. Raises what every other way would raise, too."""
         try:
             spec = self.spec_of(way)
             home, spec = self.play(spec, trial)
@@ -64,7 +64,7 @@ class Attempt:
             return {"state": "failed", "why": str(error).split("\n")[0]}
 
     def spec_of(self, way: RunWay) -> RunSpec:
-        """What would be run; raises where it cannot be."""
+        """The RunSpec of a trial; raises where it cannot be run."""
         spec = way.spec()
         if spec.pool.engine == "inprocess":
             raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
@@ -72,7 +72,7 @@ class Attempt:
         return _bare(advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)[0])
 
     def play(self, spec: RunSpec, trial: Trial) -> tuple[DiscardTrial, RunSpec]:
-        """Run it; what has become of it, and what was run."""
+        """Run the trial; returns how it ended, and what was run."""
         self._have(spec)
         spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
         names = self.reads(_own(spec), spec.options.values())
@@ -82,7 +82,7 @@ class Attempt:
         return run.home, spec
 
     def check(self, name: str) -> None:
-        """Raises what every way would raise. `name`: what the cell has to read; empty: nothing in particular."""
+        """Raises what every way would raise. `name`: a name that the cell has to read; may be empty."""
         names = self.reads()
         if name and name not in (*names.hard, *names.soft):
             raise UsageError(
@@ -91,7 +91,7 @@ class Attempt:
             )
 
     def batch(self) -> int:
-        """How many samples the cell's loader puts into a batch; 0: it has none, or does not say."""
+        """The batch size of the cell's loader; 0: there is none, or it does not say."""
         from torch.utils.data import DataLoader
 
         names = self.reads()
@@ -104,7 +104,7 @@ class Attempt:
         return captured(self._cell.code, namespace, extra, self._cell, NameOrder(namespace), options)
 
     def _have(self, spec: RunSpec) -> None:
-        """The right ranks, with nothing on them."""
+        """Start the right ranks, or have those that run forget everything."""
         ranks = self._ranks
         before = ranks.pool
         ranks.have(spec.pool)
@@ -115,19 +115,19 @@ class Attempt:
         self._fresh = True
 
     def _limit(self, spec: RunSpec) -> int:
-        """Where the kernel would end a process that wants too much, the rank is to hear of it before."""
+        """The memory limit of a rank. On a CPU the rank gets an error before the system would kill it."""
         if self._memory or spec.pool.kind != "cpu":
             return self._memory
         return int(ROOM * probes.memory().available / spec.pool.world_size)
 
 
 def _own(spec: RunSpec) -> tuple[str, ...]:
-    """The notebook's name of a strategy of its own."""
+    """The name of a strategy that is the notebook's own."""
     return () if registry.find_strategy(spec.strategy) else (spec.strategy,)
 
 
 def _bare(spec: RunSpec) -> RunSpec:
-    """Without what would write or show something."""
+    """The same without options that write or show something."""
     return replace(
         spec, background=False, keep=(), save_steps=None, save_seconds=None, resume=None, monitor="off", log_to="",
         output="rank0",
@@ -135,7 +135,7 @@ def _bare(spec: RunSpec) -> RunSpec:
 
 
 def _told(home: DiscardTrial, spec: RunSpec, asked: int) -> dict[str, Any]:
-    """`asked`: what a rank may have, as the user said it. The system lets it have what was mapped before, too."""
+    """What was measured. `asked`: the user's limit, which the system does not apply to memory mapped before."""
     found = home.tried
     ranks = spec.pool.world_size
     if not found:

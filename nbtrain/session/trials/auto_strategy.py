@@ -1,4 +1,4 @@
-"""`--strategy auto` on several devices: ddp, or where a model does not fit under it, what the plan names instead."""
+"""`--strategy auto` on several devices: ddp, or the plan's alternative where a model does not fit under ddp."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ if TYPE_CHECKING:
     from nbtrain.planning.plan.plan import Planned
 
 SMALL = 32 * 10**6
-"""Bytes of weights: what has fewer fits everywhere, and nothing is asked of the machine."""
+"""Bytes of weights: smaller models fit everywhere, so nothing is looked at."""
 STATES = 4
-"""A weight, its gradient and two numbers of Adam's."""
+"""A weight, its gradient and two states of Adam."""
 SHARE = 0.1
-"""Of the room that they may take before anything is looked at more closely."""
+"""Share of the free memory that they may take before the plan is asked."""
 
 _kept: MutableMapping[nn.Module, tuple[str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
-"""What was chosen for a model, for as long as there is one."""
+"""model → the strategy that was chosen for it"""
 _fitted: MutableMapping[nn.Module, tuple[PoolSpec, str, int]] = weakref.WeakKeyDictionary()
-"""Where a model was found to fit: it is not looked at again for each cell."""
+"""model → where it was found to fit, so that it is not looked at again for each cell"""
 
 
 def advise(
     names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), keep: bool = True
 ) -> tuple[RunSpec, str]:
-    """How a cell is run, where `auto` has chosen the strategy, and what is said of it. `pids`: the ranks that are
-    there. A model for which something else was chosen once stays with it, whatever else becomes free. `keep`: it is
-    this cell that chooses; where it is only tried, nothing is remembered."""
+    """The run with the strategy that `auto` chooses, and what to say about it. `pids`: processes of the ranks. A model
+    stays with what was chosen for it once. `keep`: remember the choice; a trial does not."""
     if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
         return run, ""
     try:
         return _advised(names, notebook, run, pids, keep)
-    except Exception:  # an optimizer of somebody's own, a driver that has gone …: the cell runs as without advice
+    except Exception:  # a custom optimizer, a missing driver …: the cell runs without advice
         return run, ""
 
 
@@ -80,7 +79,7 @@ def _instead(
     run: RunSpec,
     pids: Iterable[int],
 ) -> tuple[Planned, Planned] | None:
-    """ddp, which does not fit, and what does."""
+    """The rows of ddp, which does not fit, and of what does; None if ddp fits."""
     from nbtrain.planning.plan.device_memory import ground
     from nbtrain.planning.plan.quick_estimate import instead_of, weighed
 
@@ -118,7 +117,7 @@ def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.M
 
 
 def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Those whose sizes are known."""
+    """Parameters whose sizes are known."""
     from nbtrain.strategies.base import is_lazy
 
     found = [p for model in models for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""What is found out by trying a cell in several ways: which is fastest, and what is the largest that fits."""
+"""Tries a cell in several ways, to find the fastest, or the largest batch or model that fits."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0
-"""Seconds that one attempt may take, or all of one way, before no larger one is made."""
+"""Seconds that one attempt, or all attempts of one way, may take before no larger one is made."""
 CLOSE = 0.1
-"""A batch may be smaller by so much than it was to be: loaders that validate have other batches."""
+"""A batch may be smaller than asked by this share: validation loaders have other batches."""
 MOST = 2**20
-"""Samples in a batch; more are not tried."""
+"""The largest batch that is tried, in samples."""
 
 Told = Callable[[Comparison], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is to be found out."""
+    """What a comparison has to find out."""
 
     goal: str = "speed"
     """one of `comparison.GOALS`"""
     steps: int = 10
     memory: int = 0
-    """bytes that a rank may come to have; 0: what the device has"""
+    """bytes that a rank may take; 0: what the device has"""
     threads: int = 0
-    """of each rank, on a CPU; 0: as many as otherwise"""
+    """of each rank, on a CPU; 0: the default"""
     parameter: str = ""
-    """for the goal `model`: the name, and what it is to hold"""
+    """for the goal `model`: the name that takes each of `values`"""
     values: tuple[Any, ...] = ()
 
 
 class Comparing:
-    """One comparison."""
+    """Makes one comparison."""
 
     def __init__(self, attempt: Attempt, question: Question, ways: Sequence[RunWay], told: Told) -> None:
-        """`told`: is called with what is known so far, whenever that is more."""
+        """`told` is called with the comparison so far, whenever there is more."""
         self._attempt = attempt
         self._asked = question
         self._ways = ways
@@ -53,7 +53,7 @@ class Comparing:
         self.found = Comparison.of(names, steps=question.steps, goal=question.goal, parameter=question.parameter)
 
     def run(self) -> Comparison:
-        """Stop ends it with what was found until then."""
+        """The comparison; Stop ends it with what was found until then."""
         self._attempt.check(self._asked.parameter)
         began = time.monotonic()
         find = {"batch": self._batch, "model": self._model}.get(self._asked.goal, self._speed)
@@ -63,7 +63,7 @@ class Comparing:
                 find(at, way)
         except KeyboardInterrupt:
             self._end("stopped")
-        except BaseException as error:  # of the cell itself: every way would raise it
+        except BaseException as error:  # an error of the cell itself: every way would raise it
             self._end(str(error).split("\n")[0])
             raise
         self.found = replace(self.found, seconds=time.monotonic() - began, over=True)
@@ -80,7 +80,7 @@ class Comparing:
         self._tell(self.found)
 
     def _trial(self, **what: Any) -> Trial:
-        """The first step makes what all others have; speed wants one more that is not timed."""
+        """The first step allocates what all others use; for speed one more is not timed."""
         warm = 2 if self._asked.goal in ("speed", "growth") else 1
         return Trial(steps=self._asked.steps, warm=warm, threads=self._asked.threads, **what)
 
@@ -127,8 +127,8 @@ class Comparing:
     def _stopped(
         self, at: int, attempts: Attempts, words: Callable[[int], str], sizes: Sequence[Any] | None = None
     ) -> Iterator[None]:
-        """Around attempts: what they have found becomes the row, also where Stop ends them. `sizes`: of which numbers
-        are places."""
+        """Around attempts: show what they have found in the row, also where Stop ends them. `sizes`: what the numbers
+        are indices of."""
         why = ""
         try:
             yield
@@ -143,12 +143,12 @@ class Comparing:
 
 
 class Attempts:
-    """By number: sizes, or places in a list of them."""
+    """The attempts of one way, by size, or by index in a list of sizes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.made: dict[int, dict[str, Any]] = {}
         self.long = False
-        """the last one, or all of them, took so long that a larger one is not made"""
+        """they took so long that no larger one is made"""
         self._clock = clock
         self._began = clock()
 
@@ -167,11 +167,10 @@ class Attempts:
 
     @property
     def most(self) -> int | None:
-        """The largest that worked."""
         return max(filter(self.worked, self.made), default=None)
 
     def row(self, words: Callable[[int], str]) -> dict[str, Any]:
-        """What is found, once no more attempts are made."""
+        """The row to show, once no more attempts are made."""
         most = self.most
         beyond = min((number for number in self.made if most is None or number > most), default=None)
         why = ""
@@ -187,7 +186,7 @@ def batches(number: int) -> str:
 
 
 def _grown(told: dict[str, Any], number: int) -> dict[str, Any]:
-    """Of an attempt with batches of so many samples: whether it had them."""
+    """The result of an attempt with batches of `number` samples: failed unless it had them."""
     if told["state"] == "done" and not told["grown"]:
         told = {**told, "state": "failed", "why": NO_LOADER}
     elif told["state"] == "done" and told["batch"] < number * (1 - CLOSE):
@@ -196,7 +195,7 @@ def _grown(told: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _row(told: dict[str, Any]) -> dict[str, Any]:
-    """What of an attempt a row shows."""
+    """The part of an attempt that a row shows."""
     return {"why": "", **{name: value for name, value in told.items() if name != "grown"}}
 
 

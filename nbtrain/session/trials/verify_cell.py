@@ -1,8 +1,8 @@
-"""Whether a cell gives under its strategy what one process gives: its first steps are played both ways, on the same
-samples, and compared.
+"""Compares what a cell gives under its strategy with what one process gives, by running its first steps both ways on
+the same samples.
 
-Where the numbers differ it is found out why, by playing again: with the samples of each batch in the opposite order,
-which shows what rounding alone does; without dropout; with the running statistics of batch norms.
+Where the numbers differ, further runs find out why: with the samples of each batch in the opposite order, which shows
+what rounding alone does; without dropout; with the running statistics of batch norms.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Record, RunSpec, Trial
 
 CLOSE = 1e-4
-"""of what the steps have moved a weight by, and of a number, is taken for equal"""
+"""relative difference, of a number or of what the steps moved a weight by, that counts as equal"""
 ROUNDING = 8
-"""so many of a type's smallest steps are, too"""
+"""difference in units of a type's epsilon that counts as equal, too"""
 NOISE = 10
-"""times what the same process differs by when samples come in another order"""
+"""difference that counts as equal, too: times what one process differs by when samples come in another order"""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What was written down of one run."""
+    """What one run recorded."""
 
     ranks: tuple[Mapping[str, Any], ...]
-    """one of each share, in order"""
+    """one record for each share of the samples, in order"""
     weights: Mapping[str, Any]
     before: Mapping[str, Any]
-    """where the weights stood; of one process only"""
+    """the weights before the first step; of one process only"""
     steps: int
 
     @property
@@ -56,11 +56,11 @@ class Played:
 
 
 class TrialFailed(Exception):
-    """One of the runs has failed."""
+    """One of the runs failed."""
 
 
 class Verifying:
-    """One receipt."""
+    """Makes one receipt."""
 
     def __init__(self, attempt: Attempt, way: RunWay, steps: int, told: Callable[[Receipt], None]) -> None:
         self._attempt = attempt
@@ -72,7 +72,7 @@ class Verifying:
         self._plays = 0
 
     def run(self) -> Receipt:
-        """Stop ends it, and the notebook is as it was."""
+        """Compare, and return the receipt. Stop ends it; the notebook is as it was."""
         began = time.monotonic()
         found: dict[str, Any]
         self._folder = Path(tempfile.mkdtemp(prefix="nbtrain-verify-"))
@@ -99,7 +99,7 @@ class Verifying:
         self.receipt = replace(self.receipt, **changes)
         self._tell(self.receipt)
 
-    # -- playing ------------------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------------
 
     def _play(self, spec: RunSpec, doing: str, **how: Any) -> Played:
         self._note(doing=doing)
@@ -178,7 +178,7 @@ class Verifying:
         ]
 
     def _of_switches(self, spec: RunSpec, one: Played) -> list[str]:
-        """What is legitimately another thing on several ranks: switched off in both, do they agree?"""
+        """Causes that are expected on several ranks: with dropout and batch norm switched off, do both ways agree?"""
         here = [name for name in ("dropout", "batch norm") if any(rank[name] for rank in one.ranks)]
         if not here or not self.receipt.samples_agree:
             return []
@@ -206,18 +206,18 @@ def _load(file: Path) -> Mapping[str, Any]:
 
 
 def steady(many: Played, one: Played) -> bool:
-    """Nothing is drawn: samples in another order give the same, but for rounding."""
+    """Whether nothing is drawn, so that samples in another order give the same but for rounding."""
     return not any(rank["drew"] for rank in many.ranks) and not any(rank["dropout"] for rank in one.ranks)
 
 
 def in_any_order(one: Played, turned: Played) -> bool:
-    """The order of the samples in a batch means nothing to this code: the first loss, of untouched weights, is the
-    same. Otherwise what differs is no rounding."""
+    """Whether the order of the samples in a batch does not matter: the first loss, of untouched weights, is the same.
+    Otherwise the difference is not rounding."""
     return bool(one.losses) and bool(turned.losses) and isclose(one.losses[0], turned.losses[0], rel_tol=CLOSE)
 
 
 def compared(many: Played, one: Played, noise: Played | None = None) -> tuple[WeightDifference, ...]:
-    """Each weight of the models, by name. `noise`: the same as `one`, with another rounding."""
+    """The difference of each weight, by name. `noise`: the same as `one`, with another rounding."""
     import torch
 
     def distance(a: Any, b: Any) -> float:
@@ -249,7 +249,7 @@ def compared(many: Played, one: Played, noise: Played | None = None) -> tuple[We
 
 
 def numbers(many: Played, one: Played) -> tuple[Number, ...]:
-    """Names whose number on rank 0 is not one process's, where the ranks' numbers together give it."""
+    """Names whose number differs on rank 0, where the ranks' sum or mean is what one process has."""
     found = []
     for name, alone in one.ranks[0]["numbers"].items():
         each = tuple(rank["numbers"][name] for rank in many.ranks if name in rank["numbers"])
@@ -288,7 +288,7 @@ def _samples(many: Played, one: Played) -> dict[str, Any]:
 
 
 def _of_losses(many: Played, one: Played) -> list[str]:
-    """The first loss is of untouched weights: a sum over the batch is told by its size."""
+    """The first loss, of untouched weights, shows by its size that it is a sum over the batch."""
     if not many.losses or not one.losses or len(many.ranks) == 1:
         return []
     ours, alone = many.losses[0], one.losses[0]

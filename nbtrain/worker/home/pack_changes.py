@@ -11,7 +11,8 @@ import nbtrain.humanize as humanize
 from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.rank_paths import Way, Ways, by_value
+from nbtrain.exchange.graph.rank_paths import Ways, by_value
+from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds import dispatch, numeric
 from nbtrain.exchange.kinds.base import ATOMS, Stay
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
@@ -28,20 +29,6 @@ LIMIT = 10**9
 """Bytes up to which what is new under a name comes home by itself."""
 ASKED = "--keep"
 MISSING = object()
-
-New = tuple[int, str, Way | None]
-"""A key the lead gave to a new object, its kind, and where the other ranks find theirs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """What comes home after a cell."""
-
-    parcel: Parcel
-    news: tuple[New, ...]
-    deleted: tuple[str, ...]
-    stayed: tuple[tuple[str, str, bool], ...]
-    """path and reason of what stays on the ranks"""
 
 
 @dataclass(slots=True)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nbtrain.exchange import module_baseline
+from nbtrain.exchange.graph.changes import OPTION
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.graph.rank_paths import Ways, find_all
+from nbtrain.exchange.home import Home, New
 from nbtrain.exchange.kinds import dispatch, numeric
 from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.kinds.module_state import MODULE
@@ -18,10 +20,7 @@ from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.training.setup.replace_references import replace_references
-from nbtrain.worker.home.pack_changes import KERNEL, MISSING, Home, New, PackChanges, pull, spared
-
-OPTION = "--"
-"""No name of Python's begins so: under such names the strategy's options travel."""
+from nbtrain.worker.home.pack_changes import KERNEL, MISSING, PackChanges, pull, spared
 
 
 class RankSide:
@@ -42,7 +41,7 @@ class RankSide:
         """what the last cell set in modules and cannot come home"""
         self.options: dict[str, Any] = {}
         """the strategy's, of the cell that was sent last: they may be classes of the notebook"""
-        from nbtrain.worker.home.pieces import Pieces  # it loads torch, and the notebook reads a name of this module's
+        from nbtrain.worker.home.pieces import Pieces  # it loads torch
 
         self.pieces = Pieces(rank, world_size, self.table)
         self._states: dict[int, tuple[Any, Any]] = {}

@@ -203,10 +203,10 @@ def test_a_refused_walk_leaves_no_trace(sides: Sides) -> None:
     sides.run("a = [1]; import threading; lock = threading.Lock()")
     sides.out(["a"])
     sides.run("a.append([2]); b = [a, lock]")
-    before = set(sides.traffic.table.nodes)
+    before = set(sides.notebook_side.table.nodes)
     with pytest.raises(CannotTravel):
         sides.out(["a", "b"])
-    assert set(sides.traffic.table.nodes) == before
+    assert set(sides.notebook_side.table.nodes) == before
     sides.out(["a"])
     assert sides.there("a") == [1, [2]]
 
@@ -285,11 +285,11 @@ def test_what_the_notebook_drops_is_freed_on_both_sides(sides: Sides) -> None:
     twin = weakref.ref(sides.there("a"))
     sides.run("del t, a")
     sides.out(["keep"])
-    sides.traffic.packer.released(0, sides.twins[0].released())
+    sides.notebook_side.packer.released(0, sides.twins[0].released())
     gc.collect()
     assert mine() is None
     assert twin() is None
-    assert not any(sides.traffic.packer._readers.values())
+    assert not any(sides.notebook_side.packer._readers.values())
 
 
 def test_a_class_that_a_cell_defines_anew_is_freed_on_both_sides(sides: Sides) -> None:
@@ -308,14 +308,14 @@ def test_what_a_cell_rebinds_does_not_pile_up(sides: Sides) -> None:
     counts = []
     for _ in range(5):
         sides.distributed("x = torch.ones(2); loss = [x.sum()]; pair = (w, [len(pair[1])])")
-        counts.append((len(sides.traffic.table.nodes), len(sides.twins[0].table.nodes)))
+        counts.append((len(sides.notebook_side.table.nodes), len(sides.twins[0].table.nodes)))
     here, there = zip(*counts, strict=True)
     assert len(set(here)) == 1
     assert len(set(there[1:])) == 1
     kept = sides("pair")[1]
     sides.out()
     assert sides.there("pair[0] is w and pair[1] == [1]")
-    assert sides.traffic.table.find(kept) is not None  # inside a tuple, which has no key of its own
+    assert sides.notebook_side.table.find(kept) is not None  # inside a tuple, which has no key of its own
     assert len(sides.twins[0].table.nodes) == here[0]
 
 
@@ -358,13 +358,13 @@ def test_small_tensors_are_compared_together_though_one_is_let_go_of(sides: Side
     for names in ["ts"], ["loss"]:
         for _ in range(3):
             sides.out(names)
-    assert len(sides.traffic.table.bulk._chunks) == 2
+    assert len(sides.notebook_side.table.bulk._chunks) == 2
     loss = weakref.ref(sides("loss"))
     sides.run("loss = None")
     sides.out(["loss"])
     gc.collect()
     assert loss() is None
-    (left,) = sides.traffic.table.bulk._chunks.values()
+    (left,) = sides.notebook_side.table.bulk._chunks.values()
     assert len(left.flats) == 20
 
 
@@ -405,7 +405,7 @@ def test_one_element_of_a_large_tensor_is_seen(sides: Sides) -> None:
 
 def test_small_walks_hold_nothing(sides: Sides) -> None:
     sides.run("a = bytearray(10)")
-    walk = Walk(sides.traffic.table, sides.here)
+    walk = Walk(sides.notebook_side.table, sides.here)
     walk.name("a", sides("a"))
     gone = weakref.ref(walk)
     del walk
@@ -416,12 +416,12 @@ def test_many_new_objects_of_one_list_are_found_in_one_pass(sides: Sides, monkey
     """The other ranks are told the way to each of them; to look for each among all takes minutes for ten thousand."""
     count = 300
     sides.run(f"import torch\nmade = [torch.ones(2) for _ in range({count})]")
-    walk = Walk(sides.traffic.table, sides.here)
+    walk = Walk(sides.notebook_side.table, sides.here)
     walk.name("made", sides("made"))
     asked: list[object] = []
     identity = Kind.identity
     monkeypatch.setattr(Kind, "identity", lambda self, obj: asked.append(obj) or identity(self, obj))
-    ways = Ways(sides.traffic.table, sides.here)
+    ways = Ways(sides.notebook_side.table, sides.here)
     found = [ways.to(node) for node in walk.added if node.kind.name == "tensor"]
     assert len({way for way in found if way is not None}) == count
     assert len(asked) <= 10 * count
@@ -445,7 +445,7 @@ def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: p
     sides.run("rows = [[i] for i in range(300)]; values = (1, 2); net = {'a': 1}")
     sides.out()
     sides.out()
-    assert sides.traffic.slow == {}
+    assert sides.notebook_side.slow == {}
     monkeypatch.setattr("nbtrain.session.sync.notebook_side.BUDGET", 0.0)
     sides.out(["rows", "values"])
-    assert list(sides.traffic.slow) == ["rows"]
+    assert list(sides.notebook_side.slow) == ["rows"]

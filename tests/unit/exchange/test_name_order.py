@@ -77,7 +77,7 @@ def test_gone_names_are_forgotten_and_those_bound_again_come_once() -> None:
 def test_a_cell_costs_no_more_looks_after_twenty_thousand_others(before: int, tmp_path: Path) -> None:
     sides = Sides(tmp_path)
     sides.here = here = Counted(sides.here)
-    sides.traffic = NotebookSide(here, str(tmp_path), range(1), {})
+    sides.notebook_side = NotebookSide(here, str(tmp_path), range(1), {})
     places = NameOrder(here)
 
     def steps(code: str) -> int:
@@ -88,7 +88,7 @@ def test_a_cell_costs_no_more_looks_after_twenty_thousand_others(before: int, tm
         sides.out([*names.hard, *names.soft])
         exec(code, sides.twins[0].namespace)
         sides.home()
-        sides.traffic.release_dropped()
+        sides.notebook_side.release_dropped()
         return here.steps
 
     sides.run("model = [0]; n = 1\ndef step(): model[0] += n")

@@ -127,7 +127,7 @@ def test_a_large_array_is_written_again_where_its_readers_map_it(sides: Sides) -
     before = sides.there("t.data_ptr(), f.ctypes.data")
     sides.twins[0].namespace["alias"] = sides.there("t[5:9]")
     sides.there("t.fill_(9)")  # private pages everywhere
-    segments = set(sides.traffic.packer._segments)
+    segments = set(sides.notebook_side.packer._segments)
     sides.run("t[6] = 4; f[1, 2] = 8; f[0] = 3")
     version = sides.there("t._version")
     sides.out()
@@ -136,7 +136,7 @@ def test_a_large_array_is_written_again_where_its_readers_map_it(sides: Sides) -
     assert sides.there("alias.tolist()") == [0, 4, 0, 0]
     assert sides.there("t.sum()") == 4
     assert sides.there("f[1, 2] == 8 and f[0].tolist() == [3, 3, 3] and f.sum() == 17 and f.flags.f_contiguous")
-    assert set(sides.traffic.packer._segments) == segments
+    assert set(sides.notebook_side.packer._segments) == segments
     assert sides.there("t._version") > version, "a graph recorded before must notice"
     assert sides.unsent() == []
     sides.distributed("t[1] = 7", ["t"])

@@ -102,7 +102,7 @@ def cell(sides: Sides, source: str, number: int = 1) -> dict[str, int]:
 
 
 def checked(sides: Sides, *names: str) -> CheckReport:
-    return check(sides.here, sides.traffic, {}, list(names))
+    return check(sides.here, sides.notebook_side, {}, list(names))
 
 
 def test_every_culprit_has_its_path_and_the_line_that_made_it(sides: Sides) -> None:
@@ -117,7 +117,7 @@ def test_every_culprit_has_its_path_and_the_line_that_made_it(sides: Sides) -> N
 
 
 def test_the_error_of_a_cell_says_the_same(sides: Sides) -> None:
-    sides.traffic._numbers = cell(sides, "import threading\n\nbox = {'k': [threading.Lock()]}", 7)
+    sides.notebook_side._numbers = cell(sides, "import threading\n\nbox = {'k': [threading.Lock()]}", 7)
     with pytest.raises(CannotTravel) as caught:
         sides.out(["box"])
     path, made, instead = str(caught.value).splitlines()
@@ -298,9 +298,9 @@ def test_a_check_changes_nothing_of_what_is_sent_next(sides: Sides) -> None:
     sides.run("import torch; data = torch.zeros(1_000_000); box = [1]")
     sides.out(["data", "box"])
     sides.run("data += 1; box.append([2]); new = [box]")
-    keys = set(sides.traffic.table.nodes)
+    keys = set(sides.notebook_side.table.nodes)
     assert checked(sides)
-    assert set(sides.traffic.table.nodes) == keys
+    assert set(sides.notebook_side.table.nodes) == keys
     sides.out(["data", "box", "new"])
     assert sides.there("float(data[0])") == 1
     assert sides.there("box == [1, [2]] and new[0] is box")
@@ -376,6 +376,6 @@ def test_long_tuples_may_hold_modules(sides: Sides) -> None:
 def test_values_are_counted_and_not_said_to_go_by_name(sides: Sides) -> None:
     sides.run("import math; from math import sqrt; pair = (1, 2); few = frozenset(['a']); text = 'x' * 50_000")
     sides.run("long = (text,) * 300")
-    found = check(sides.here, sides.traffic, {}, [])
+    found = check(sides.here, sides.notebook_side, {}, [])
     assert sorted(found.by_name) == ["math", "sqrt"]
     assert sorted(found.sizes) == ["few", "long", "pair", "text"]
