@@ -20,7 +20,7 @@ from nbtrain.exchange.kinds.base import Node, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.parcel import Packer
-from nbtrain.session.sync.kernel_environment import EnvironmentMirror
+from nbtrain.session.sync.kernel_environment import SentEnvironment
 from nbtrain.worker.home.trial_opening import open_parcel
 
 PATIENCE = 20.0
@@ -78,7 +78,7 @@ def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | N
     packer = Packer(tempfile.gettempdir(), numbers=numbers)
     try:
         parcel = packer.pack(_cargo(namespace, names), (0,))
-        environment = EnvironmentMirror(SimpleNamespace(colors=None)).changes(False)
+        environment = SentEnvironment(SimpleNamespace(colors=None)).changes(False)
         said: str | None = scratch.ask(open_parcel, parcel, environment, PATIENCE, _takes_long)
         return said
     finally:
