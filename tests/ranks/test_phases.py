@@ -97,7 +97,7 @@ class Bench:
         self.optimizer = SGD(self.model)
         self.runtime = Runtime(info, Single(Single.Options()), lambda event: None)
         self.phases = self.runtime.phases = PhaseTimer(clock=self.clock)
-        for part in (self.runtime.loaders, self.runtime.wrapped, self.runtime.meeting):
+        for part in (self.runtime.loaders, self.runtime.backward_and_step, self.runtime.collective_guard):
             part.phases = self.phases
 
     def loader(self, samples: int = 4, batch_size: int = 2) -> DataLoader[torch.Tensor]:

@@ -219,7 +219,7 @@ def _played(bench: Bench, program: Callable[[Bench], Net]) -> Numbers | str:
     bench.runtime.install()
     try:
         model = program(bench)
-        bench.runtime.workshop.forget()  # what was in pieces is whole again
+        bench.runtime.components.forget()  # what was in pieces is whole again
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return {**weights, "seen": torch.tensor(float(model.seen))}  # type: ignore[arg-type]
     except NotSupported as error:

@@ -60,7 +60,7 @@ def find(path: Path) -> tuple[Path, str]:
     if made := folder.inside(path):
         newest, said = made[-1]
         return newest, f"{path}: the newest whole checkpoint in there is {newest.name} (step {said.get('step', '?')})"
-    if (aside := folder.put_aside(path)) is not None:
+    if (aside := folder.replaced_one(path)) is not None:
         return aside, f"{path} was about to be replaced when its process ended: the one from before is loaded"
     if path.is_dir() and len(list(path.glob(f"*{full_format.SUFFIX}"))) == 1:
         return next(path.glob(f"*{full_format.SUFFIX}")), ""

@@ -78,7 +78,7 @@ def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dic
         one = described[key]
         taken: list[Range] = []
         for rank, ranges in enumerate(kept):
-            fresh = [part for held in ranges.get(key, ()) for part in _outside(held, taken)]
+            fresh = [part for held in ranges.get(key, ()) for part in _without(held, taken)]
             if fresh:
                 mine[rank][key] = fresh
                 taken += fresh
@@ -96,7 +96,7 @@ def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dic
     return mine
 
 
-def _outside(held: Range, taken: Iterable[Range]) -> list[Range]:
+def _without(held: Range, taken: Iterable[Range]) -> list[Range]:
     """What is left of `held` without `taken`."""
     left = [held] if held[1] > held[0] else []
     for a, b in taken:

@@ -45,27 +45,27 @@ from nbtrain.training.setup.components import Components
 
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
-_writing, _aside = BackgroundWrite(), BackgroundWrite()
+_writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one at a time, whatever strategy its cells have; and one that the notebook waits for."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on: it does so once."""
 
 
 class Checkpoints:
-    """One rank's, or the notebook's own (where nothing is prepared: `workshop` None)."""
+    """One rank's, or the notebook's own (where nothing is prepared: `components` None)."""
 
     def __init__(
         self,
         info: RankInfo | None = None,
         strategy: Strategy | None = None,
-        workshop: Components | None = None,
+        components: Components | None = None,
         randomness: Randomness | None = None,
         steps: Steps | None = None,
     ) -> None:
         self.rank = 0 if info is None else info.rank
         self.world_size = 1 if info is None else info.world_size
         self.strategy = strategy
-        self.workshop = workshop
+        self.components = components
         self.randomness = randomness
         self.steps = steps
         self.writing = _writing
@@ -129,8 +129,8 @@ class Checkpoints:
 
     def in_use(self) -> dict[str, Any]:
         """The same, without what nobody but us holds any more."""
-        if self.workshop is not None and self._made:
-            self.workshop.sweep()
+        if self.components is not None and self._made:
+            self.components.sweep()
         return self.objects
 
     @property
@@ -209,11 +209,11 @@ class Checkpoints:
         source = find_source.together(place_of(path), self.say)
         uninterrupted.together(lambda: self._load(source, chosen, bool(objects)))
 
-    def save_aside(self, place: Path) -> None:
+    def save_live_weights(self, place: Path) -> None:
         """At the end of a step, for the notebook; what becomes of it is not the cell's concern."""
         if not self.refused and (chosen := CheckpointObjects.of(self.in_use())):
-            _aside.finish()
-            self._save(place, chosen, full_format=False, in_a_step=True, writing=_aside)
+            _live_weights_write.finish()
+            self._save(place, chosen, full_format=False, in_a_step=True, writing=_live_weights_write)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Checkpoints:
     ) -> Job:
         """What this rank is to write: settled by all ranks together. `mine`: what it has found."""
         number = self._step(chosen.optimizers.values())
-        with self._outside():
+        with self._paused():
             self._collect(place, chosen, late, mine, keep is not None)
             told = self._tell(mine["told"])
             mine["made"] = Path(told[0]["made"])
@@ -310,8 +310,8 @@ class Checkpoints:
         there = self.rank == 0 and bool(folder.at_intervals(to))
         if not any(collectives.gather(there) if self._several else [there]):
             return
-        with self._outside():
-            pieces = self.workshop.pieces() if self.workshop is not None else ()
+        with self._paused():
+            pieces = self.components.pieces() if self.components is not None else ()
 
             def check() -> None:
                 if self.rank:
@@ -339,7 +339,7 @@ class Checkpoints:
             if late is not None:
                 raise late
             content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
-            holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
+            holdings = Holdings.of(content.tensors, self.components.pieces() if self.components is not None else ())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
             told["random"] = saved_states.of_rank(self.randomness) if self.randomness is not None else None
@@ -384,7 +384,7 @@ class Checkpoints:
         """What these objects hold, and nothing else. `asked`: the user named them."""
         names = ParameterNames(chosen.modules, self._modules())
         found: list[Match] = []
-        with self._outside():
+        with self._paused():
             agree(lambda: found.append(compare(source, chosen, names, asked)))
             match = found[0]
             uninterrupted.changing(lambda: self._restore(source, chosen, names, match))
@@ -395,23 +395,23 @@ class Checkpoints:
     ) -> None:
         make_state(source, chosen, names, match, self._pieces())
         fits = same_state(source, chosen, names, match, self._pieces())
-        apart = self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits])
+        apart = self.components is not None and not all(collectives.gather(fits) if self._several else [fits])
         if apart:
             self._take_apart(chosen)
             names = ParameterNames(chosen.modules, self._modules())
         Restore(source, find_source.reading(source, self.say), self._pieces(), names, match).restore(chosen)
         if apart:
-            assert self.workshop is not None
-            self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
+            assert self.components is not None
+            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
 
     def _take_apart(self, chosen: CheckpointObjects) -> None:
         """What these belong to is whole again on every rank, until it is set up anew."""
-        assert self.workshop is not None
+        assert self.components is not None
         wanted = {id(item) for item in chosen.all()}
-        for kept in self.workshop.kept[:]:
+        for kept in self.components.kept[:]:
             component = kept.prepared.component
             if any(id(item) in wanted for item in (*component.modules.values(), *component.optimizers.values())):
-                self.workshop.close(kept)
+                self.components.close(kept)
 
     def _go_on(self, about: Mapping[str, Any], chosen: CheckpointObjects) -> None:
         """Steps, random streams and loops: the training goes on, where an optimizer was loaded."""
@@ -444,16 +444,16 @@ class Checkpoints:
         if self.refused:
             raise NotSupported(f"{what}(): {self.refused}")
 
-    def _outside(self) -> Any:
-        return self.workshop.outside() if self.workshop is not None else nullcontext()
+    def _paused(self) -> Any:
+        return self.components.paused() if self.components is not None else nullcontext()
 
     def _pieces(self) -> dict[int, Any]:
-        return {id(t): piece for t, piece in self.workshop.pieces()} if self.workshop is not None else {}
+        return {id(t): piece for t, piece in self.components.pieces()} if self.components is not None else {}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         """All that is known, for the names of parameters."""
         found = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
-        for prepared in self.workshop.prepared if self.workshop is not None else ():
+        for prepared in self.components.prepared if self.components is not None else ():
             found = {**prepared.component.modules, **found}
         return found
 

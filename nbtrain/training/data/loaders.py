@@ -57,7 +57,7 @@ class Loaders:
         """a number of the data sets that the cell shares out, which is to be the same on all ranks; None: one of them
         cannot be read"""
         self.known: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-        self.gives_apart: Callable[[], None] = lambda: None
+        self.on_own_batches: Callable[[], None] = lambda: None
         """a loader is iterated that gives each rank something else, or of which it is said that it does not"""
         self.at_end: Callable[[], None] = lambda: None
         """what to do when a loader has handed out its last batch"""
@@ -175,7 +175,7 @@ class Loaders:
             self.evaluations.evaluating = False
             whole = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
             if not whole and self.deal.count > 1:
-                self.gives_apart()
+                self.on_own_batches()
                 if dealt:
                     self.gave_shares = True
                     self._seen(loader)

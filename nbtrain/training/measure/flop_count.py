@@ -29,7 +29,7 @@ TRIES = 12
 """forwards that are looked at: an evaluation may come between, which no backward follows, and is not to be slower"""
 
 
-class Mode(fake_tensors.DispatchMode):
+class CountingMode(fake_tensors.DispatchMode):
     """Sees each operation as it is run."""
 
     supports_higher_order_operators = True
@@ -63,7 +63,7 @@ class FlopCount:
         self._phases = phases
         self._device = device
         self._allowed = allowed and device.type in ("cpu", "cuda")
-        self._mode: Mode | None = None
+        self._mode: CountingMode | None = None
         self._inside = False
         """a backward has begun since the mode was entered"""
         self._counts: dict[torch.dtype, int] = {}
@@ -80,13 +80,13 @@ class FlopCount:
     def begin(self) -> None:
         self._counts, self._each, self.fastest = {}, 0.0, 0.0
         self._pairs = self._tries = 0
-        self._phases.heard = self._heard if self._allowed else None
+        self._phases.on_phase = self._phase_begins if self._allowed else None
 
     def end(self) -> None:
         self._leave()
-        self._phases.heard = None
+        self._phases.on_phase = None
 
-    def _heard(self, phase: int) -> None:
+    def _phase_begins(self, phase: int) -> None:
         """At the beginning of each phase."""
         if phase == BACKWARD:
             self._inside = True
@@ -99,16 +99,16 @@ class FlopCount:
             if self._inside and phase == UNDECIDED:
                 self._add(mode)
         if self._pairs >= PAIRS:
-            self._phases.heard = None
+            self._phases.on_phase = None
         elif phase in (FORWARD, UNDECIDED) and self._phases.backwards >= FIRST and torch.is_grad_enabled():
             self._tries += 1
             if self._tries > TRIES or disturbs():
-                self._phases.heard = None
+                self._phases.on_phase = None
             else:
-                self._inside, self._mode = False, Mode()
+                self._inside, self._mode = False, CountingMode()
                 self._mode.__enter__()
 
-    def _add(self, mode: Mode) -> None:
+    def _add(self, mode: CountingMode) -> None:
         for dtype, count in mode.counts.items():
             self._counts[dtype] = self._counts.get(dtype, 0) + count
         self._pairs = PAIRS + 1 if mode.uncounted else self._pairs + 1

@@ -97,7 +97,7 @@ class PhaseTimer:
         self._said = NOTHING[: len(PHASES)]
         self.now = OUTSIDE
         self.backwards = 0
-        self.heard: Callable[[int], None] | None = None
+        self.on_phase: Callable[[int], None] | None = None
         """is told of each phase as it begins, but not of a return from waiting"""
 
     def begin(self, known: bool) -> None:
@@ -129,8 +129,8 @@ class PhaseTimer:
         if phase == BACKWARD:
             self.backwards += 1
         self._mark(phase)
-        if self.heard is not None:
-            self.heard(phase)
+        if self.on_phase is not None:
+            self.on_phase(phase)
         return before
 
     def wait(self) -> int:

@@ -19,7 +19,7 @@ from nbtrain.compat.loaders import end_workers
 from nbtrain.events import Tried
 from nbtrain.specs import Trial
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.stopping import Enough
+from nbtrain.training.loop.stopping import TrialOver
 from nbtrain.training.measure.memory_peak import MemoryPeak
 from nbtrain.training.measure.step_record import StepRecord
 
@@ -88,7 +88,7 @@ class TrialSteps:
 
     def well(self, failure: BaseException | None) -> bool:
         """The cell has ended by itself, or because it was enough."""
-        return failure is None or isinstance(failure, Enough)
+        return failure is None or isinstance(failure, TrialOver)
 
     def release_loaders(self) -> None:
         """Of loaders that were cut short: their workers end now, and not while somebody waits for it."""

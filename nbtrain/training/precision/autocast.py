@@ -88,9 +88,9 @@ class Forwards:
         self.kind = device.type
         self.on = False
         """a cell runs"""
-        self.before: Callable[[nn.Module], None] = lambda module: None
+        self.before_model: Callable[[nn.Module], None] = lambda module: None
         """called with each model that is called"""
-        self.after: Callable[[Any, Any], None] = lambda given, returned: None
+        self.after_model: Callable[[Any, Any], None] = lambda given, returned: None
         """with what it was given, and what it returned"""
 
     def listen(self, listeners: Listeners) -> None:
@@ -110,12 +110,12 @@ class Forwards:
                 if autograd_engine.in_backward() and self._was_inside(args, kwargs):
                     return old(module, *args, **kwargs)
                 if self.form.weights:
-                    return self._lowered(old, module, args, kwargs)
-                self.before(module)
+                    return self._in_low_precision(old, module, args, kwargs)
+                self.before_model(module)
                 with torch.autocast(self.kind, dtype=self.form.dtype):
                     returned = old(module, *args, **kwargs)
-                returned = changed(returned, _raised)
-                self.after((args, kwargs), returned)
+                returned = changed(returned, _to_float32)
+                self.after_model((args, kwargs), returned)
                 return returned
             finally:
                 _inside.reset(token)
@@ -127,14 +127,14 @@ class Forwards:
         if not self.form.weights:  # torch's checkpoint has put back the autocast there was
             return torch.is_autocast_enabled(self.kind)
         given = args, kwargs
-        return changed(given, self._lower) is given
+        return changed(given, self._to_low_precision) is given
 
-    def _lowered(self, old: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _in_low_precision(self, old: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         with self._default():
-            returned = old(module, *changed(args, self._lower), **changed(kwargs, self._lower))
-        return changed(returned, _raised)
+            returned = old(module, *changed(args, self._to_low_precision), **changed(kwargs, self._to_low_precision))
+        return changed(returned, _to_float32)
 
-    def _lower(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_low_precision(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.form.dtype) if tensor.is_floating_point() else tensor
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ class Forwards:
             torch.set_default_dtype(before)
 
 
-def _raised(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 

@@ -28,13 +28,13 @@ class LowPrecisionWeights:
         self._homes: Any = WeakTensorKeyDictionary()
         """tensor → its dtype in the notebook"""
 
-    def before(self, component: Component) -> None:
+    def cast(self, component: Component) -> None:
         """Cast what is not yet: before the strategy sets the component up, or is told that it has grown."""
         for tensor in _tensors(component):
-            self._lower(tensor)
+            self._cast_to_low(tensor)
         for tensor, parameter in _states(component):
             if self._homes.get(parameter, self.dtype) is not self.dtype and tensor.is_floating_point():
-                self._lower(tensor)
+                self._cast_to_low(tensor)
 
     def settle(self, component: Component) -> None:
         """Note of states that have come to be since what they are in the notebook: before they are replaced."""
@@ -57,7 +57,7 @@ class LowPrecisionWeights:
         for tensor, piece in own:
             described.add(id(tensor))
             home = homes.get(id(tensor), (tensor, piece.dtype))[1]
-            yield tensor, piece if piece.dtype is home else Raised(piece, home)
+            yield tensor, piece if piece.dtype is home else CastPiece(piece, home)
         for key, (tensor, home) in homes.items():
             blank = tensor.is_meta  # it is filled in where it is
             if key not in described and tensor.dtype is not home and not blank:
@@ -77,7 +77,7 @@ class LowPrecisionWeights:
 
     def listen(self, listeners: Listeners) -> None:
         """A copy of what was cast was cast."""
-        listeners.listen("torch.Tensor.__deepcopy__", "lowered", self._copied)
+        listeners.listen("torch.Tensor.__deepcopy__", "low_precision", self._copied)
 
     def _copied(self, old: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def deepcopy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
@@ -92,7 +92,7 @@ class LowPrecisionWeights:
         """Of the component: what was cast."""
         return [tensor for tensor, _ in self._all(component).values()]
 
-    def _lower(self, tensor: torch.Tensor) -> None:
+    def _cast_to_low(self, tensor: torch.Tensor) -> None:
         if tensor.is_floating_point() and tensor.element_size() > 1 and tensor not in self._homes:
             self._homes[tensor] = tensor.dtype
             if tensor.dtype is not self.dtype:
@@ -134,7 +134,7 @@ def _around(base: type) -> Callable[[T], T]:
 class _Around:
     """Attributes, too: only `own` are not the inner one's."""
 
-    own: ClassVar[tuple[str, ...]] = ("inner", "lowered")
+    own: ClassVar[tuple[str, ...]] = ("inner", "low_precision")
 
     def __getattr__(self, name: str) -> Any:
         if name in self.own:
@@ -152,13 +152,13 @@ class _Around:
 class LowPrecisionStrategy(_Around, Strategy):
     """Another strategy's, in 16 bits."""
 
-    def __init__(self, inner: Strategy, lowered: LowPrecisionWeights) -> None:
+    def __init__(self, inner: Strategy, low_precision: LowPrecisionWeights) -> None:
         self.inner = inner
-        self.lowered = lowered
+        self.low_precision = low_precision
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
-        self.lowered.before(component)
-        return LowPrecisionPrepared(self.inner.set_up(component, precision), self.lowered)
+        self.low_precision.cast(component)
+        return LowPrecisionPrepared(self.inner.set_up(component, precision), self.low_precision)
 
 
 @_around(Prepared)
@@ -167,15 +167,15 @@ class LowPrecisionPrepared(_Around, Prepared):
 
     own = (*_Around.own, "replaced")
 
-    def __init__(self, inner: Prepared, lowered: LowPrecisionWeights) -> None:
+    def __init__(self, inner: Prepared, low_precision: LowPrecisionWeights) -> None:
         self.inner = inner
-        self.lowered = lowered
+        self.low_precision = low_precision
         self.replaced = []
         self._follow()
 
     def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs, self.inner.replaced = self.inner.replaced, []
-        self.lowered.follow(pairs)
+        self.low_precision.follow(pairs)
         self.replaced += pairs
         return pairs
 
@@ -195,10 +195,10 @@ class LowPrecisionPrepared(_Around, Prepared):
         return again
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        return self.lowered.pieces(self.component, self.inner.pieces())
+        return self.low_precision.pieces(self.component, self.inner.pieces())
 
     def grow(self, component: Component) -> bool:
-        self.lowered.before(component)
+        self.low_precision.cast(component)
         done = self.inner.grow(component)
         if done:
             self.inner.component = component
@@ -206,10 +206,10 @@ class LowPrecisionPrepared(_Around, Prepared):
         return done
 
     def close(self) -> None:
-        self.lowered.settle(self.component)
+        self.low_precision.settle(self.component)
         self.inner.close()
         news = [new for _, new in self._follow()]
-        self.lowered.undo([*self.lowered.held(self.component), *news])
+        self.low_precision.undo([*self.low_precision.held(self.component), *news])
 
 
 class WholeTensor(Piece):
@@ -232,7 +232,7 @@ class WholeTensor(Piece):
         self.tensor.detach().copy_(whole.reshape(self.shape))
 
 
-class Raised(Piece):
+class CastPiece(Piece):
     """A strategy's own piece, in the notebook's dtype."""
 
     def __init__(self, piece: Piece, dtype: torch.dtype) -> None:

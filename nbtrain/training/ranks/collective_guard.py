@@ -114,10 +114,10 @@ class CollectiveGuard:
     def listen(self, listeners: Listeners) -> None:
         if self.world_size > 1 and dist.is_available():
             for name in WATCHED:
-                listeners.listen(f"torch.distributed.{name}", "meeting", self._watched(name))
-            # Every wait of Python code comes through it.
-            listeners.listen("torch.distributed.distributed_c10d.Work.wait", "meeting", self._timed)
-            listeners.listen("torch.distributed.recv", "meeting", self._timed)  # gloo waits as soon as it is asked
+                listeners.listen(f"torch.distributed.{name}", "collective_guard", self._watched(name))
+            # Every wait of Python code comes through `wait`; gloo waits in `recv` as soon as it is asked.
+            listeners.listen("torch.distributed.distributed_c10d.Work.wait", "collective_guard", self._timed)
+            listeners.listen("torch.distributed.recv", "collective_guard", self._timed)
 
     def _timed(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class CollectiveGuard:
                 work = old(*args, **kwargs, async_op=True)
                 if work is None:
                     return None
-                patient = Patient(work, self.board.parts[self.rank], lambda: self._look(place))
+                patient = GuardedWork(work, self.board.parts[self.rank], lambda: self._look(place))
                 return patient if later else patient.wait() and None
 
             return watched
@@ -197,7 +197,7 @@ def _is_watched(group: Any, parallel: bool) -> bool:
     return everybody or (parallel and str(getattr(group, "group_desc", "")).startswith(MESH))
 
 
-class Patient:
+class GuardedWork:
     """A `Work` whose `wait` looks now and then whether the others are still to come. An interrupt gets through."""
 
     def __init__(self, work: Any, part: Any, look: Callable[[], None]) -> None:

@@ -107,7 +107,7 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
 
 
-class Recounted:
+class RunningStatistics:
     """Layers whose statistics were reset, until a loader has come to its end."""
 
     def __init__(self, active: Callable[[], bool]) -> None:

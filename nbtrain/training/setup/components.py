@@ -108,7 +108,7 @@ class Components:
             prepared.enter()
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """In the middle of a cell: as `leave`, for a while, in which nothing is lost. Collective."""
         inside, self._inside = self._inside, False
         try:
@@ -215,7 +215,7 @@ class Components:
         ids = {id(p) for p in parameters}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
         if not self.strategy.moves:
-            place(component, self.device)
+            move_to_device(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
             if old[0].objects == objects and all(map(old[0].prepared.knows, component.optimizers.values())):
                 return
@@ -223,7 +223,7 @@ class Components:
                 old[0].objects = objects
                 self.known.clear()
                 return
-        with self.outside():
+        with self.paused():
             for kept in old:
                 self.close(kept)
             blanks = MetaInit.of(component)
@@ -247,7 +247,7 @@ class Components:
         """Only optimizers or schedulers came, and the strategy can take them in."""
         if list(kept.prepared.component.modules.values()) != list(component.modules.values()):
             return False
-        with self.outside():
+        with self.paused():
             done = kept.prepared.grow(component)
             if done:
                 kept.prepared.component = component
@@ -292,7 +292,7 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
     return found
 
 
-def place(component: Component, device: torch.device) -> None:
+def move_to_device(component: Component, device: torch.device) -> None:
     """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
     for tensor in (*component.parameters(), *component.buffers()):
         if tensor.device != device and not (is_blank(tensor) or is_divided(tensor)):

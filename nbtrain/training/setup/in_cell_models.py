@@ -43,9 +43,9 @@ class InCellModels:
     def listen(self, listeners: Listeners) -> None:
         listeners.hook(register_module_parameter_registration_hook(self._note(self._owners)))
         listeners.hook(register_module_module_registration_hook(self._note(self._parents)))
-        listeners.listen("torch.nn.Module.__setstate__", "made", self._copied)
-        listeners.listen("torch.optim.Optimizer.__init__", "made", self._init)
-        listeners.listen("torch.optim.Optimizer.add_param_group", "made", self._add)
+        listeners.listen("torch.nn.Module.__setstate__", "in_cell_models", self._copied)
+        listeners.listen("torch.optim.Optimizer.__init__", "in_cell_models", self._init)
+        listeners.listen("torch.optim.Optimizer.add_param_group", "in_cell_models", self._add)
 
     def models(self, parameters: Iterable[Any]) -> list[nn.Module]:
         """The outermost modules that hold these."""

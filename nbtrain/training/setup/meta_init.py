@@ -71,7 +71,7 @@ class _Part:
 
     path: str
     module: nn.Module
-    twin: nn.Module
+    copy: nn.Module
     spots: list[EmptyTensor] = field(default_factory=list)
     buffers: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """those that have content: a reset may need it"""
@@ -171,7 +171,7 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
         for path, module in root.named_modules():
             if id(module) in found:
                 continue
-            part = found[id(module)] = _Part(path, module, _twin(module))
+            part = found[id(module)] = _Part(path, module, _empty_copy(module))
             # One that was made without `nbtrain.empty()` has only its place.
             part.seed, *made = vars(module).get(NOTE) or [zlib.crc32(path.encode(), base)]
             part.buffers = [(n, b) for n, b in vars(module)[BUFFERS].items() if b is not None and not b.is_meta]
@@ -184,22 +184,22 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
     for _, part, spot in held.values():
         part.spots.append(spot)
     for part in found.values():
-        children = vars(part.twin)[CHILDREN]
-        children.update({name: child and found[id(child)].twin for name, child in children.items()})
+        children = vars(part.copy)[CHILDREN]
+        children.update({name: child and found[id(child)].copy for name, child in children.items()})
     return found
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def _empty_copy(module: nn.Module) -> nn.Module:
     """The same class and attributes, with tensors of its own that have no content."""
-    twin: nn.Module = type(module).__new__(type(module))
-    vars(twin).update(vars(module))
-    vars(twin)[CHILDREN] = dict(vars(module)[CHILDREN])
+    copy: nn.Module = type(module).__new__(type(module))
+    vars(copy).update(vars(module))
+    vars(copy)[CHILDREN] = dict(vars(module)[CHILDREN])
     for box in BOXES:
-        vars(twin)[box] = {
+        vars(copy)[box] = {
             name: tensor if tensor is None or is_lazy(tensor) else _like(tensor, torch.device("meta"))
             for name, tensor in vars(module)[box].items()
         }
-    return twin
+    return copy
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -218,24 +218,24 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
         if id(part) in seen:
             return
         seen.add(id(part))
-        twin = part.twin
-        if callable(getattr(type(twin), INITIALIZER, None)):
-            around = twin
+        copy = part.copy
+        if callable(getattr(type(copy), INITIALIZER, None)):
+            around = copy
         for child in part.module.children():
             visit(parts[id(child)], around)
         # After its children, as a constructor's last lines.
-        names = [name for name in RESETS if _takes_nothing(twin, name)]
+        names = [name for name in RESETS if _takes_nothing(copy, name)]
         if around is not None:  # there, `init_weights` does this and more
             names = [name for name in names if name != "init_weights"]
-            inits.append(_Step(twin, partial(getattr(around, INITIALIZER), twin), INITIALIZER))
-        names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(twin, name)]
-        resets.extend(_Step(twin, getattr(twin, name), name) for name in names)
+            inits.append(_Step(copy, partial(getattr(around, INITIALIZER), copy), INITIALIZER))
+        names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(copy, name)]
+        resets.extend(_Step(copy, getattr(copy, name), name) for name in names)
 
     for part, around in todo:
         visit(part, around)
-    owners = {_memory(vars(part.twin)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
-    by_twin = {id(part.twin): part for part in parts.values()}
-    streams = capture()
+    owners = {_memory(vars(part.copy)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
+    by_copy = {id(part.copy): part for part in parts.values()}
+    states = capture()
     try:
         for step in (*resets, *inits):
             watch = _Watch()
@@ -244,12 +244,12 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
                     step.call()
                 written = {id(owners[key]): owners[key] for key in watch.written if key in owners}
             except Exception:  # it needs numbers; then it is taken to fill its own module
-                own = by_twin[id(step.owner)]
+                own = by_copy[id(step.owner)]
                 written = {id(own): own}
             for part in written.values():
                 part.steps.append(step)
     finally:
-        restore(streams)
+        restore(states)
 
 
 def _takes_nothing(module: nn.Module, name: str) -> bool:
@@ -264,14 +264,14 @@ def _takes_nothing(module: nn.Module, name: str) -> bool:
 
 def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
     """One module's tensors, by its own rules."""
-    held = vars(part.twin)
+    held = vars(part.copy)
     # As the notebook has them: the component's own may have been cast meanwhile.
     hollow = [(spot, held[spot.box][spot.name]) for spot in part.spots]
     real = [(spot, blank, _like(blank, torch.device("cpu"))) for spot, blank in hollow]
     blanks = [(held[BUFFERS][name], buffer) for name, buffer in part.buffers]
     kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
     watch = _Watch()
-    streams = capture()
+    states = capture()
     try:
         _place(part, {id(hollow): new for hollow, new in [*kept, *(pair for _, *pair in real)]})
         torch.default_generator.manual_seed(part.seed)
@@ -285,7 +285,7 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
         ) from error
     finally:
         _place(part, {id(new): hollow for hollow, new in [*kept, *(pair for _, *pair in real)]})
-        restore(streams)
+        restore(states)
     left = [spot for spot, _, new in real if new.numel() and _memory(new) not in watch.written]
     if left:
         raise _unfilled(part, left)
@@ -295,7 +295,7 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
 def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:
     """In the twin, tensors in place of others."""
     for box in BOXES:
-        held = vars(part.twin)[box]
+        held = vars(part.copy)[box]
         held.update({name: others[id(tensor)] for name, tensor in held.items() if id(tensor) in others})
 
 
