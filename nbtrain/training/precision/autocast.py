@@ -1,9 +1,9 @@
-"""`--precision`: what models compute in.
+"""`--precision`: runs models in 16 bits.
 
 mixed: the outermost call of a model runs under autocast and returns 32 bits, so that losses, optimizers and whatever
     else a loop does stay in 32. Weights are not touched. (`16-mixed` also scales the loss: see loss_scaling.py.)
 true: weights, buffers and optimizer states are in 16 bits on the ranks; what a model is given is cast, and what it
-    returns is cast back. The notebook's tensors stay as they are: see `lowered`.
+    returns is cast back. The notebook's tensors stay as they are: see low_precision_weights.py.
 
 `nn.Module.__call__` is replaced while the runtime is installed, rather than hooks put on the modules: a copy of the
 model that the cell makes, pickles or sends home has nothing of it, whatever the cell makes is covered, and an inner
@@ -36,9 +36,9 @@ class Format:
 
     dtype: torch.dtype
     weights: bool = False
-    """they are in it, too"""
+    """weights are in it, too"""
     scaled: bool = False
-    """its range is too small for gradients, so the loss is scaled"""
+    """the loss is scaled, as its range is too small for gradients"""
 
 
 FORMATS: Mapping[str, Format] = {
@@ -51,7 +51,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def chosen(precision: str, strategy: Strategy, device: torch.device) -> Format | None:
-    """None: there is nothing to do around the strategy. Raises what cannot be."""
+    """The format, or None where there is nothing to do around the strategy. Raises where it is not possible."""
     if precision == PRECISIONS[0]:
         return None
     if precision not in FORMATS:
@@ -77,21 +77,20 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 _inside: ContextVar[bool] = ContextVar("inside of a model that is being called", default=False)
-"""A strategy's thread that computes a part of the call is inside, too: it has a copy of the caller's context."""
+"""Also set in threads in which a strategy computes a part of the call: they copy the caller's context."""
 
 
 class Forwards:
-    """What happens around the outermost call of a model while a cell runs."""
+    """Around the outermost call of each model while a cell runs."""
 
     def __init__(self, form: Format, device: torch.device) -> None:
         self.form = form
         self.kind = device.type
         self.on = False
-        """a cell runs"""
         self.before_model: Callable[[nn.Module], None] = lambda module: None
-        """called with each model that is called"""
+        """called with the model"""
         self.after_model: Callable[[Any, Any], None] = lambda given, returned: None
-        """with what it was given, and what it returned"""
+        """called with its arguments, and what it returned"""
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.nn.Module.__call__", "precision", self._call)
@@ -123,7 +122,7 @@ class Forwards:
         return call
 
     def _was_inside(self, args: Any, kwargs: Any) -> bool:
-        """Of a layer that a backward computes again: what it returns has to be what it was the first time."""
+        """Whether a layer that a backward computes again was inside of a model the first time."""
         if not self.form.weights:  # torch's checkpoint has put back the autocast there was
             return torch.is_autocast_enabled(self.kind)
         given = args, kwargs
@@ -138,7 +137,7 @@ class Forwards:
         return tensor.to(self.form.dtype) if tensor.is_floating_point() else tensor
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """Layers that are computed again make their own tensors once more."""
+        """Layers that a backward computes again make their own tensors once more."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
@@ -150,7 +149,7 @@ class Forwards:
 
     @contextmanager
     def _default(self) -> Iterator[None]:
-        """What a forward makes itself (zeros for a state) has to fit its weights."""
+        """Inside, what a forward makes itself (zeros for a state) has the dtype of the weights."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.form.dtype)
         try:
