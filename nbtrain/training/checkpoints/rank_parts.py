@@ -1,4 +1,4 @@
-"""Which rank writes what of a checkpoint, and a copy of that in host memory.
+"""Decides which rank writes what of a checkpoint, and copies that to host memory.
 
 What every rank has whole is written by one of them, the bytes spread evenly. What is kept in pieces is written by who
 keeps it; of several that keep the same, by the first. So nobody ever holds more than it does already.
@@ -70,7 +70,7 @@ class Holdings:
 
 
 def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dict[str, list[Range]]]:
-    """Per rank, what it writes. The same on every rank, for all have been told the same."""
+    """What each rank writes; the same result on every rank."""
     mine: list[dict[str, list[Range]]] = [{} for _ in kept]
     load = [0] * len(kept)
     in_pieces = {key for one in kept for key in one}

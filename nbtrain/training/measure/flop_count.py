@@ -1,4 +1,4 @@
-"""How many operations of floating point a cell computes: counted once, early, and multiplied.
+"""Counts the floating-point operations of a cell: of two steps, early, and then multiplied.
 
 Two forwards with their backwards are counted as torch runs them (two: a GAN's are different); from then on each
 backward of the cell stands for as many. So evaluations are not counted, and sequences of varying length only as the
@@ -30,7 +30,7 @@ TRIES = 12
 
 
 class CountingMode(fake_tensors.DispatchMode):
-    """Sees each operation as it is run."""
+    """Counts each operation as it runs."""
 
     supports_higher_order_operators = True
 
@@ -38,7 +38,7 @@ class CountingMode(fake_tensors.DispatchMode):
         super().__init__()
         self.counts: dict[torch.dtype, int] = {}
         self.uncounted = False
-        """something was computed of which nobody knows how much it is"""
+        """an operation ran whose cost is not known"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +57,7 @@ class CountingMode(fake_tensors.DispatchMode):
 
 
 class FlopCount:
-    """One rank's. `begin` and `end` around a cell."""
+    """One per rank. `begin` and `end` around a cell."""
 
     def __init__(self, phases: PhaseTimer, device: torch.device, allowed: bool) -> None:
         self._phases = phases
@@ -129,7 +129,7 @@ class FlopCount:
 
 
 def disturbs() -> bool:
-    """Whether a mode would be in somebody's way."""
+    """Whether a mode would disturb other code."""
     if fake_tensors.dispatch_modes():
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
