@@ -153,10 +153,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.optim.Optimizer.{}",
-        {"made": "models that the cell makes are set up"},
+        {"in_cell_models": "models that the cell makes are set up"},
         names=("__init__", "add_param_group"),
     ),
-    Row("torch.nn.Module.__setstate__", {"made": "a copied model is one that the cell made"}),
+    Row("torch.nn.Module.__setstate__", {"in_cell_models": "a copied model is one that the cell made"}),
     Row(
         "torch.nn.Module.__call__",
         {
@@ -173,7 +173,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.Tensor.{}",
-        {"drawn": "what is drawn for a weight is the same on every rank, and what one process draws"},
+        {"weight_draws": "what is drawn for a weight is the same on every rank, and what one process draws"},
         names=(
             "normal_",
             "uniform_",
@@ -187,20 +187,20 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.nn.init.{}",
-        {"drawn": "the same: these draw for a tensor of their own, and write it into the weight"},
+        {"weight_draws": "the same: these draw for a tensor of their own, and write it into the weight"},
         names=("orthogonal_", "sparse_"),
         imported=True,
     ),
     Row(
         "torch.{}",
-        {"drawn": "the same, for noise that has a weight's shape"},
+        {"weight_draws": "the same, for noise that has a weight's shape"},
         names=("rand_like", "randn_like", "randint_like"),
         imported=True,
     ),
     Row("torch.Tensor.retain_grad", {"scaling": "its gradient, too, is divided by the scale"}),
     Row(
         "torch.Tensor.__deepcopy__",
-        {"lowered": "a copy of weights in 16 bits is known for one"},
+        {"low_precision": "a copy of weights in 16 bits is known for one"},
         also=("torch.nn.Parameter.__deepcopy__",),
     ),
     Row("torch.Tensor.__reduce_ex__", {"xla": "who reads a file may have no XLA: tensors are saved as of the CPU"}),
@@ -244,7 +244,7 @@ TABLE: tuple[Row, ...] = (
         "torch.distributed.{}",
         {
             "subset": "refused in a cell that runs on some ranks only",
-            "meeting": "nobody waits for ranks that will not come",
+            "collective_guard": "raises when ranks enter different collectives, instead of hanging",
         },
         also=("torch.distributed.distributed_c10d.{}",),
         names=COLLECTIVES,
@@ -253,12 +253,12 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.distributed.recv",
-        {"meeting": "waiting counts as communication"},
+        {"collective_guard": "waiting counts as communication"},
         also=("torch.distributed.distributed_c10d.recv",),
         imported=True,
         maybe=True,
     ),
-    Row("torch.distributed.distributed_c10d.Work.wait", {"meeting": "waiting counts as communication"}),
+    Row("torch.distributed.distributed_c10d.Work.wait", {"collective_guard": "waiting counts as communication"}),
     Row(
         "torch.distributed.init_process_group",
         {"group": "a script under none is given the ranks' own group, or the one it asks for in its place"},

@@ -1,4 +1,4 @@
-"""torch's autograd engine: what a backward that runs now says of itself, and what is to happen when it ends."""
+"""torch's autograd engine: whether a backward runs, what to call when it ends, and how a loss was reduced."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ its.members("torch.autograd.Variable._execution_engine", "queue_callback")
 
 
 def in_backward() -> bool:
-    """This thread computes a part of a backward: no public function says so. Layers that are computed again ask."""
+    """Whether this thread computes a part of a backward, for which there is no public function."""
     return bool(_task() != -1)
 
 
 def keeps_graph() -> bool:
-    """The backward that runs now was given `retain_graph=True`: its graph is to be gone through once more."""
+    """Whether the current backward was given `retain_graph=True`."""
     return bool(_keeps())
 
 
 def after_backward(callback: Callable[[], Any]) -> None:
-    """Call this once, when the backward that runs now has left all its gradients; as torch's own DDP does."""
+    """Call this once when the current backward has accumulated all gradients, as torch's own DDP does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -63,7 +63,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def nodes_below(root: torch.Tensor) -> Iterator[Any]:
-    """The graph by which it was computed."""
+    """All nodes of the graph that computed it."""
     todo = [root.grad_fn]
     seen: set[Any] = set()
     while todo:

@@ -174,7 +174,7 @@ def forget_module(module: Any) -> int:
 
 
 def remember_module(module: Any, times: int) -> None:
-    """The opposite."""
+    """Undo `forget_module`."""
     import_module(_HOOKS).FWD_MODULE_STACK[:0] = [module] * times
 
 
@@ -224,7 +224,7 @@ def around_beginning(engine: Any, around: Callable[[Callable[[], None]], Callabl
 
 
 def in_backward(zero: Any) -> bool:
-    """Of this engine: it has begun, and not ended."""
+    """Whether a backward of this engine is under way."""
     return bool(zero._backward_active_depth)
 
 
@@ -244,7 +244,7 @@ def end_backward(engine: Any) -> None:
 
 
 def forget_backward(zero: Any) -> None:
-    """It was cut short: none of its gradients is waited for."""
+    """Forget a backward that was cut short, and wait for none of its gradients."""
     hooks = zero._backward_hook_state
     hooks.reset_for_new_step()
     hooks.remaining_grad_acc_hooks = hooks.backward_active_depth = 0
@@ -290,7 +290,7 @@ def whole_groups(zero: Any) -> list[Any]:
 
 
 def let_go_of_whole(zero: Any) -> None:
-    """Stage 3: of parameters that are gathered."""
+    """Stage 3: release gathered parameters."""
     zero._partition_all_parameters()
 
 
@@ -304,10 +304,10 @@ def read_from_disk(zero: Any, group: int) -> None:
 
 
 def write_to_disk(zero: Any, group: int) -> None:
-    """And let go of it."""
+    """Write it, and release its memory."""
     zero._optimizer_states_and_gradient_swap_out(group)
 
 
 def leave_on_disk(zero: Any, group: int) -> None:
-    """What was read was not changed."""
+    """Release what was read, as it was not changed."""
     zero._release_swap_buffers(group)

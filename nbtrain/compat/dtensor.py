@@ -32,8 +32,8 @@ its.members("torch._C", "_disabled_torch_function_impl")
 
 
 def untouched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """With nobody asked who is asked for functions of such tensors. A function of torch's that asks would name itself
-    by its module's attribute, which may be a wrapper of ours."""
+    """Call it without `__torch_function__`. A function of torch would pass its module's attribute on there, which may
+    be a wrapper of nbtrain's."""
     return find(_PLAINLY)(function, (), args, kwargs)
 
 
@@ -75,7 +75,7 @@ def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Any:
 
 
 def pose_with_local(tensor: Any, part: torch.Tensor) -> None:
-    """A tensor that is none in pieces: who asks for the part that a rank has of it is given this."""
+    """Make a whole tensor answer with this part where a rank's part is asked for."""
     tensor._local_tensor = part
 
 
@@ -130,7 +130,7 @@ def compute_by(names: tuple[str, ...], compute: Callable[[Any, Any, Any], Any]) 
 
 
 def plainly(op: Any, args: Any, kwargs: Any) -> Any:
-    """As torch itself computes it, whatever is computed in its place."""
+    """Compute the operation as torch itself does, without the handler that replaces it."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher

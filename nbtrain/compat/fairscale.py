@@ -106,10 +106,10 @@ def begin(parallel: Any) -> None:
 
 
 def finish(parallel: Any) -> None:
-    """Wait until all that was sent is there."""
+    """Wait until everything sent has arrived."""
     parallel._consume_work_handles()
 
 
 def forget(parallel: Any) -> None:
-    """What was sent is not waited for."""
+    """Do not wait for what was sent."""
     parallel._work_handles.clear()

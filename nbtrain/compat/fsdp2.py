@@ -129,7 +129,7 @@ def in_forward(state: Any) -> bool:
 
 
 def at_rest(one: Any) -> bool:
-    """A state or a group: no forward or backward of it is under way."""
+    """Whether no forward or backward of a state or a group is under way."""
     return bool(one._training_state is _STAGES.IDLE)
 
 
@@ -149,7 +149,7 @@ def end_backward_of(state: Any) -> None:
 
 
 def reshard(state: Any) -> None:
-    """Of what is gathered, where no forward or backward is under way. `FSDPModule.reshard` asks of less."""
+    """Release gathered weights, where no forward or backward is under way. `FSDPModule.reshard` checks less."""
     if at_rest(state):
         for group in groups(state):
             if at_rest(group):

@@ -25,12 +25,12 @@ its.members("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", "_shut
 
 
 def handed_out(iterator: Any) -> int:
-    """So many batches."""
+    """How many batches it has handed out."""
     return int(iterator._num_yielded)
 
 
 def set_handed_out(iterator: Any, count: int) -> None:
-    """It takes that many for given: its last batch is then its last."""
+    """Set that count, by which it knows its last batch."""
     iterator._num_yielded = count
 
 

@@ -1,4 +1,4 @@
-"""Where torch runs a backward, clips or steps on a rank: what the strategy, accumulation and loss scaling do there."""
+"""Calls the strategy, accumulation and loss scaling around a backward, gradient clipping and an optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.kit.call_arguments import kept, listed
+from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
 from nbtrain.training.gradients.same_work import SameWork
 from nbtrain.training.gradients.summed_losses import SummedLosses
@@ -25,20 +25,20 @@ from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure import phases
 from nbtrain.training.measure.phases import PhaseTimer
 from nbtrain.training.measure.step_record import StepRecord
-from nbtrain.training.precision.loss_scaling import LossScaling
+from nbtrain.training.precision.loss_scaling import LossScaling, scaled_starts
 from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives
 from nbtrain.training.setup.components import Components
 
 
 class BackwardAndStep:
-    """These functions of torch on one rank. `listen` once; `begin` and `end` around a cell."""
+    """One per rank. `listen` once; `begin` and `end` around a cell."""
 
     def __init__(
         self,
         info: RankInfo,
         strategy: Strategy,
-        workshop: Components,
+        components: Components,
         steps: Steps,
         phases: PhaseTimer,
         randomness: Randomness,
@@ -46,7 +46,7 @@ class BackwardAndStep:
     ) -> None:
         self.info = info
         self.strategy = strategy
-        self.workshop = workshop
+        self.components = components
         self.steps = steps
         self.phases = phases
         self.randomness = randomness
@@ -55,18 +55,18 @@ class BackwardAndStep:
         self.record: StepRecord | None = None
         self.same_work = SameWork()
         self.rate = ScaledRate()
-        self.summed = SummedLosses()
-        self.own = AutogradGradients(workshop)
+        self.summed_losses = SummedLosses()
+        self.autograd_gradients = AutogradGradients(components)
         self.running = False
         self._in_backward = False
         self._in_step = False
-        """a strategy may reduce gradients there, and not in the backward"""
+        """some strategies reduce gradients in the step and not in the backward"""
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.autograd.backward", "step", self._backward)
         listeners.listen("torch.autograd.grad", "step", self._grad)
         for name in ("func", "nn.utils.stateless"):
-            listeners.listen(f"torch.{name}.functional_call", "step", self.own.called)
+            listeners.listen(f"torch.{name}.functional_call", "step", self.autograd_gradients.called)
         listeners.listen("torch.nn.utils.clip_grad_norm_", "step", self._clip_norm)
         listeners.listen("torch.nn.utils.clip_grad_value_", "step", self._clip_value)
         listeners.listen("torch.amp.GradScaler.scale", "step", self._scaler_scale)
@@ -81,7 +81,7 @@ class BackwardAndStep:
         self.running = self._in_backward = self._in_step = False
         self.accumulation = self.record = None
         self.rate.end()
-        self.own.end()
+        self.autograd_gradients.end()
 
     @property
     def within(self) -> int:
@@ -89,12 +89,12 @@ class BackwardAndStep:
         return BACKWARD if self._in_backward else STEP if self._in_step else 0
 
     def reset(self) -> None:
-        """A backward, or what followed it, was cut short."""
-        for prepared in self.workshop.prepared:
+        """Have strategies forget a backward that was cut short."""
+        for prepared in self.components.prepared:
             prepared.reset()
 
     def _shapes(self) -> set[torch.Size]:
-        return {p.shape for prepared in self.workshop.prepared for p in prepared.component.parameters()}
+        return {p.shape for prepared in self.components.prepared for p in prepared.component.parameters()}
 
     # --- what torch calls ------------------------------------------------------------------------
 
@@ -104,8 +104,8 @@ class BackwardAndStep:
                 return old(tensors, grad_tensors, *args, **kwargs)
             self.randomness.apart()
             self.steps.backward()
-            if self.summed.looks and self.steps.batch:
-                self.summed.look(tensors, self.steps.batch, self._shapes(), grad_tensors, self.steps.batches)
+            if self.summed_losses.looks and self.steps.batch:
+                self.summed_losses.look(tensors, self.steps.batch, self._shapes(), grad_tensors, self.steps.batches)
             if self.record is not None:
                 self.record.loss(tensors)
             if self.same_work.on:
@@ -115,13 +115,14 @@ class BackwardAndStep:
             run = old if self.scaling is None else self.scaling.backward(old)
             try:
                 with ExitStack() as around:
-                    # One loss may go through several models; what it counts is the same for all of a strategy's.
-                    shares = [around.enter_context(prepared.backward()) for prepared in self.workshop.prepared]
+                    # One loss may go through several models; a strategy scales it alike for all of them.
+                    shares = [around.enter_context(prepared.backward()) for prepared in self.components.prepared]
                     share = next((one for one in shares if one != 1.0), 1.0)
                     if self.accumulation is not None:
                         share *= around.enter_context(self.accumulation.backward())
                     if share != 1.0:
-                        grad_tensors = _scaled(tensors, grad_tensors, share)
+                        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                        grad_tensors = scaled_starts(roots, grad_tensors, share) or grad_tensors
                     return run(tensors, grad_tensors, *args, **kwargs)
             except BaseException:
                 self.reset()
@@ -139,9 +140,10 @@ class BackwardAndStep:
             inputs = kept(inputs)
             found = old(outputs, inputs, *args, **kwargs)
             held = listed(inputs)
-            for prepared in self.workshop.prepared:
+            for prepared in self.components.prepared:
                 prepared.differentiated(held)
-            self.own.asked(held, listed(found), bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False)))
+            again = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
+            self.autograd_gradients.asked(held, listed(found), again)
             return found
 
         return grad
@@ -153,9 +155,9 @@ class BackwardAndStep:
             held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if self.accumulation is not None and not self.accumulation.due:
                 max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
-            if self.own.open:
-                self.own.settle()
-            for prepared in self.workshop.prepared:
+            if self.autograd_gradients.open:
+                self.autograd_gradients.settle()
+            for prepared in self.components.prepared:
                 norm = prepared.clip(held, max_norm, norm_type)
                 if norm is not None:
                     return norm
@@ -169,9 +171,9 @@ class BackwardAndStep:
                 return None
             if self.running:
                 parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-                if self.own.open:
-                    self.own.settle()
-                for prepared in self.workshop.prepared:
+                if self.autograd_gradients.open:
+                    self.autograd_gradients.settle()
+                for prepared in self.components.prepared:
                     prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
             return old(parameters, *args, **kwargs)
 
@@ -186,32 +188,32 @@ class BackwardAndStep:
             self.phases.mark(phases.OPTIMIZER)
         if self.rate.factor != 1:
             self.rate.before_step(optimizer)
-        if self.own.open:
-            self.own.settle()
+        if self.autograd_gradients.open:
+            self.autograd_gradients.settle()
         several = self.info.world_size > 1 and not self.strategy.hands_off
         if several:
-            self.workshop.guard(optimizer)
+            self.components.guard(optimizer)
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
         found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
-        if several and (common := _with_closure(*(found or (args, kwargs)), _common)) is not None:
+        if several and (common := with_closure(*(found or (args, kwargs)), _common)) is not None:
             found = common
-        if (told := _with_closure(*(found or (args, kwargs)), self._told)) is not None:
-            found = told
+        if (timed := with_closure(*(found or (args, kwargs)), self._timed)) is not None:
+            found = timed
         self._in_step = several
         return found
 
-    def _told(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that says when it begins and ends."""
+    def _timed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose time counts as forward, not as optimizer."""
 
-        def told() -> Any:
+        def timed() -> Any:
             self.phases.mark(phases.FORWARD)
             try:
                 return closure()
             finally:
                 self.phases.mark(phases.OPTIMIZER)
 
-        return told
+        return timed
 
     def _scaler_scale(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,32 +253,12 @@ class BackwardAndStep:
             self.steps.stepped(optimizer)
 
 
-def _with_closure(args: Any, kwargs: Any, make: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    """The arguments of `step` with what `make` makes of the closure, if there is one."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return None
-    made = make(closure)
-    return ((args[0], made, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": made})
-
-
 def _common(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """It returns the mean of the ranks' losses. LBFGS decides by the loss when it has searched enough: by losses of
-    their own the ranks would part, and wait for each other for ever."""
+    """A closure that returns the mean of the ranks' losses. LBFGS decides by the loss when to stop its search: by
+    their own losses ranks would stop at different points, and hang."""
 
     def common() -> Any:
         loss = closure()
         return collectives.reduce(loss) if isinstance(loss, (torch.Tensor, float)) else loss
 
     return common
-
-
-def _scaled(tensors: Any, grads: Any, share: float) -> Any:
-    """The gradients a backward starts from, times `share`."""
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    given = [grads] * len(roots) if grads is None or isinstance(grads, torch.Tensor) else list(grads)
-    if any(grad is None and root.numel() != 1 for root, grad in zip(roots, given, strict=False)):
-        return grads  # torch says what is wrong
-    return [
-        torch.full_like(root, share) if grad is None else grad * share for root, grad in zip(roots, given, strict=False)
-    ]

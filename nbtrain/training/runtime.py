@@ -1,7 +1,7 @@
-"""Everything that runs on a rank around a strategy, as the one object the worker uses.
+"""The one object by which a worker runs cells under a strategy: it owns every part of `training`.
 
-Its parts listen to functions of torch (`intercept.TABLE` says to which, and why), and to torch's two global optimizer
-hooks. `uninstall` ends that.
+The parts listen to functions of torch (`intercept.TABLE` says to which, and why) and to torch's two global optimizer
+hooks, from `install` to `uninstall`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbtrain.strategies.kit.shared_random import draw_from
 from nbtrain.training.backward_and_step import BackwardAndStep
 from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
-from nbtrain.training.checkpoints.live_weights import put
+from nbtrain.training.checkpoints.live_weights import answer_request
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import SaveSchedule
 from nbtrain.training.checkpoints.torch_save import TorchSave
@@ -52,7 +52,7 @@ from nbtrain.training.ranks import collectives, loop_fixes
 from nbtrain.training.ranks.agreement import Agreement
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
-from nbtrain.training.ranks.loop_fixes import Recounted
+from nbtrain.training.ranks.loop_fixes import RunningStatistics
 from nbtrain.training.setup import option_advice
 from nbtrain.training.setup.components import Components, Replaced
 from nbtrain.training.setup.in_cell_models import InCellModels
@@ -75,9 +75,8 @@ class Runtime:
         replaced: Replaced = replace_references,
         precision: str = "32",
     ) -> None:
-        """`randomness`: of the runtime before this one. A rank's streams outlive a change of strategy: the notebook
-        sends its own only when they have changed. `replaced`: whom to tell of tensors that others were put in the
-        place of."""
+        """`randomness`: the previous runtime's. A rank's random states outlive a change of strategy, as the notebook
+        sends its own only when they have changed. `replaced`: called with the pairs (old, new) of replaced tensors."""
         self.info = info
         self.strategy = strategy
         strategy.place = info
@@ -91,89 +90,91 @@ class Runtime:
         self.randomness.index = info.rank if strategy.hands_off else share[0]
         self.randomness.alike = share[1] == 1 and not strategy.hands_off
         self.format = chosen(precision, strategy, self.device)
-        self.lowered: LowPrecisionWeights | None = None
+        self.low_precision: LowPrecisionWeights | None = None
         if self.format is not None and self.format.weights:
-            self.lowered = LowPrecisionWeights(self.format.dtype, info.rank)
-        sets_up = strategy if self.lowered is None else LowPrecisionStrategy(strategy, self.lowered)
-        self.workshop = Components(sets_up, self.device, info.world_size, replaced, precision)
+            self.low_precision = LowPrecisionWeights(self.format.dtype, info.rank)
+        sets_up = strategy if self.low_precision is None else LowPrecisionStrategy(strategy, self.low_precision)
+        self.components = Components(sets_up, self.device, info.world_size, replaced, precision)
         self.forwards = Forwards(self.format, self.device) if self.format else None
         self.scaling: LossScaling | None = None
         if self.forwards is not None and self.forwards.form.scaled:
-            self.scaling = LossScaling(lambda: self._looks_after and info.world_size > 1, lambda: self.steps.ends)
-            self.forwards.before, self.forwards.after = self.scaling.called, self.scaling.passed
-        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.workshop.models)
+            self.scaling = LossScaling(lambda: self._manages_models and info.world_size > 1, lambda: self.steps.ends)
+            self.forwards.before_model, self.forwards.after_model = self.scaling.before_model, self.scaling.after_model
+        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.components.models)
         self.accumulation: Accumulation | None = None
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
-        self.checkpoints = Checkpoints(info, strategy, self.workshop, self.randomness, self.steps)
+        self.checkpoints = Checkpoints(info, strategy, self.components, self.randomness, self.steps)
         self.checkpoints.scaling = self.scaling
         self.loaders.positions = self.checkpoints.positions
-        self.wrapped = BackwardAndStep(
-            info, strategy, self.workshop, self.steps, self.phases, self.randomness, self.scaling
+        self.backward_and_step = BackwardAndStep(
+            info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling
         )
-        self.gradient_hooks = GradientHooks(self.workshop, info.rank == 0)
-        self.meeting = CollectiveGuard(info.rank, info.world_size, self.steps, self.phases, lambda: self.wrapped.within)
-        self.saving = TorchSave(self.meeting, info.world_size > 1)
+        self.gradient_hooks = GradientHooks(self.components, info.rank == 0)
+        self.collective_guard = CollectiveGuard(
+            info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within
+        )
+        self.torch_save = TorchSave(self.collective_guard, info.world_size > 1)
         self.recompute = ActivationCheckpointing()
-        self.made = InCellModels(lambda: self._looks_after, self._set_up_made)
-        self.recounted = Recounted(lambda: self._looks_after)
-        self.loaders.at_end = self.recounted.share
-        self.loaders.gives_apart = self.wrapped.same_work.shared
-        self._looks_after = False
-        """all ranks run a cell whose models the strategy sets up"""
+        self.in_cell_models = InCellModels(lambda: self._manages_models, self._set_up_in_cell)
+        self.running_statistics = RunningStatistics(lambda: self._manages_models)
+        self.loaders.at_end = self.running_statistics.share
+        self.loaders.on_own_batches = self.backward_and_step.same_work.shared
+        self._manages_models = False
+        """all ranks run the cell, and the strategy sets up its models"""
         self._batches, self._rule = 1, ""
-        """of one process, so many make a step of the cell's; and how learning rates follow them"""
+        """batches of one process that make one step of the cell, and the --scale-lr rule"""
         self._rates: list[float] = []
-        """of the optimizers that have stepped in the cell"""
+        """learning rates of the optimizers that have stepped in the cell"""
         self._logged_apart = ""
-        """the first name of which each rank has logged its own number"""
+        """the first name that was logged without `sync`"""
         self._reduce: Callable[..., Any] = collectives.reduce
-        self.drawn = WeightDraws(self.randomness, self.workshop, lambda: self._looks_after)
+        self.weight_draws = WeightDraws(self.randomness, self.components, lambda: self._manages_models)
         self.trial_steps: TrialSteps | None = None
-        """the cell is only tried"""
+        """set while the cell is a trial"""
         self._agreement = Agreement(strategy.hands_off)
         self._listeners = Listeners()
         self._prepared: Mapping[str, object] | None = None
-        """what `begin` is about to be called for"""
+        """the objects that `begin` follows for"""
 
     # --- per process -----------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Listen to what it does its part in. Once; another runtime of this process is uninstalled first."""
+        """Register all listeners, once. Another runtime of this process is uninstalled first."""
         global _installed
         if _installed is self:
             return
         if _installed is not None:
             _installed.uninstall()
         listeners = self._listeners
-        for part in (self.forwards, self.scaling, self.lowered):
+        for part in (self.forwards, self.scaling, self.low_precision):
             if part is not None:
                 part.listen(listeners)
-        self.wrapped.listen(listeners)
+        self.backward_and_step.listen(listeners)
         if self.info.world_size > 1:
             self.gradient_hooks.listen(listeners)
         self.loaders.listen(listeners)
-        self.meeting.listen(listeners)
-        if self.info.world_size > 1 or self.lowered is not None:
-            self.made.listen(listeners)
+        self.collective_guard.listen(listeners)
+        if self.info.world_size > 1 or self.low_precision is not None:
+            self.in_cell_models.listen(listeners)
         if self.info.world_size > 1:
-            self.recounted.listen(listeners)
-            self.drawn.listen(listeners)
+            self.running_statistics.listen(listeners)
+            self.weight_draws.listen(listeners)
             loop_fixes.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
-        self.saving.listen(listeners)
+        self.torch_save.listen(listeners)
         _installed = self
 
     def uninstall(self, whole: bool = True) -> None:
-        """Put torch back as it was. `whole`: what is in pieces is put together again, which is collective."""
+        """Remove all listeners. `whole`: put models in pieces together again, which is collective."""
         global _installed
         try:
             self.operations.end()  # a cell that was given up has not come to its end
             self.recompute.off()
-            self.wrapped.rate.end()
+            self.backward_and_step.rate.end()
             if self.accumulation is not None:
                 self.accumulation.leave()
                 self.accumulation = None
-            self.workshop.forget(whole)
+            self.components.forget(whole)
         finally:
             if _installed is self:
                 _installed = None
@@ -182,55 +183,57 @@ class Runtime:
     # --- per cell --------------------------------------------------------------------------------
 
     def prepare(self, objects: Mapping[str, object], board: Board | None = None, number: int = 0) -> None:
-        """What the cell uses; it looks to the notebook as before. Collective. `number`: of this run, on all ranks."""
-        self.meeting.begin(board, number)
-        self.saving.begin()
-        self.workshop.prepare(objects)
+        """Set up what the cell uses. Collective. `number`: the run's, the same on all ranks."""
+        self.collective_guard.begin(board, number)
+        self.torch_save.begin()
+        self.components.prepare(objects)
         self._prepared = objects
 
     def begin(
         self, run: RunSpec, objects: Mapping[str, object], board: Board | None = None, number: int = 0
     ) -> list[str]:
-        """The cell is about to run, on what was prepared, or is now; sentences for the user. Collective."""
+        """Before the cell runs; prepares `objects` if `prepare` has not. Returns sentences for the user. Collective."""
         if self._prepared is not objects:
             self.prepare(objects, board, number)
         self._prepared = None
         names = () if self.strategy.hands_off else run.checkpoint_activations
         self.recompute.begin(names, [item for item in objects.values() if isinstance(item, torch.nn.Module)])
         draw_from(self.randomness.one_process)
-        self.workshop.enter()
+        self.components.enter()
         index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
         if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:
             deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
         self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
         self.stopping.begin(board, number)
-        self.stopping.put_aside = partial(put, self.checkpoints, run.weights_folder)
+        self.stopping.save_live_weights = partial(answer_request, self.checkpoints, run.weights_folder)
         self.loaders.begin(deal, self.strategy.hands_off, run.share_eval)
         if run.accumulate > 1:
             self.accumulation = Accumulation(
-                run.accumulate, lambda: self.steps.at_last_batch, lambda: self.workshop.prepared
+                run.accumulate, lambda: self.steps.at_last_batch, lambda: self.components.prepared
             )
             self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
         self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
         api.enter(self.checkpoints)
         self.running = True
-        self.wrapped.begin(self.accumulation)
+        self.backward_and_step.begin(self.accumulation)
         apart = count > 1 and run.ranks is None and run.trial is None and not self.strategy.hands_off
-        self.wrapped.same_work.begin(apart)
+        self.backward_and_step.same_work.begin(apart)
         self._logged_apart = ""
         self._rule = run.scale_lr
         self._batches = run.accumulate * (1 if run.split_batches else deal.count)
-        self.wrapped.rate.begin(run.scale_lr, self._batches)
-        self.wrapped.summed.begin(1 if self.strategy.hands_off or run.ranks is not None else count, run.split_batches)
-        self.wrapped.own.begin(self.info.world_size > 1 and run.ranks is None and run.trial is None)
+        self.backward_and_step.rate.begin(run.scale_lr, self._batches)
+        sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
+        self.backward_and_step.summed_losses.begin(sharing, run.split_batches)
+        several = self.info.world_size > 1 and run.ranks is None and run.trial is None
+        self.backward_and_step.autograd_gradients.begin(several)
         if self.trial_steps is not None:
             self._begin_trial(self.trial_steps, count)
         if not self.strategy.hands_off and run.ranks is None:
-            self.made.begin()
-            self.recounted.begin()
-            self.drawn.begin()
-            self._looks_after = self.info.world_size > 1 or self.lowered is not None
+            self.in_cell_models.begin()
+            self.running_statistics.begin()
+            self.weight_draws.begin()
+            self._manages_models = self.info.world_size > 1 or self.low_precision is not None
             self.randomness.together()
         if self.scaling is not None:
             self.scaling.begin(item for item in objects.values() if isinstance(item, Optimizer))
@@ -248,16 +251,16 @@ class Runtime:
         return [*_batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]
 
     def end(self, ok: bool) -> list[str]:
-        """After the cell, whether it succeeded or not; sentences for the user."""
-        self.running = self._looks_after = False
+        """After the cell, whether it succeeded or not. Returns sentences for the user."""
+        self.running = self._manages_models = False
         self._rates = learning_rate.rates(self.steps.taken)
         self.operations.end()
         self.phases.end()
-        self.wrapped.end()
+        self.backward_and_step.end()
         self.gradient_hooks.end()
         api.enter(None)
         self.checkpoints.end()
-        self.checkpoints.off = self.saving.off = False
+        self.checkpoints.off = self.torch_save.off = False
         self.trial_steps = None
         if self.forwards is not None:
             self.forwards.on = False
@@ -265,25 +268,25 @@ class Runtime:
         self.recompute.off()
         self.randomness.apart(over=True)
         self.stopping.end()
-        self.meeting.end(ok)
+        self.collective_guard.end(ok)
         if self.accumulation is not None:
             self.accumulation.leave()
             self.accumulation = None
         try:
             if not ok:
-                self.wrapped.reset()
+                self.backward_and_step.reset()
         finally:  # torch is as it was, whatever the cell has left behind
-            self.workshop.leave()
-        if self.lowered is not None:
-            self.lowered.release(prepared.component for prepared in self.workshop.prepared)
+            self.components.leave()
+        if self.low_precision is not None:
+            self.low_precision.release(prepared.component for prepared in self.components.prepared)
         if self.loaders.evaluations.dealt:
-            notes += self.wrapped.summed.notes()
+            notes += self.backward_and_step.summed_losses.notes()
         return [*notes, *self.loaders.end()]
 
     def readings(self) -> list[Event]:
-        """Where the rank stands; from any thread, while a cell runs and just after."""
+        """Where the rank is: phase, throughput, progress. From any thread, while a cell runs and just after."""
         rank, now = self.info.rank, time.time()
-        waits = self.meeting.waits()
+        waits = self.collective_guard.waits()
         spent = Spent(
             rank=rank,
             time=now,
@@ -297,26 +300,26 @@ class Runtime:
         return [spent, throughput] if progress is None else [spent, throughput, progress]
 
     def recording(self, record: Record) -> StepRecord:
-        """What writes down the steps of a cell that is tried."""
+        """Records the steps of a trial."""
         return StepRecord(record, self.info.rank, self.checkpoints.in_use)
 
     def _begin_trial(self, trial_steps: TrialSteps, count: int) -> None:
         trial_steps.share = count / self.info.world_size
-        self.stopping.enough = trial_steps.ended
-        self.checkpoints.off = self.saving.off = True
+        self.stopping.trial_over = trial_steps.ended
+        self.checkpoints.off = self.torch_save.off = True
         if trial_steps.trial.batch != 1.0:
             self.loaders.regroup = trial_steps.regrouped
         if trial_steps.record is not None:
             trial_steps.record.share = self.loaders.deal.index
-            self.loaders.record = self.wrapped.record = trial_steps.record
+            self.loaders.record = self.backward_and_step.record = trial_steps.record
         trial_steps.begin(self.steps)
 
     def agreement(self) -> list[tuple[str, int]]:
-        """(name, number) pairs that must be equal on all ranks. Only of what may have changed since the last call."""
-        return self._agreement.take(self.workshop.prepared, self.steps.total, self.randomness)
+        """(name, checksum) pairs that must be equal on all ranks, of what may have changed since the last call."""
+        return self._agreement.take(self.components.prepared, self.steps.total, self.randomness)
 
     def advice(self) -> dict[str, str]:
-        """What is said once in a notebook, by name: of the cell that has just ended."""
+        """Advice on the cell that has just ended, by name; the notebook shows each once."""
         found = {}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
@@ -331,17 +334,17 @@ class Runtime:
         return {name: sentence for name, sentence in found.items() if sentence}
 
     def compared(self) -> dict[str, int]:
-        """Of the cell that has just ended, by name: the notebook says something where ranks have the same number, or
-        another one (session/report/same_work_report.py)."""
-        work, data = self.wrapped.same_work.number(), self.loaders.data
+        """Numbers by name, which the notebook compares between ranks (session/report/same_work_report.py)."""
+        work, data = self.backward_and_step.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
-        return found | self.wrapped.summed.divisors() | self.wrapped.own.number()
+        found |= self.backward_and_step.summed_losses.divisors()
+        return found | self.backward_and_step.autograd_gradients.number()
 
     def builtins(self) -> dict[str, Any]:
         """The names every cell may use."""
         speakers = Speakers(self.strategy, self.info.rank, self.info.world_size).names()
         self._reduce = speakers["reduce"]
-        speakers["reduce"] = self.wrapped.own.reducing(self._reduce)
+        speakers["reduce"] = self.backward_and_step.autograd_gradients.reducing(self._reduce)
         return {
             "rank": self.info.rank,
             "world_size": self.info.world_size,
@@ -385,13 +388,13 @@ class Runtime:
         """
         self.recompute.learn(item for item in objects if isinstance(item, torch.nn.Module))
         named = {f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)}
-        self.workshop.prepare(named)
+        self.components.prepare(named)
         self.checkpoints.add(named)
         if self.randomness.shared_states and not (self.randomness.alone or self.strategy.hands_off):
-            # Rank 0's weights: so its draws for them were those of one process, and the next order of batches follows.
-            stand = self.randomness.stand()
-            collectives.equalise([stand], checksum)
-            self.randomness.stand_at(stand)
+            # Rank 0's weights count, so what it drew for them is what one process draws; the next order follows.
+            state = self.randomness.one_process_state()
+            collectives.equalise([state], checksum)
+            self.randomness.set_one_process_state(state)
         if self.scaling is not None:
             self.scaling.look_again()
         if self.accumulation is not None:
@@ -402,14 +405,15 @@ class Runtime:
 
     # --- what torch calls ------------------------------------------------------------------------
 
-    def _set_up_made(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
-        ready = self.workshop.is_ready(optimizer)
-        if not ready or self.workshop.divides(optimizer):
-            self.workshop.sweep(models=not ready)
+    def _set_up_in_cell(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        ready = self.components.is_ready(optimizer)
+        if not ready or self.components.divides(optimizer):
+            self.components.sweep(models=not ready)
             self.setup(*models, optimizer)
-            copies = self.made.alike(models, lambda p: id(p) in self.workshop.ready)
+            copies = self.in_cell_models.alike(models, lambda p: id(p) in self.components.ready)
             counts = collectives.gather(len(copies))
-            if any(counts) and any(map(self.workshop.in_pieces, models)):  # they are to meet in sums: in pieces as well
+            # A copy in pieces, too: the two meet in sums, as in an average of the weights.
+            if any(counts) and any(map(self.components.in_pieces, models)):
                 if len(set(counts)) > 1:
                     raise NotSupported(UNLIKE.format(name=type(models[0]).__name__))
                 self.setup(*copies)
@@ -419,9 +423,9 @@ class Runtime:
             self.accumulation.gate(optimizer)
 
     def _notes(self) -> list[str]:
-        """What strategies have to say of how they set something up."""
-        said = [note for prepared in self.workshop.prepared for note in prepared.notes]
-        for prepared in self.workshop.prepared:
+        """What the strategy says of how it has set components up, each once."""
+        said = [note for prepared in self.components.prepared for note in prepared.notes]
+        for prepared in self.components.prepared:
             prepared.notes = []
         return list(dict.fromkeys(said))
 
@@ -433,7 +437,7 @@ UNLIKE = (
 
 
 def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
-    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: sees a share of the batches."""
+    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: what the batches are split over."""
     notes: list[str] = []
     for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
         size = getattr(loader.batch_sampler, "batch_size", None)

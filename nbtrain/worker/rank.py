@@ -249,14 +249,14 @@ class Rank:
     def _shares_pieces(self, run: RunCell) -> bool:
         """No rank has a whole model to bring home."""
         several = len(run.ranks) == self.info.world_size > 1
-        return several and bool(self.twins.pieces or self.runtime.workshop.pieces())
+        return several and bool(self.twins.pieces or self.runtime.components.pieces())
 
     def _go_home(self, run: RunCell, names: dict[str, Any], lead: bool) -> None:
         """What the cell did counts."""
         try:
             limit = LIMIT if run.spec.pool.start != "fork" else math.inf
             if len(run.ranks) == self.info.world_size:
-                self.twins.compare(self.runtime.workshop.pieces(), names)
+                self.twins.compare(self.runtime.components.pieces(), names)
             homeward = self.twins.homeward(names, run.spec.keep, limit)
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = Finished(
@@ -354,13 +354,13 @@ class Rank:
             adopt_streams(runtime.randomness, run.random_states)
         if touched:
             self._state("preparing")
-        runtime.workshop.retire(self.twins.holds)
+        runtime.components.retire(self.twins.holds)
         if self._regrouped:
             self._regrouped = False
             gc.collect()
         objects = self._objects({**names, **self.twins.modules}, bool(touched))
         runtime.prepare(objects, self.board, run.number)
-        parted = self.twins.parted(runtime.workshop.pieces())
+        parted = self.twins.parted(runtime.components.pieces())
         lead = self.info.rank == run.ranks[0]
         self.twins.start([*touched, *parted], lead)
         notes = list(runtime.begin(spec, objects, self.board, run.number))

@@ -9,7 +9,7 @@ import pytest
 
 from nbtrain.defer_interrupts import Presses
 from nbtrain.training.checkpoints.live_weights import LiveWeights
-from nbtrain.training.loop.shared_board import ASIDE, OPEN, STEPS, OwnedBoard
+from nbtrain.training.loop.shared_board import OPEN, STEPS, WEIGHTS, OwnedBoard
 from tests.support.kernels import Kernel
 from tests.support.notebook import TRAIN, Notebook
 
@@ -119,17 +119,17 @@ def test_a_wish_that_ranks_may_be_on_their_way_to_is_not_replaced(tmp_path: Path
     try:
         for part, ended in zip(board.parts, (4, 3), strict=True):
             part[OPEN], part[STEPS] = 7, ended
-        wishes = LiveWeights(board, 7, str(tmp_path), {})
-        assert wishes.ask() == 5
-        number = board.head[ASIDE]
-        assert not wishes.fetch(lambda: True), "nobody has written it"
-        assert wishes.stand_still()
+        weights = LiveWeights(board, 7, str(tmp_path), {})
+        assert weights.ask() == 5
+        number = board.head[WEIGHTS]
+        assert not weights.fetch(lambda: True), "nobody has written it"
+        assert weights.stand_still()
         board.parts[0][STEPS] = 6
-        assert not wishes.stand_still()
-        assert (wishes.ask(), board.head[ASIDE]) == (5, number), "rank 1 has still to come there"
+        assert not weights.stand_still()
+        assert (weights.ask(), board.head[WEIGHTS]) == (5, number), "rank 1 has still to come there"
         board.parts[1][STEPS] = 6
-        assert wishes.ask() == 7
-        assert board.head[ASIDE] > number
+        assert weights.ask() == 7
+        assert board.head[WEIGHTS] > number
     finally:
         board.close()
 

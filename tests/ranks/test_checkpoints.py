@@ -294,9 +294,9 @@ def _stays_in_pieces(rank: int, path: str) -> bool:
     model, optimizer, scheduler = make(seed=1)
     strategy = registry.make_strategy("fsdp", {}, {})
     with cell(rank, 4, strategy, model=model, optimizer=optimizer, scheduler=scheduler) as runtime:
-        before = list(runtime.workshop.kept)
+        before = list(runtime.components.kept)
         api.load(path)
-        return before == runtime.workshop.kept and bool(optimizer.state)
+        return before == runtime.components.kept and bool(optimizer.state)
 
 
 def test_a_model_in_pieces_stays_so_though_its_optimizer_has_no_state_yet(saved: dict[str, str]) -> None:

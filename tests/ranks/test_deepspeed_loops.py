@@ -36,12 +36,12 @@ def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tupl
     whole model takes another step at the end."""
     torch.manual_seed(0)
     x = torch.randn(8, 4)
-    workshop = None
+    components = None
     before = os.environ.get("RANK")
     if not alone:
         strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
-        workshop = Components(strategy, torch.device("cpu"), 2, precision=precision)
-        workshop.enter()
+        components = Components(strategy, torch.device("cpu"), 2, precision=precision)
+        components.enter()
     made: list[Any] = []
     alive, losses = [], []
     kept: list[Any] = []
@@ -50,8 +50,8 @@ def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tupl
         loss = model(x).square().mean()
         loss.backward()
         losses.append(float(loss.detach()))
-        if workshop is not None and to_sweep:  # a checkpoint may be made anywhere
-            workshop.sweep()
+        if components is not None and to_sweep:  # a checkpoint may be made anywhere
+            components.sweep()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -59,9 +59,9 @@ def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tupl
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         made.append(ref(model))
         new = torch.optim.AdamW(model.parameters(), 0.01)
-        if workshop is not None:  # the last optimizer is still there: a loop gives its name away afterwards
-            workshop.sweep()
-            workshop.prepare({"model": model, "optimizer": new})
+        if components is not None:  # the last optimizer is still there: a loop gives its name away afterwards
+            components.sweep()
+            components.prepare({"model": model, "optimizer": new})
         alive.append(sum(one() is not None for one in made))
         optimizer = new
         for at in range(3):
@@ -70,10 +70,10 @@ def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tupl
             kept += [model, optimizer] if keep == "model" else [model[0]]
     if keep == "model":
         step(*kept)
-    if workshop is not None:
-        workshop.leave()
-        assert len(workshop.kept) == 1 + bool(keep)
-        workshop.forget(False)
+    if components is not None:
+        components.leave()
+        assert len(components.kept) == 1 + bool(keep)
+        components.forget(False)
         assert os.environ.get("RANK") == before
     return alive, losses
 

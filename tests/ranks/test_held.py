@@ -108,7 +108,7 @@ def trained(rank: int, kind: tuple[Any, ...], folder: str) -> dict[tuple[str, st
             loop(model, optimizer, batches, between)
             weights = {key: value.detach().clone() for key, value in whole(model).items()}
         assert saves == (0 if chosen == "nowhere" else 2 if name == "by_hand" and chosen in ("clip", "step") else STEPS)
-        runtime.workshop.forget(False)
+        runtime.components.forget(False)
         found[name, chosen] = torch.cat([value.flatten() for value in weights.values()])
     return found
 

@@ -253,12 +253,12 @@ def strategy(rank: int, name: str, options: dict[str, Any], precision: str) -> S
 def divided(rank: int, name: str, options: dict[str, Any], precision: str) -> tuple[int, list[tuple[Any, Any]]]:
     model = layers()
     optimizer, held = torch.optim.AdamW(model.parameters()), list(model.parameters())
-    workshop = Components(strategy(rank, name, options, precision), CPU, 2)
+    components = Components(strategy(rank, name, options, precision), CPU, 2)
     with Bytes() as count:
-        workshop.prepare({"model": model, "held": held, "optimizer": optimizer})
+        components.prepare({"model": model, "held": held, "optimizer": optimizer})
     assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
-    pieces = [(list(piece.ranges()), list(piece.read())) for _, piece in workshop.pieces()]
-    workshop.forget(whole=False)
+    pieces = [(list(piece.ranges()), list(piece.read())) for _, piece in components.pieces()]
+    components.forget(whole=False)
     return count.most, pieces
 
 
@@ -290,11 +290,11 @@ def test_a_rank_has_its_pieces_and_one_module_at_a_time(
 
 def with_buffers(rank: int) -> tuple[Any, ...]:
     model = made()
-    workshop = Components(strategy(rank, "fsdp", {}, "bf16-true"), CPU, 2)
-    workshop.prepare({"model": model})
+    components = Components(strategy(rank, "fsdp", {}, "bf16-true"), CPU, 2)
+    components.prepare({"model": model})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    homes = {piece.dtype for _, piece in workshop.pieces()}
-    workshop.forget()
+    homes = {piece.dtype for _, piece in components.pieces()}
+    components.forget()
     return dtypes, homes, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 

@@ -545,7 +545,7 @@ def test_true_precision_is_a_model_in_16_bits(make: Callable[..., Runtime]) -> N
         plain.step(), plain.zero_grad()
         expected.append(loss.item())
     assert losses == expected
-    pieces = {id(tensor): piece for tensor, piece in here.workshop.pieces()}
+    pieces = {id(tensor): piece for tensor, piece in here.components.pieces()}
     states = [s[key] for s in ours.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert pieces.keys() == {id(t) for t in (*mine.parameters(), *states)}
     for tensor in (*mine.parameters(), *states):
@@ -594,7 +594,7 @@ def test_models_made_in_the_cell_and_other_dtypes(make: Callable[..., Runtime], 
         assert average({"steps": torch.randn(3, 4, 8)}).dtype == torch.float32
         assert average.cell.weight_ih.dtype == model.cell.weight_ih.dtype
         assert model.cell.weight_ih.dtype == here.format.dtype  # type: ignore[union-attr]
-    dtypes = {id(tensor): piece.dtype for tensor, piece in here.workshop.pieces()}
+    dtypes = {id(tensor): piece.dtype for tensor, piece in here.components.pieces()}
     assert {p.dtype for p in average.parameters()} == {torch.float32}  # and the notebook has it as it has the model
     assert dtypes[id(model.norm.running_mean)] == dtypes[id(model.cell.weight_ih)] == torch.float32
     assert id(model.calls) not in dtypes
@@ -647,7 +647,7 @@ def test_pieces_of_a_strategy_are_described_anew(make: Callable[..., Runtime]) -
     model = nn.Linear(2, 4).double()
     with cell(here, model=model):
         pass
-    pieces = {id(tensor): piece for tensor, piece in here.workshop.pieces()}
+    pieces = {id(tensor): piece for tensor, piece in here.components.pieces()}
     piece = pieces[id(model.bias)]
     assert (piece.dtype, piece.ranges(), piece.read()[0].dtype) == (torch.float64, [(0, 2)], torch.float64)
     piece.fill(torch.arange(4.0, dtype=torch.float64))
@@ -666,7 +666,7 @@ def two_in_16_bits(rank: int) -> Any:
             mine = slice(rank * 8, rank * 8 + 8)
             loss_of(model, x[mine], y[mine]).backward()
             optimizer.step(), optimizer.zero_grad()
-    spoken = [len(piece.ranges()) for _, piece in here.workshop.pieces()]
+    spoken = [len(piece.ranges()) for _, piece in here.components.pieces()]
     here.uninstall()
     return model.state_dict(), spoken
 
@@ -788,16 +788,16 @@ def test_models_that_a_strategy_holds_are_let_go_of(make: Callable[..., Runtime]
 
     here = make("bf16-true", Holding(Holding.Options()))
     kept = net()
-    here.workshop.prepare({"kept": kept})
-    here.workshop.prepare({"gone": net()})
-    before = here.workshop.prepared
-    here.workshop.sweep()
-    (left,) = here.workshop.prepared
+    here.components.prepare({"kept": kept})
+    here.components.prepare({"gone": net()})
+    before = here.components.prepared
+    here.components.sweep()
+    (left,) = here.components.prepared
     assert left is before[0]
     assert left.models == [kept]  # type: ignore[attr-defined]
     assert list(left.component.modules.values()) == [kept]
-    assert {piece.dtype for _, piece in here.workshop.pieces()} == {torch.float32}
-    here.workshop.forget()
+    assert {piece.dtype for _, piece in here.components.pieces()} == {torch.float32}
+    here.components.forget()
     assert kept[0].weight.dtype == torch.float32
 
 

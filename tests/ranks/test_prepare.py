@@ -18,7 +18,7 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.ranks.collectives import equalise, gather, reduce
 from nbtrain.training.runtime import Runtime
-from nbtrain.training.setup.components import Components, place
+from nbtrain.training.setup.components import Components, move_to_device
 from tests.support.bench import make_runtime
 from tests.support.ranks import RankFailed, run_on_ranks
 
@@ -43,7 +43,7 @@ class Noting(Strategy):
 
 
 @pytest.fixture
-def workshop() -> Iterator[Components]:
+def components() -> Iterator[Components]:
     shop = Components(Noting(), CPU, 1)
     yield shop
     shop.forget()
@@ -60,81 +60,81 @@ def sgd(*parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for part in parameters for p in part], 0.1)
 
 
-def test_components(workshop: Components) -> None:
+def test_components(components: Components) -> None:
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     warmth = nn.Parameter(torch.zeros(()))
     both, other = sgd(a.parameters(), b.parameters(), [warmth]), sgd(c.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(both, 1)
     criterion = nn.CrossEntropyLoss()
     everything = {"a": a, "b": b, "c": c, "both": both, "other": other, "schedule": schedule, "criterion": criterion}
-    workshop.prepare(everything)
-    assert names(workshop) == [
+    components.prepare(everything)
+    assert names(components) == [
         (["a", "b"], ["both"], ["schedule"], ["both[4]"]),
         (["c"], ["other"], [], []),
     ]
 
 
-def test_what_nobody_holds_is_let_go_of(workshop: Components) -> None:
+def test_what_nobody_holds_is_let_go_of(components: Components) -> None:
     """A notebook makes its model and optimizer anew, cell after cell."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    workshop.prepare({"model": model, "opt": sgd(model.parameters()), "other": other})
-    workshop.retire(lambda item: item is model)
-    assert names(workshop) == [(["model"], [], [], [])]
-    assert workshop.strategy.closed == 1  # type: ignore[attr-defined]
+    components.prepare({"model": model, "opt": sgd(model.parameters()), "other": other})
+    components.retire(lambda item: item is model)
+    assert names(components) == [(["model"], [], [], [])]
+    assert components.strategy.closed == 1  # type: ignore[attr-defined]
     new = sgd(model.parameters())
-    workshop.prepare({"model": model, "opt": new})
-    assert names(workshop) == [(["model"], ["opt"], [], [])]
-    assert workshop.prepared[0].component.optimizers["opt"] is new
-    workshop.retire(lambda item: False)
-    assert workshop.prepared == []
-    assert workshop.ready == set()
+    components.prepare({"model": model, "opt": new})
+    assert names(components) == [(["model"], ["opt"], [], [])]
+    assert components.prepared[0].component.optimizers["opt"] is new
+    components.retire(lambda item: False)
+    assert components.prepared == []
+    assert components.ready == set()
 
 
-def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(workshop: Components) -> None:
+def test_what_is_prepared_is_kept_and_what_grows_is_set_up_again(components: Components) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = sgd(model.parameters())
-    workshop.prepare({"model": model, "optimizer": optimizer, "other": other})
-    first, second = workshop.prepared
-    workshop.prepare({"model": model})
-    workshop.prepare({"again": model, "optimizer": optimizer})
-    assert workshop.prepared == [first, second]
-    workshop.prepare({"new": torch.optim.Adam(model.parameters())})
-    assert workshop.strategy.closed == 1  # type: ignore[attr-defined]
-    assert names(workshop)[1] == (["model"], ["optimizer", "new"], [], [])
-    assert workshop.prepared[0] is second
+    components.prepare({"model": model, "optimizer": optimizer, "other": other})
+    first, second = components.prepared
+    components.prepare({"model": model})
+    components.prepare({"again": model, "optimizer": optimizer})
+    assert components.prepared == [first, second]
+    components.prepare({"new": torch.optim.Adam(model.parameters())})
+    assert components.strategy.closed == 1  # type: ignore[attr-defined]
+    assert names(components)[1] == (["model"], ["optimizer", "new"], [], [])
+    assert components.prepared[0] is second
     model.half()
-    workshop.prepare({"model": model})
-    assert workshop.strategy.closed == 2, "buckets of the old dtype are of no use"  # type: ignore[attr-defined]
-    workshop.forget()
-    assert workshop.prepared == []
-    assert workshop.ready == set()
+    components.prepare({"model": model})
+    assert components.strategy.closed == 2, "buckets of the old dtype are of no use"  # type: ignore[attr-defined]
+    components.forget()
+    assert components.prepared == []
+    assert components.ready == set()
 
 
-def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(workshop: Components) -> None:
+def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(components: Components) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     objects = {"model": model, "optimizer": sgd(model.parameters())}
-    workshop.prepare(objects)
-    first = workshop.prepared
-    workshop.prepare(objects)
-    assert workshop.prepared == first
+    components.prepare(objects)
+    first = components.prepared
+    components.prepare(objects)
+    assert components.prepared == first
     model.append(nn.Linear(2, 2))
-    workshop.prepare(objects)
-    assert workshop.prepared != first
-    assert set(map(id, model.parameters())) <= workshop.ready
-    workshop.forget()
-    workshop.prepare(objects)
-    assert len(workshop.prepared) == 1, "forgotten means to be set up again"
+    components.prepare(objects)
+    assert components.prepared != first
+    assert set(map(id, model.parameters())) <= components.ready
+    components.forget()
+    components.prepare(objects)
+    assert len(components.prepared) == 1, "forgotten means to be set up again"
 
 
-def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(workshop: Components) -> None:
+def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(components: Components) -> None:
     """Each rank finds names anew when it has to; set up alone, it would wait for the others."""
     model = nn.Sequential(nn.Linear(2, 2))
     objects = {"model": model, "optimizer": sgd(model.parameters())}
-    workshop.prepare(objects)
-    first = workshop.prepared
+    components.prepare(objects)
+    first = components.prepared
     first[0].component.modules["a copy that the cell made"] = nn.Linear(2, 2)
-    workshop.prepare(dict(objects))
-    assert workshop.prepared == first
+    components.prepare(dict(objects))
+    assert components.prepared == first
 
 
 @pytest.mark.gpu
@@ -145,7 +145,7 @@ def test_place_moves_in_place() -> None:
     optimizer.step()
     identities = [*map(id, model.parameters()), *map(id, model.buffers())]
     card = torch.device("cuda", 0)
-    place(Component(modules={"model": model}, optimizers={"optimizer": optimizer}), card)
+    move_to_device(Component(modules={"model": model}, optimizers={"optimizer": optimizer}), card)
     assert identities == [*map(id, model.parameters()), *map(id, model.buffers())]
     assert {t.device for t in (*model.parameters(), *model.buffers())} == {card}
     assert {p.grad.device for p in model.parameters() if p.grad is not None} == {card}
@@ -189,7 +189,7 @@ def _unprepared(rank: int) -> str:
     here.begin(SPEC, {"model": model, "optimizer": optimizer})
     assert here.setup(model) is model
     optimizer.step()
-    assert here.workshop.prepared == []
+    assert here.components.prepared == []
     here.uninstall()
     return str(caught.value)
 

@@ -206,7 +206,7 @@ TABLE: dict[str, Callable[[Bench], Net]] = {
 def _played(bench: Bench, program: Callable[[Bench], Net]) -> Numbers | str:
     def played(bench: Bench) -> Numbers:
         model = program(bench)
-        bench.runtime.workshop.forget()  # what was in pieces is whole again
+        bench.runtime.components.forget()  # what was in pieces is whole again
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return {**weights, "seen": torch.tensor(float(model.seen))}  # type: ignore[arg-type]
 

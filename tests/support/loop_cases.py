@@ -41,9 +41,9 @@ def plain(bench: Bench) -> Weights:
             scheduler.step()
 
     bench.cell(loop, model=model, optimizer=optimizer, scheduler=scheduler)
-    before = bench.runtime.workshop.prepared[-1]
+    before = bench.runtime.components.prepared[-1]
     bench.cell(loop, model=model, optimizer=optimizer, scheduler=scheduler)
-    assert bench.runtime.workshop.prepared[-1] is before, "the second cell keeps what is prepared"
+    assert bench.runtime.components.prepared[-1] is before, "the second cell keeps what is prepared"
     assert type(model) is Net
     assert bench.runtime.steps.count == 9
     state = {f"state {i}": value["exp_avg"] for i, value in enumerate(optimizer.state.values())}
@@ -107,7 +107,7 @@ def frozen_then_thawed(bench: Bench) -> Weights:
         model.first.requires_grad_(True)
         model.blocks.requires_grad_(False)
         train(model, optimizer, bench.loader(), 1)
-        (prepared,) = bench.runtime.workshop.prepared
+        (prepared,) = bench.runtime.components.prepared
         if isinstance(prepared, Replicated):
             assert {*prepared.sync.where} == {id(p) for p in model.parameters() if p.requires_grad}
 
@@ -219,7 +219,7 @@ def broken_backward(bench: Bench) -> Weights:
     def loop() -> None:
         with pytest.raises(ValueError, match="middle"):
             breaks()
-        (prepared,) = bench.runtime.workshop.prepared
+        (prepared,) = bench.runtime.components.prepared
         assert not isinstance(prepared, Replicated) or not prepared.sync.armed, "the half backward is forgotten"
         optimizer.zero_grad()
         train(model, optimizer, bench.loader(), 1)

@@ -345,7 +345,7 @@ def test_a_listener_may_ask_for_the_signature_below_another() -> None:
         seen.append(list(inspect.signature(old).parameters))
         return old
 
-    with listening(path, "meeting", noting("meeting", [])), listening(path, "subset", make):
+    with listening(path, "collective_guard", noting("collective_guard", [])), listening(path, "subset", make):
         pass
     assert seen[-1][:3] == ["tensor", "op", "group"]
 

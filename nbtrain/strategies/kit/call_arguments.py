@@ -5,7 +5,7 @@ The second argument of `functional_call` has a name of its own in each of the tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ def by_name(weights: Any) -> dict[str, Any]:
 def kept(tensors: Any) -> Any:
     """Something that can be looked at twice; `model.parameters()` can be gone through once."""
     return list(tensors) if isinstance(tensors, Iterator) else tensors
+
+
+def with_closure(args: Args, kwargs: Named, make: Callable[[Any], Any]) -> tuple[Args, Named] | None:
+    """The arguments of an optimizer's `step` with `make(closure)` for its closure; None where it has none."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    made = make(closure)
+    return ((args[0], made, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": made})
 
 
 def listed(tensors: Any) -> list[Any]:

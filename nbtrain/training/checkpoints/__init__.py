@@ -9,10 +9,12 @@ find_source         which of these a path is; and it is opened, by all ranks tog
 folder              whole folders only: written beside their place, then moved there
 ownership           whose checkpoints a folder has
 background_write    the thread that writes while the training goes on
-compare             whether a checkpoint is of this model
+matches_objects     whether a checkpoint is of this model
 restore             a checkpoint's content into objects
 rollback            what was there before, put back exactly
 schedule            when `--save-every` is due
+disk_full           says that a disk is full, where torch does not
+torch_save          `torch.save` on several ranks
 uninterrupted       what is not interrupted in its middle
 save_and_load       save and load, on a rank
 live_weights        the weights of a run in the background, for the notebook

@@ -17,7 +17,7 @@ from nbtrain.training.checkpoints.save_and_load import Checkpoints
 
 KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "scheduler"))
 _running: Checkpoints | None = None
-"""of the cell that runs in this process"""
+"""the running cell's"""
 _plain: Checkpoints | None = None
 _resume: tuple[str, bytes] | None = None
 
@@ -40,7 +40,7 @@ def load(path: Any, *objects: Any, **named: Any) -> None:
 
     `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, a folder of DeepSpeed's
     or of torch.distributed.checkpoint, or a .ckpt of Lightning's.
-    Where an optimizer is among what is loaded, random streams, step count and `resumable` loops go on, too. If the
+    Where an optimizer is among what is loaded, random states, step count and `resumable` loops go on, too. If the
     checkpoint is of another model, nothing is changed.
     """
     global _resume
@@ -61,7 +61,7 @@ def current() -> Checkpoints:
 
 
 def enter(checkpoints: Checkpoints | None) -> None:
-    """A cell begins (or ends: None) to run in this process."""
+    """A cell begins to run in this process, or ends (None)."""
     global _running
     _running = checkpoints
 

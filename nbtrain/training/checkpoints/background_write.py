@@ -37,7 +37,7 @@ SILENCE = 900.0
 
 @dataclass(slots=True)
 class Job:
-    """What one rank does for one checkpoint."""
+    """What one rank writes for one checkpoint."""
 
     place: Path
     made: Path
@@ -52,7 +52,7 @@ class Job:
     peers: Mapping[int, int | None] = field(default_factory=dict)
     """rank → process, where it is one of this machine's"""
     keep: int | None = None
-    """of the folder's checkpoints, when it was made at an interval"""
+    """how many checkpoints stay in the folder, if it was made at an interval"""
     cell_over: threading.Event = field(default_factory=threading.Event)
     """no rank is on its way to writing any more"""
 
@@ -71,7 +71,7 @@ class BackgroundWrite:
 
     @property
     def left_behind(self) -> bool:
-        """What is under way is a checkpoint of an earlier cell."""
+        """Whether a checkpoint of an earlier cell is being written."""
         return self._job is not None and self._job.cell_over.is_set()
 
     def leave_behind(self) -> None:
@@ -86,7 +86,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def finish(self, waiting: Callable[[str], None] = lambda line: None) -> NbtrainError | None:
-        """Wait for it; what went wrong. `waiting` is told when that takes longer than two seconds."""
+        """Wait for it, and return its error. `waiting` is told when that takes longer than two seconds."""
         thread, job = self._thread, self._job
         if thread is None or job is None:
             return None
@@ -150,13 +150,13 @@ def _write(job: Job) -> None:
 
 
 def owe(made: Path, ranks: Iterable[int]) -> None:
-    """These are to write into it."""
+    """Note that these ranks still have to write."""
     for rank in ranks:
         _path(made, f"owed-{rank}").touch()
 
 
 def give_up(made: Path, rank: int, error: BaseException) -> None:
-    """This rank writes nothing, and the others are not to wait for it."""
+    """Say that this rank writes nothing, so that nobody waits for it."""
     if rank == 0:
         folder.remove(made)
         return

@@ -144,7 +144,7 @@ class Content:
         return {"class": type(scheduler).__name__, "state": self._take(f"scheduler/{name}", scheduler.state_dict())}
 
     def _take(self, at: str, value: Any) -> Any:
-        """The value, its tensors replaced."""
+        """The value with references in place of its tensors."""
         if isinstance(value, torch.Tensor):
             return TENSOR, self._add(at, value)
         if isinstance(value, dict):
@@ -170,9 +170,14 @@ def _plain_dict(parts: dict[Any, Any], like: dict[Any, Any]) -> Any:
         return parts
 
 
+def is_reference(value: Any) -> bool:
+    """Whether it stands for a tensor."""
+    return isinstance(value, tuple) and len(value) == 2 and value[0] == TENSOR
+
+
 def references(tree: Any) -> Iterator[str]:
     """The keys of the tensors in a tree."""
-    if isinstance(tree, tuple) and len(tree) == 2 and tree[0] == TENSOR:
+    if is_reference(tree):
         yield tree[1]
     elif isinstance(tree, dict):
         for part in tree.values():
@@ -183,8 +188,8 @@ def references(tree: Any) -> Iterator[str]:
 
 
 def whole(tree: Any, read: Any) -> Any:
-    """The tree with tensors in it again; `read(key)`: one of them."""
-    if isinstance(tree, tuple) and len(tree) == 2 and tree[0] == TENSOR:
+    """The tree with its tensors again; `read(key)` returns one."""
+    if is_reference(tree):
         return read(tree[1])
     if isinstance(tree, dict):
         return _plain_dict({key: whole(part, read) for key, part in tree.items()}, tree)

@@ -1,4 +1,4 @@
-"""Why a file could not be written, in words: of a full disk torch says only `unexpected pos 832 vs 726`."""
+"""Says in words that a disk is full, of which torch says only `unexpected pos 832 vs 726`."""
 
 from __future__ import annotations
 

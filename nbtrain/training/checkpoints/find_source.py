@@ -1,5 +1,5 @@
-"""What a path is: one of our checkpoints, sharded or full, a folder of them, a safetensors file, or what DeepSpeed,
-torch or Lightning have written.
+"""Opens a checkpoint: one of nbtrain, sharded or full, a folder of them, a safetensors file, or what DeepSpeed, torch
+or Lightning have written.
 
 All ranks open it together (`together`): each reads it, or one for all where it is held in memory.
 """
@@ -35,11 +35,11 @@ class CheckpointSource:
     described: Mapping[str, Described]
     read: Callable[[str], torch.Tensor]
     about: dict[str, Any] = field(default_factory=dict)
-    """step, random streams, where the loops stand"""
+    """step, random states, positions of loops"""
     elsewhere: bool = False
-    """it was not made by nbtrain: a model's tensors may have names below one that holds it (`net.0.weight`)"""
+    """not made by nbtrain: a model's tensors may have names below one that holds it (`net.0.weight`)"""
     costly: bool = False
-    """it is held in memory whole: one rank reads, and tells the others"""
+    """held in memory whole: one rank reads, and sends it to the others"""
 
 
 def packed(about: Mapping[str, Any]) -> torch.Tensor:
@@ -60,7 +60,7 @@ def find(path: Path) -> tuple[Path, str]:
     if made := folder.inside(path):
         newest, said = made[-1]
         return newest, f"{path}: the newest whole checkpoint in there is {newest.name} (step {said.get('step', '?')})"
-    if (aside := folder.put_aside(path)) is not None:
+    if (aside := folder.replaced_one(path)) is not None:
         return aside, f"{path} was about to be replaced when its process ended: the one from before is loaded"
     if path.is_dir() and len(list(path.glob(f"*{full_format.SUFFIX}"))) == 1:
         return next(path.glob(f"*{full_format.SUFFIX}")), ""
@@ -176,7 +176,7 @@ def agree(check: Callable[[], Any]) -> None:
 
 
 def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
-    """What this path means to rank 0, on every rank."""
+    """The source that rank 0 finds at this path, on every rank. Collective."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0
     found: list[Any] = [None, ""]
@@ -204,7 +204,7 @@ def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
 
 
 def reading(source: CheckpointSource, say: Callable[[str], None]) -> Callable[[str], torch.Tensor]:
-    """Reads, and says how far it is when that takes long. Collective where only one rank has it."""
+    """A function that reads a tensor, and prints progress when loading is slow. Collective if the source is costly."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0
     began, said, done = time.monotonic(), SLOW, 0
@@ -226,7 +226,7 @@ def reading(source: CheckpointSource, say: Callable[[str], None]) -> Callable[[s
 
 
 def _passed_on(content: torch.Tensor | None, described: Described) -> torch.Tensor:
-    """Rank 0's, on every rank."""
+    """Rank 0's content, on every rank."""
     if content is None:
         content = torch.empty(described.shape, dtype=described.dtype)
     wire = content.contiguous().reshape(-1).view(torch.uint8)

@@ -90,7 +90,7 @@ def tidy(parent: Path, writing: tuple[Path, ...] = ()) -> None:
             remove(path)
 
 
-def put_aside(place: Path) -> Path | None:
+def replaced_one(place: Path) -> Path | None:
     """A whole one that was put aside, when its place is empty: the process that replaced it was killed."""
     for path, found in _left(place.parent):
         if found["name"] == place.name and found["what"] == "old" and marker(path) is not None:

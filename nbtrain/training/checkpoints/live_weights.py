@@ -1,7 +1,7 @@
-"""The weights of a run in the background, for a cell of the notebook that reads them while the run goes on.
+"""Gives a cell of the notebook the weights of a run in the background while the run goes on.
 
 All ranks save at the end of the same step, as for `--save-every`, into the ranks' own directory; the notebook loads it
-into its objects, and only that: random streams and loops are the run's. Before the run's work comes home, or is given
+into its objects, and only that: random states and loops are the run's. Before the run's work comes home, or is given
 up, the notebook's objects are put back as they were: what comes home is what the run changed of that.
 """
 
@@ -17,7 +17,7 @@ from nbtrain.training.checkpoints import find_source, folder, uninterrupted
 from nbtrain.training.checkpoints.content import CheckpointObjects
 from nbtrain.training.checkpoints.rollback import Rollback
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
-from nbtrain.training.loop.shared_board import ASIDE, ASIDE_AT, OPEN, STEPS, UNKNOWN, WISHES, Board
+from nbtrain.training.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, Board
 
 VISIBLE = 0.004
 """Seconds after which a word on the board is seen by every rank."""
@@ -26,8 +26,8 @@ NAME = "aside-"
 
 
 class LiveWeights:
-    """The notebook's, of one run: one at a time. A wish that is not met stays: ranks may be on their way to it, and who
-    is past the step of one would miss another."""
+    """The notebook's requests to one run, one at a time. One that is not met stays open: ranks may be on their way to
+    its step, and a rank past that step would miss another one."""
 
     def __init__(self, board: Board, run: int, directory: str, objects: Mapping[str, Any]) -> None:
         """`objects`: the notebook's, by the names under which the ranks save them."""
@@ -37,30 +37,30 @@ class LiveWeights:
         self._objects = CheckpointObjects.of(objects)
         self._before: Rollback | None = None
         self._open: tuple[int, int] | None = None
-        """its number, and the step after which it is met"""
+        """the open request: its number, and the step after which it is met"""
         self._still: list[int] | None = None
         """where the ranks stood when it took too long"""
 
     def stand_still(self) -> bool:
-        """No step has ended since a cell has waited in vain."""
+        """Whether no step has ended since a cell waited in vain."""
         return self._still is not None and self._still == self._steps()
 
     def ask(self) -> int:
-        """The step of the run after which its weights are wanted."""
+        """Request the weights. Returns the step of the run after which they are saved."""
         if self._open is not None and self._passed(self._open[1]) and folder.marker(self._place) is None:
-            self._clear()  # it was not to be had
+            self._clear()  # ranks could not save it
         if self._open is None:
             head = self._board.head
             with shielded():  # the ranks wait for the second word
-                head[ASIDE_AT] = UNKNOWN
-                head[ASIDE] = max(head[ASIDE], self._run * WISHES) + 1
+                head[WEIGHTS_AT] = UNKNOWN
+                head[WEIGHTS] = max(head[WEIGHTS], self._run * REQUESTS) + 1
                 time.sleep(VISIBLE)
-                head[ASIDE_AT] = max(self._steps(), default=0) + 1
-                self._open = head[ASIDE], head[ASIDE_AT]
+                head[WEIGHTS_AT] = max(self._steps(), default=0) + 1
+                self._open = head[WEIGHTS], head[WEIGHTS_AT]
         return self._open[1]
 
     def fetch(self, enough: Callable[[], bool]) -> bool:
-        """Wait for what was asked for, and load it into the notebook's objects; False when it was enough."""
+        """Wait for the weights and load them into the notebook's objects; False if `enough()` came first."""
         place = self._place
         while folder.marker(place) is None:
             if enough():
@@ -68,9 +68,11 @@ class LiveWeights:
                 return False
             time.sleep(PAUSE)
         try:
-            with shielded():  # half a model is none
+            with shielded():  # never half a model
                 self._before = self._before or Rollback(self._objects)
-                _Bringing().bring(place, self._objects)
+                checkpoints = Checkpoints()
+                source = find_source.together(place, checkpoints.say)
+                uninterrupted.together(lambda: checkpoints.restore(source, self._objects, asked=False))
         finally:
             self._clear()
         return True
@@ -93,28 +95,20 @@ class LiveWeights:
         self._open = self._still = None
 
     def _passed(self, step: int) -> bool:
-        """Every rank is past it, and has written what it was to write, or could not."""
+        """Whether every rank is past this step, and has written its part or failed to."""
         return all(ended > step for ended in self._steps())
 
     def _steps(self) -> list[int]:
         return [part[STEPS] for part in self._board.parts if abs(part[OPEN]) == self._run]
 
 
-def place(directory: str, wish: int) -> Path:
-    return Path(directory) / f"{NAME}{wish}"
+def place(directory: str, request: int) -> Path:
+    return Path(directory) / f"{NAME}{request}"
 
 
-class _Bringing(Checkpoints):
-    """The notebook's own, with nothing but what the objects hold."""
-
-    def bring(self, path: Path, chosen: CheckpointObjects) -> None:
-        source = find_source.together(path, self.say)
-        uninterrupted.together(lambda: self.restore(source, chosen, asked=False))
-
-
-def put(checkpoints: Checkpoints, directory: str, wish: int) -> None:
-    """A rank's part. What goes wrong here is no fault of the training's."""
+def answer_request(checkpoints: Checkpoints, directory: str, request: int) -> None:
+    """Save a rank's weights for the notebook. The training goes on whatever goes wrong here."""
     try:
-        checkpoints.save_aside(place(directory, wish))
+        checkpoints.save_live_weights(place(directory, request))
     except Exception as error:
         checkpoints.say(f"the notebook asked for the weights, and they could not be given: {error}")

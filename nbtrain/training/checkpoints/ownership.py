@@ -1,4 +1,4 @@
-"""Whose checkpoints lie in a folder: a training takes no other's place there, and removes nothing of another's.
+"""Keeps a training from replacing or removing the checkpoints of another one in a folder.
 
 A training is known by the names of its models and the shapes in them: these are the same after the kernel was started
 anew, under another strategy and on other ranks. Two cells are of one training if they have a model in common, and what

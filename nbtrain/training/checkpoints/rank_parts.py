@@ -1,4 +1,4 @@
-"""Which rank writes what of a checkpoint, and a copy of that in host memory.
+"""Decides which rank writes what of a checkpoint, and copies that to host memory.
 
 What every rank has whole is written by one of them, the bytes spread evenly. What is kept in pieces is written by who
 keeps it; of several that keep the same, by the first. So nobody ever holds more than it does already.
@@ -70,7 +70,7 @@ class Holdings:
 
 
 def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dict[str, list[Range]]]:
-    """Per rank, what it writes. The same on every rank, for all have been told the same."""
+    """What each rank writes; the same result on every rank."""
     mine: list[dict[str, list[Range]]] = [{} for _ in kept]
     load = [0] * len(kept)
     in_pieces = {key for one in kept for key in one}
@@ -78,7 +78,7 @@ def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dic
         one = described[key]
         taken: list[Range] = []
         for rank, ranges in enumerate(kept):
-            fresh = [part for held in ranges.get(key, ()) for part in _outside(held, taken)]
+            fresh = [part for held in ranges.get(key, ()) for part in _without(held, taken)]
             if fresh:
                 mine[rank][key] = fresh
                 taken += fresh
@@ -96,7 +96,7 @@ def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dic
     return mine
 
 
-def _outside(held: Range, taken: Iterable[Range]) -> list[Range]:
+def _without(held: Range, taken: Iterable[Range]) -> list[Range]:
     """What is left of `held` without `taken`."""
     left = [held] if held[1] > held[0] else []
     for a, b in taken:

@@ -1,4 +1,4 @@
-"""A checkpoint's content into the objects: in place, one tensor at a time."""
+"""Loads a checkpoint's content into objects, in place and one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from nbtrain.compat.modules import EXTRA_STATE
 from nbtrain.strategies.base import Piece
-from nbtrain.training.checkpoints.content import TENSOR, CheckpointObjects, Name, ParameterNames, entries, whole
+from nbtrain.training.checkpoints.content import CheckpointObjects, Name, ParameterNames, entries, is_reference, whole
 from nbtrain.training.checkpoints.find_source import CheckpointSource
 from nbtrain.training.checkpoints.matches_objects import Match
 
@@ -22,13 +22,13 @@ Held = dict[Name, torch.Tensor]
 def make_state(
     source: CheckpointSource, objects: CheckpointObjects, names: ParameterNames, match: Match, pieces: Pieces
 ) -> None:
-    """What an optimizer has nothing of yet, in pieces as large as those of its parameters, where these say how they are
-    cut (DTensor): so a model that no rank can hold goes on after the kernel was started anew."""
+    """Make the states that an optimizer lacks, in pieces like its parameters' where those are DTensors: so a model that
+    no rank can hold goes on after the kernel was started anew."""
     for mine, theirs in match.optimizers.items():
         optimizer, tree = objects.optimizers[mine], source.tree["optimizers"][theirs]
         for name, p in _parameters(optimizer, names).items():
             there = _state_of(tree, name, match)
-            tensors = {key: source.described[value[1]] for key, value in there.items() if _is_reference(value)}
+            tensors = {key: source.described[value[1]] for key, value in there.items() if is_reference(value)}
             if optimizer.state.get(p) or id(p) not in pieces or not hasattr(p, "placements"):
                 continue
             if any(one.shape != tuple(p.shape) and one.numel != 1 for one in tensors.values()):
@@ -45,8 +45,8 @@ def make_state(
 def same_state(
     source: CheckpointSource, objects: CheckpointObjects, names: ParameterNames, match: Match, pieces: Pieces
 ) -> bool:
-    """The optimizers hold the tensors that the checkpoint has for them. If they do not, and it is kept in pieces what
-    they train, the strategy has to give them theirs first."""
+    """Whether optimizers of parameters in pieces hold the same states as the checkpoint. If not, the strategy has to
+    make their states first."""
     for mine, theirs in match.optimizers.items():
         optimizer, tree = objects.optimizers[mine], source.tree["optimizers"][theirs]
         for name, p in _parameters(optimizer, names).items():
@@ -54,7 +54,7 @@ def same_state(
             there = _state_of(tree, name, match)
             if not (id(p) in pieces or any(id(value) in pieces for value in here.values())):
                 continue
-            if _tensors(here) != {key for key, value in there.items() if _is_reference(value)}:
+            if _tensors(here) != {key for key, value in there.items() if is_reference(value)}:
                 return False
             for key, value in here.items():
                 if isinstance(value, torch.Tensor) and tuple(value.shape) != source.described[there[key][1]].shape:
@@ -131,8 +131,8 @@ class Restore:
                 self._put(state, key, value, p if key != "step" or on_device else None)
 
     def _put(self, holder: Any, key: Any, value: Any, like: torch.Tensor | None = None) -> None:
-        """`like`: on whose device a new tensor is to be."""
-        if not _is_reference(value):
+        """`like`: the tensor on whose device a new one is made."""
+        if not is_reference(value):
             made = whole(value, self.read)
             holder[key] = _onto(made, like.device) if like is not None else made
             return
@@ -150,7 +150,7 @@ def _group_of(optimizer: Optimizer, p: torch.Tensor) -> dict[str, Any]:
 
 
 def _counts_on_device(group: dict[str, Any]) -> bool:
-    """Where its `step` is."""
+    """Whether its step counts are on the device."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
@@ -160,7 +160,7 @@ def _parameters(optimizer: Optimizer, names: ParameterNames) -> Held:
 
 
 def _state_of(tree: dict[str, Any], name: Name, match: Match) -> dict[str, Any]:
-    """What the checkpoint has for the parameter that is called so here."""
+    """The checkpoint's state for the parameter of this name here."""
     owner, path = name
     found: dict[str, Any] = tree["state"].get((match.modules.get(owner, owner), path), {})
     return found
@@ -168,10 +168,6 @@ def _state_of(tree: dict[str, Any], name: Name, match: Match) -> dict[str, Any]:
 
 def _tensors(state: dict[str, Any]) -> set[str]:
     return {key for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and value[0] == TENSOR
 
 
 def _onto(tree: Any, device: torch.device) -> Any:

@@ -45,27 +45,27 @@ from nbtrain.training.setup.components import Components
 
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
-_writing, _aside = BackgroundWrite(), BackgroundWrite()
+_writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one at a time, whatever strategy its cells have; and one that the notebook waits for."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on: it does so once."""
 
 
 class Checkpoints:
-    """One rank's, or the notebook's own (where nothing is prepared: `workshop` None)."""
+    """One rank's, or the notebook's own, where `components` is None."""
 
     def __init__(
         self,
         info: RankInfo | None = None,
         strategy: Strategy | None = None,
-        workshop: Components | None = None,
+        components: Components | None = None,
         randomness: Randomness | None = None,
         steps: Steps | None = None,
     ) -> None:
         self.rank = 0 if info is None else info.rank
         self.world_size = 1 if info is None else info.world_size
         self.strategy = strategy
-        self.workshop = workshop
+        self.components = components
         self.randomness = randomness
         self.steps = steps
         self.writing = _writing
@@ -74,13 +74,13 @@ class Checkpoints:
         self._given: dict[str, Any] = {}
         """what the cell was given"""
         self._made: dict[str, ref[Any]] = {}
-        """what it has made: weakly, for it may make one model after another"""
+        """what it has made; weak references, as it may make one model after another"""
         self.scaling: Any = None
         """what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`"""
         self.refused = ""
         """why there are no checkpoints in this cell"""
         self.off = False
-        """nothing is written: the cell is only tried"""
+        """nothing is written: the cell is a trial"""
         self._plan: SaveSchedule | None = None
         self._interval = Interval()
         self._saved = -1
@@ -121,16 +121,16 @@ class Checkpoints:
             self.positions.go_on(pickle.loads(resume[1]))
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """The cell has made them."""
+        """Add objects that the cell has made."""
         known = set(map(id, self.objects.values()))
         for name, item in objects.items():
             if id(item) not in known:
                 self._made[f"{name}.{len(self._made)}"] = ref(item)
 
     def in_use(self) -> dict[str, Any]:
-        """The same, without what nobody but us holds any more."""
-        if self.workshop is not None and self._made:
-            self.workshop.sweep()
+        """`objects`, without those that nothing else references any more."""
+        if self.components is not None and self._made:
+            self.components.sweep()
         return self.objects
 
     @property
@@ -140,7 +140,7 @@ class Checkpoints:
         return {**self._given, **alive}
 
     def _step_ended(self) -> None:
-        """Save if it is time to, and then stop if that is wanted. All ranks come here after the same steps."""
+        """Save if a checkpoint is due, then stop if that was asked for. All ranks come here after the same steps."""
         plan = self._plan
         if plan is not None and not self.refused:
             number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
@@ -162,7 +162,7 @@ class Checkpoints:
             self._resuming = None
 
     def late(self) -> NbtrainError | None:
-        """Wait until what was saved is written; what went wrong. What an earlier cell has left is only told of."""
+        """Wait until the last checkpoint is written, and return its error. An earlier cell's error is only printed."""
         behind = self.writing.left_behind
         error = self.writing.finish(self.say)
         if error is not None and behind:
@@ -171,7 +171,7 @@ class Checkpoints:
         return error
 
     def finish(self) -> None:
-        """The same, raised."""
+        """Wait until the last checkpoint is written, and raise its error."""
         if (error := self.late()) is not None:
             raise error
 
@@ -209,11 +209,11 @@ class Checkpoints:
         source = find_source.together(place_of(path), self.say)
         uninterrupted.together(lambda: self._load(source, chosen, bool(objects)))
 
-    def save_aside(self, place: Path) -> None:
-        """At the end of a step, for the notebook; what becomes of it is not the cell's concern."""
+    def save_live_weights(self, place: Path) -> None:
+        """Save for the notebook at the end of a step, apart from the cell's own checkpoints."""
         if not self.refused and (chosen := CheckpointObjects.of(self.in_use())):
-            _aside.finish()
-            self._save(place, chosen, full_format=False, in_a_step=True, writing=_aside)
+            _live_weights_write.finish()
+            self._save(place, chosen, full_format=False, in_a_step=True, writing=_live_weights_write)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -249,9 +249,9 @@ class Checkpoints:
         late: NbtrainError | None,
         mine: dict[str, Any],
     ) -> Job:
-        """What this rank is to write: settled by all ranks together. `mine`: what it has found."""
+        """What this rank writes, settled by all ranks together. `mine`: filled with what this rank has."""
         number = self._step(chosen.optimizers.values())
-        with self._outside():
+        with self._paused():
             self._collect(place, chosen, late, mine, keep is not None)
             told = self._tell(mine["told"])
             mine["made"] = Path(told[0]["made"])
@@ -306,12 +306,12 @@ class Checkpoints:
         )
 
     def _check_folder(self, to: Path, chosen: CheckpointObjects) -> None:
-        """Before the first step, not after many: that it is not another training's."""
+        """Before the first step: raise if the folder is another training's."""
         there = self.rank == 0 and bool(folder.at_intervals(to))
         if not any(collectives.gather(there) if self._several else [there]):
             return
-        with self._outside():
-            pieces = self.workshop.pieces() if self.workshop is not None else ()
+        with self._paused():
+            pieces = self.components.pieces() if self.components is not None else ()
 
             def check() -> None:
                 if self.rank:
@@ -332,14 +332,14 @@ class Checkpoints:
         mine: dict[str, Any],
         at_an_interval: bool,
     ) -> None:
-        """What this rank has; what it tells the others, an error among it."""
+        """Fill `mine` with what this rank has, and what it tells the others, errors among it."""
         told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
         mine["told"] = told
         try:
             if late is not None:
                 raise late
             content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
-            holdings = Holdings.of(content.tensors, self.workshop.pieces() if self.workshop is not None else ())
+            holdings = Holdings.of(content.tensors, self.components.pieces() if self.components is not None else ())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
             told["random"] = saved_states.of_rank(self.randomness) if self.randomness is not None else None
@@ -359,7 +359,7 @@ class Checkpoints:
             told["error"] = error
 
     def _tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank told. Raises, everywhere, what was wrong anywhere."""
+        """Gather what every rank tells. Raises on all ranks if any has an error."""
         every = collectives.gather(told) if self._several else [told]
         error = next((one["error"] for one in every if one["error"] is not None), None)
         if error is None and len({one["digest"] for one in every}) > 1:
@@ -381,10 +381,10 @@ class Checkpoints:
             self._go_on(source.about, chosen)
 
     def restore(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> Match:
-        """What these objects hold, and nothing else. `asked`: the user named them."""
+        """Load only what these objects hold. `asked`: the user named them."""
         names = ParameterNames(chosen.modules, self._modules())
         found: list[Match] = []
-        with self._outside():
+        with self._paused():
             agree(lambda: found.append(compare(source, chosen, names, asked)))
             match = found[0]
             uninterrupted.changing(lambda: self._restore(source, chosen, names, match))
@@ -395,26 +395,26 @@ class Checkpoints:
     ) -> None:
         make_state(source, chosen, names, match, self._pieces())
         fits = same_state(source, chosen, names, match, self._pieces())
-        apart = self.workshop is not None and not all(collectives.gather(fits) if self._several else [fits])
+        apart = self.components is not None and not all(collectives.gather(fits) if self._several else [fits])
         if apart:
             self._take_apart(chosen)
             names = ParameterNames(chosen.modules, self._modules())
         Restore(source, find_source.reading(source, self.say), self._pieces(), names, match).restore(chosen)
         if apart:
-            assert self.workshop is not None
-            self.workshop.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
+            assert self.components is not None
+            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
 
     def _take_apart(self, chosen: CheckpointObjects) -> None:
-        """What these belong to is whole again on every rank, until it is set up anew."""
-        assert self.workshop is not None
+        """Close the components of these objects, so that they are whole until they are set up again."""
+        assert self.components is not None
         wanted = {id(item) for item in chosen.all()}
-        for kept in self.workshop.kept[:]:
+        for kept in self.components.kept[:]:
             component = kept.prepared.component
             if any(id(item) in wanted for item in (*component.modules.values(), *component.optimizers.values())):
-                self.workshop.close(kept)
+                self.components.close(kept)
 
     def _go_on(self, about: Mapping[str, Any], chosen: CheckpointObjects) -> None:
-        """Steps, random streams and loops: the training goes on, where an optimizer was loaded."""
+        """Go on from the checkpoint's steps, random states and loops."""
         if not about:
             return
         for optimizer in chosen.optimizers.values():
@@ -444,21 +444,21 @@ class Checkpoints:
         if self.refused:
             raise NotSupported(f"{what}(): {self.refused}")
 
-    def _outside(self) -> Any:
-        return self.workshop.outside() if self.workshop is not None else nullcontext()
+    def _paused(self) -> Any:
+        return self.components.paused() if self.components is not None else nullcontext()
 
     def _pieces(self) -> dict[int, Any]:
-        return {id(t): piece for t, piece in self.workshop.pieces()} if self.workshop is not None else {}
+        return {id(t): piece for t, piece in self.components.pieces()} if self.components is not None else {}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
-        """All that is known, for the names of parameters."""
+        """All known models, for the names of parameters."""
         found = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
-        for prepared in self.workshop.prepared if self.workshop is not None else ():
+        for prepared in self.components.prepared if self.components is not None else ():
             found = {**prepared.component.modules, **found}
         return found
 
     def _step(self, optimizers: Iterable[Optimizer]) -> int:
-        """Of the training, in all cells: what the optimizers count themselves, or what was counted here."""
+        """The number of steps in all cells: the optimizers' own count, or the one kept here."""
         counts = [0]
         for optimizer in optimizers:
             counts.append(_taken.get(optimizer, 0) + (self.steps.taken.get(optimizer, 0) if self.steps else 0))
@@ -468,7 +468,7 @@ class Checkpoints:
 
 
 def _number(value: Any) -> int | None:
-    """None: it does not say. Of a parameter that lives on another rank the state's numbers are NaN here."""
+    """A step count; None if it is unknown (NaN where the parameter is another rank's)."""
     if isinstance(value, torch.Tensor):
         with tensors.as_plain_tensors():  # what a strategy says of states that a cell reads is not meant here
             value = value.item() if value.numel() == 1 and not value.is_meta else None

@@ -41,9 +41,9 @@ PATIENCE = 10.0
 class TorchSave:
     """One rank's calls of `torch.save` in a cell."""
 
-    def __init__(self, meeting: CollectiveGuard, several: bool) -> None:
+    def __init__(self, collective_guard: CollectiveGuard, several: bool) -> None:
         """`several`: there are other ranks."""
-        self.meeting = meeting
+        self.collective_guard = collective_guard
         self._several = several
         self.calls: Counter[int] = Counter()
         self.off = False
@@ -59,7 +59,7 @@ class TorchSave:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off and isinstance(f, (str, os.PathLike)):
                 return
-            if not self._several or not self.meeting.open:
+            if not self._several or not self.collective_guard.open:
                 return old(obj, f, *args, **kwargs)
             if not isinstance(f, (str, os.PathLike)):  # an open file, or memory: each rank has its own
                 return old(self._of_each(placed(obj)), f, *args, **kwargs)
@@ -71,9 +71,9 @@ class TorchSave:
             obj = placed(obj)
             if self._in_pieces(obj):
                 self._save_pieces(old, obj, path, key, *args, **kwargs)
-            elif self.meeting.rank == 0:
+            elif self.collective_guard.rank == 0:
                 _whole(old, obj, path, *args, **kwargs)
-                self.meeting.wrote(key, self.calls[key])
+                self.collective_guard.wrote(key, self.calls[key])
             elif not self._written(key):
                 _whole(old, obj, path, *args, **kwargs)
 
@@ -100,12 +100,12 @@ class TorchSave:
         """All ranks have to come here. Of those that name one path the first writes it."""
         from nbtrain.strategies.kit.full_tensors import gathered
 
-        rank, paths = self.meeting.rank, self._paths(key)
+        rank, paths = self.collective_guard.rank, self._paths(key)
         for writer in sorted({paths.index(one) for one in paths}):
             whole = gathered(obj, writer)
             if rank == writer:
                 _whole(old, whole, path, *args, **kwargs)
-                self.meeting.wrote(key, self.calls[key])
+                self.collective_guard.wrote(key, self.calls[key])
         if paths[rank] == paths[0]:
             self._written(key)
         if len(set(paths)) > 1:
@@ -120,7 +120,7 @@ class TorchSave:
         except NotSupported as error:
             raise NotSupported(f"{PIECES}. {error}") from None
         paths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
-        paths[self.meeting.rank] = key
+        paths[self.collective_guard.rank] = key
         dist.all_reduce(paths)
         return [int(one) for one in paths.tolist()]
 
@@ -128,8 +128,8 @@ class TorchSave:
         """Wait for rank 0; whether it has written this file."""
         patience = Patience(PATIENCE)
         while True:
-            past = self.meeting.past_us() or patience.over  # asked first: it may write in between
-            if self.meeting.has_written(key, self.calls[key]):
+            past = self.collective_guard.past_us() or patience.over  # asked first: it may write in between
+            if self.collective_guard.has_written(key, self.calls[key]):
                 return True
             if past:
                 return False

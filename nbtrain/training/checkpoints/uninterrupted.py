@@ -1,4 +1,4 @@
-"""What is not interrupted in its middle. Interrupts know these functions by their code, and come before or after."""
+"""Functions that an interrupt does not cut short: it is recognised by their code, and comes before or after."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ T = TypeVar("T")
 
 
 def together(what: Callable[[], T]) -> T:
-    """All ranks settle something, and then each does its part: one that left on the way would leave the others with
-    less than that."""
+    """Something that needs every rank to its end."""
     return what()
 
 
 def changing(what: Callable[[], T]) -> T:
-    """Objects are changed one after another. Where even so something raises in here, they are left half way."""
+    """Objects are changed one after another. An exception in here leaves them half changed."""
     return what()

@@ -3,7 +3,7 @@
 Any sampler keeps its meaning: it is asked for batches as in one process, and each rank takes its share. Nothing is
 drawn ahead of a round (one batch per rank), so a sampler that reacts to the training sees at most `world_size - 1`
 batches of delay, plus what the loader's own workers prefetch. Torch's own samplers draw random numbers before
-their first batch only; for all others the shared random stream is swapped in for every round, which costs 0.2 ms.
+their first batch only; for all others the shared random state is swapped in for every round, which costs 0.2 ms.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from torch.utils.data import (
 from nbtrain.training.random_states.rank_draws import Randomness
 
 COUNTS = ("num_replicas", "num_processes")
-"""What samplers call the number of those who share: torch's DistributedSampler, and accelerate's BatchSamplerShard."""
+"""Samplers' names for the number of processes: torch's DistributedSampler, and accelerate's BatchSamplerShard."""
 DRAW_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deal:
-    """How this rank's share is found: batch `index` of every `count`, or its part of every batch (`split`)."""
+    """This rank's share of the batches: batch `index` of every `count`, or its part of every batch (`split`)."""
 
     index: int
     count: int
     split: bool = False
     whole: bool = False
-    """one process stands for all the ranks: it gets what they would get together"""
+    """one process stands for all ranks, and gets the whole round"""
 
 
 def dealt_out(loader: DataLoader[Any]) -> bool:
@@ -52,14 +52,14 @@ def dealt_out(loader: DataLoader[Any]) -> bool:
 
 
 def shared_out(loader: DataLoader[Any]) -> bool:
-    """By a sampler of its own, which knows how many take part: torch's, accelerate's, or one written like them."""
+    """Whether its own sampler deals batches out: torch's, accelerate's, or one written like them."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     counts = (getattr(one, name, 1) for one in samplers for name in COUNTS)
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 class Dealt:
-    """A batch sampler's batches, one rank's share of them. Every rank gets as many batches, of equal sizes.
+    """One rank's share of a batch sampler's batches. Every rank gets as many batches, of equal sizes.
 
     A last round that is incomplete or uneven is pooled and dealt out evenly, filled up with at most `count - 1`
     samples of the first batches; a loader with `drop_last` drops it instead.

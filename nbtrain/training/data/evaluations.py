@@ -1,9 +1,8 @@
-"""Loaders that are iterated to evaluate: every rank sees all of their batches, so that what a cell counts of them is
-what one process counts.
+"""Gives every rank all batches of loops that evaluate, so that a cell counts what one process counts.
 
-Which loop evaluates: one that begins while gradients are off, and one whose text says that it does not train (see
-`loops`). It is dealt out all the same where the code itself brings the ranks' counts together, by `reduce(correct,
-"sum")` or `gather`, and with `--share-eval`.
+A loop evaluates if it begins while gradients are off, or if its code shows that it does not train (`loop_code.py`). It
+is dealt out all the same where the code itself brings the ranks' counts together, by `reduce(correct, "sum")` or
+`gather`, and with `--share-eval`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PART = 0.25
 
 
 class Evaluations:
-    """Of one rank and cell: which loaders it sees whole, and what is to be said of that."""
+    """One per rank and cell: which loaders it sees whole, and the notes about that."""
 
     def __init__(self, steps: Steps, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self.steps = steps
@@ -43,7 +42,7 @@ class Evaluations:
         self.count, self.several, self.share = count, count > 1, share
         self.began, self.seconds = self.clock(), 0.0
         self.evaluating = False
-        """the iteration that begins is one that does not train"""
+        """the loop that begins does not train"""
         self.orders.begin()
         self.seen: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
         """loader → whether it was seen whole, a share of it, or both"""
@@ -56,7 +55,7 @@ class Evaluations:
         self.trained = self.dealt = False
         """a loop that evaluates has trained; a loop sees this rank's share"""
         self.repeated = ""
-        """the call that brought together what was the same on every rank, beside a loader that each has seen whole"""
+        """the call that reduced or gathered equal values after a loader that each rank has seen whole"""
 
     # -- what loaders ask -------------------------------------------------------------------------
 
@@ -87,11 +86,11 @@ class Evaluations:
         return whole
 
     def opened(self, iterator: Any) -> None:
-        """Of a loader that is seen whole."""
+        """An iteration begins that sees all batches."""
         self.open[iterator] = self.clock(), self.steps.calls
 
     def asked(self, iterator: Any) -> None:
-        """The next batch is wanted."""
+        """The loop asks for the next batch."""
         if self.open and (began := self.open.get(iterator)) is not None and began[1] != self.steps.calls:
             del self.open[iterator]
             self.trained = True
@@ -103,8 +102,8 @@ class Evaluations:
     # -- what the cell calls ----------------------------------------------------------------------
 
     def watching(self, reduce: Callable[..., Any], gather: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-        """Both, and what they bring together is looked at: a count that an object kept (`self.correct`) is not
-        connected with the loop that it came from. `gather(values, of=loader)`: see `in_order`."""
+        """Both functions, which note equal values on all ranks: a count in an object (`self.correct`) cannot be traced
+        back to its loop. `gather(values, of=loader)`: see `gather_in_order.py`."""
 
         @wraps(reduce)
         def reducing(value: Any, op: str = "mean") -> Any:
@@ -185,7 +184,7 @@ class Evaluations:
 
 
 def _is(one: Any, other: Any) -> bool:
-    """Equal numbers, and not nothing: that is the same whatever it is of."""
+    """Whether the numbers are equal, and not zero, which says nothing."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other) and bool(one.count_nonzero())
     return isinstance(one, (int, float)) and isinstance(other, (int, float)) and one == other != 0

@@ -1,7 +1,7 @@
-"""`gather(values, of=loader)`: what an evaluation made of each sample, from all ranks, in the order of the data set.
+"""`gather(values, of=loader)`: the results of an evaluation from all ranks, in the order of the data set.
 
-While a loader is iterated to evaluate, the indices that it draws are noted. Batches that were filled up, or that
-several ranks have seen, bring a sample twice: it is there once in the end.
+While a loader is iterated to evaluate, the indices that it draws are noted. A sample of a batch that was filled up, or
+that several ranks have seen, is in the result once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNKNOWN = (
 
 
 class Orders:
-    """Of one rank and cell: the indices that each loader has drawn in its last evaluation."""
+    """One per rank and cell: the indices that each loader has drawn in its last evaluation."""
 
     def __init__(self) -> None:
         self.drawn: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
@@ -34,7 +34,7 @@ class Orders:
         self.drawn.clear()
 
     def noting(self, loader: DataLoader[Any], batches: Any) -> Any:
-        """The batch sampler's batches, noted."""
+        """A batch sampler that notes its indices."""
         self.drawn[loader] = noted = _Noted(batches)
         return noted
 

@@ -1,4 +1,4 @@
-"""What the patched loader functions do on a rank: deal out, move, count. No loader is changed."""
+"""Deals out, moves and counts the batches of DataLoaders on a rank. No loader is changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = Deal(index=0, count=1)
 
 
 class Loaders:
-    """The rank's side of every loader it iterates while a cell runs."""
+    """Every loader that the rank iterates while a cell runs."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Loaders:
         rank: int,
         models: Callable[[], Iterable[torch.nn.Module]] = lambda: (),
     ) -> None:
-        """`models`: those of the cell."""
+        """`models`: the cell's."""
         self.randomness = randomness
         self.steps = steps
         self.phases = phases
@@ -52,15 +52,14 @@ class Loaders:
         self.padded = 0
         self.unshared: set[str] = set()
         self.gave_shares = False
-        """a loader was iterated to train, and shared out"""
+        """a loader was shared out to train"""
         self.data: int | None = 0
-        """a number of the data sets that the cell shares out, which is to be the same on all ranks; None: one of them
-        cannot be read"""
+        """a fingerprint of the data sets that the cell shares out, the same on all ranks; None: one cannot be read"""
         self.known: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-        self.gives_apart: Callable[[], None] = lambda: None
-        """a loader is iterated that gives each rank something else, or of which it is said that it does not"""
+        self.on_own_batches: Callable[[], None] = lambda: None
+        """called when a loader begins that gives ranks different batches"""
         self.at_end: Callable[[], None] = lambda: None
-        """what to do when a loader has handed out its last batch"""
+        """called when a loader has handed out its last batch"""
         self.positions = Positions()
         self.evaluations = Evaluations(steps, models)
         self._opening: bool | None = None
@@ -68,7 +67,7 @@ class Loaders:
         self.regroup: Callable[[Any], Any] | None = None
         """batch sampler → one with batches of another size"""
         self.record: StepRecord | None = None
-        """what the loaders give is written down"""
+        """records the batches of a trial"""
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen(iterators.BATCHES, "loaders", self._index_sampler)
@@ -78,7 +77,7 @@ class Loaders:
         listeners.listen("torch.utils.data.dataset.randperm", "loaders", self._split)
 
     def begin(self, deal: Deal, hands_off: bool, share_eval: bool = False) -> None:
-        """`share_eval`: loaders that are iterated to evaluate are dealt out, too."""
+        """`share_eval`: loaders in evaluations are dealt out, too."""
         self.running, self.deal, self.hands_off = True, deal, hands_off
         self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
         self.evaluations.begin(deal.count if self._shares else 1, share_eval)
@@ -89,7 +88,7 @@ class Loaders:
         self.unshared.clear()
 
     def end(self) -> list[str]:
-        """Sentences about what the cell's loaders did."""
+        """Returns sentences about what the cell's loaders did."""
         self.running = False
         self.regroup = self.record = None
         notes = self.evaluations.notes()
@@ -139,7 +138,7 @@ class Loaders:
         return property(sampler)
 
     def _seen(self, loader: DataLoader[Any]) -> None:
-        """Its data, the first time in a cell."""
+        """Fingerprint its data, the first time in a cell."""
         if loader not in self.known:
             self.known[loader] = None
             if self.data is not None:
@@ -175,7 +174,7 @@ class Loaders:
             self.evaluations.evaluating = False
             whole = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
             if not whole and self.deal.count > 1:
-                self.gives_apart()
+                self.on_own_batches()
                 if dealt:
                     self.gave_shares = True
                     self._seen(loader)
@@ -204,7 +203,7 @@ class Loaders:
             self._opening, self.positions.deal = before, self.deal
 
     def _split(self, old: Any) -> Any:
-        """`random_split`: by numbers of its own, a rank would train on what another one validates with."""
+        """For `random_split`: drawn from states of their own, ranks would train on what others validate with."""
 
         def randperm(*args: Any, **kwargs: Any) -> Any:
             if not self._shares or kwargs.get("generator") not in (None, torch.default_generator):
@@ -265,7 +264,7 @@ class Loaders:
 
 @contextmanager
 def _forked_workers(loader: DataLoader[Any]) -> Iterator[None]:
-    """Loader workers have to know the notebook's classes. From Python 3.14 on they are not forked by themselves."""
+    """Fork loader workers, which need the notebook's classes, also from Python 3.14 on."""
     if (
         sys.version_info < (3, 14)
         or not loader.num_workers

@@ -1,7 +1,7 @@
-"""What the code around a loader does with its batches: whether it trains on them, what it counts and divides.
+"""Reads from source code what a loop does with its batches: whether it trains, what it counts and divides.
 
-Read from the text of the user's own functions, from the one that iterates the loader out to the cell. It is asked when
-an iteration begins, never for a batch. Where there is no text nothing is known, and `None` is answered.
+It reads the user's own functions, from the one that iterates the loader out to the cell, when an iteration begins and
+never for a batch. Without source code nothing is known, and the answer is None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOGETHER = {
 }  # fmt: skip
 """Calls that bring the ranks' own values together, beside `reduce(value, "sum")` and `gather(value)`."""
 FUNCTIONS = 200
-"""Functions that one question looks into."""
+"""Functions that are read for one question."""
 
 _SHELL = re.compile(r"^(\s*)(?:%{1,2}|!|\?)")
 _NOTHING = object()
@@ -36,7 +36,7 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
 class Parsed:
-    """A text, and which of its parts are whose code."""
+    """Parsed source code, and its functions."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -53,25 +53,25 @@ class Parsed:
 
 
 class UserFrame:
-    """A frame of the user's, and where it stands."""
+    """A frame of the user's code, and its current line."""
 
     def __init__(self, frame: FrameType, scope: Scope, line: int = 0) -> None:
-        """`line`: where it is, or will be."""
+        """`line`: another line than the current one."""
         self.frame = frame
         self.scope = scope
         self.line = line or frame.f_lineno
 
     def value(self, node: ast.AST) -> Any:
-        """Of a name, an attribute or an item; nothing is called for it. _NOTHING: that is not known."""
+        """The value of a name, an attribute or an item, found without calling anything; else _NOTHING."""
         return _value(node, self.frame.f_locals, self.frame.f_globals)
 
     def loop(self) -> ast.For | ast.AsyncFor | ast.comprehension | None:
-        """The one that begins here."""
+        """The loop that begins at this line."""
         found = [node for node in _loops(self.scope) if node.iter.lineno <= self.line <= _end(node.iter)]
         return min(found, key=lambda node: _end(node.iter) - node.iter.lineno, default=None)
 
     def statement(self) -> ast.stmt | None:
-        """The innermost one that is being run."""
+        """The innermost statement at this line."""
         found = [
             node
             for node in _inside(self.scope)
@@ -92,15 +92,15 @@ def places() -> list[UserFrame]:
 
 
 def evaluates(around: list[UserFrame], models: Iterable[torch.nn.Module]) -> bool:
-    """Whether the loop that begins here, with gradients on, is surely no training. `models`: those of the cell."""
+    """Whether the loop that begins here, with gradients on, surely does not train. `models`: the cell's."""
     if not around or (loop := around[0].loop()) is None:
         return False
     return _evaluates(loop, around[0], models)
 
 
 def length_of_evaluation(around: list[UserFrame], loader: object, models: Iterable[torch.nn.Module]) -> bool | None:
-    """Whether the function that asks for a loader's length evaluates with it, and does not bring together what it
-    counts. None: it does not iterate it."""
+    """Whether the function that asks for a loader's length evaluates with it, without reducing what it counts. None: it
+    does not iterate the loader."""
     if not around:
         return None
     here, held, answers = around[0], list(models), set()
@@ -113,7 +113,7 @@ def length_of_evaluation(around: list[UserFrame], loader: object, models: Iterab
 
 
 def brought_together(around: list[UserFrame]) -> bool:
-    """Whether what the loop that begins here counts is summed or gathered over the ranks by the code itself."""
+    """Whether the code itself reduces or gathers what the loop that begins here counts."""
     for here, names, _ in _counts(around):
         for node in _inside(here.scope):
             if (
@@ -126,7 +126,7 @@ def brought_together(around: list[UserFrame]) -> bool:
 
 
 def divided_by(around: list[UserFrame], samples: int) -> tuple[str, str, int] | None:
-    """What the loop that begins here adds up, and divides by the number of all samples: (sum, divisor, line)."""
+    """(sum, divisor, line) where the code divides a sum of this loop by the number of all samples."""
     for here, _, sums in _counts(around):
         for node in _inside(here.scope):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
@@ -146,7 +146,7 @@ def divided_by(around: list[UserFrame], samples: int) -> tuple[str, str, int] | 
 
 
 def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str], list[str]]]:
-    """Frame by frame: what holds something of the loop's batches, and which of that is a sum over them."""
+    """Per frame: the names that depend on the loop's batches, and those that are sums over them."""
     for depth, here in enumerate(around):
         loop = here.loop() if depth == 0 else None
         if isinstance(loop, (ast.For, ast.AsyncFor)):
@@ -160,7 +160,7 @@ def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str], list
 
 
 def _assigned(body: Iterable[ast.AST]) -> set[str]:
-    """Names and attributes that get a value here, or into which something is put."""
+    """Names and attributes that are assigned here, or on which a method is called."""
     found = set()
     for node in (node for part in body for node in (part, *_inside(part))):
         targets: list[ast.expr] = []
@@ -176,7 +176,7 @@ def _assigned(body: Iterable[ast.AST]) -> set[str]:
 
 
 def _summed(body: Iterable[ast.AST]) -> list[str]:
-    """Of those, what grows from batch to batch, in the order of the text."""
+    """Of those, the ones that grow from batch to batch, in the order of the code."""
     found: dict[str, None] = {}
     for node in (node for part in body for node in (part, *_inside(part))):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
@@ -195,7 +195,7 @@ def _grows(value: ast.expr, name: str) -> bool:
 
 
 def _onward(scope: Scope, names: set[str]) -> set[str]:
-    """And what is computed of them in this function."""
+    """These names, and all that this function computes from them."""
     assigned = [node for node in _inside(scope) if isinstance(node, (ast.Assign, ast.AugAssign))]
     found, before = set(names), -1
     while len(found) != before:
@@ -225,7 +225,7 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def _together(call: ast.Call, here: UserFrame) -> bool:
-    """Whether a call brings the ranks' values together."""
+    """Whether this call reduces or gathers over the ranks."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in TOGETHER:
         return True
@@ -241,7 +241,7 @@ def _together(call: ast.Call, here: UserFrame) -> bool:
 
 
 def _length(node: ast.expr, here: UserFrame) -> int | None:
-    """The number that an expression stands for, as far as it can be known beforehand."""
+    """The number that an expression has, if it can be known without running it."""
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1:
             return _length(node.args[0], here)
@@ -277,7 +277,7 @@ def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame
 
 
 def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
-    """A backward or a step, and not below an `if` alone."""
+    """Whether there is a backward or a step that does not depend on an `if`."""
     for part in body:
         if isinstance(part, ast.If):
             if _surely_trains(part.body, here) and _surely_trains(part.orelse, here):
@@ -294,7 +294,7 @@ def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
 
 
 def _without_gradient(loop: ast.AST, scope: Scope) -> bool:
-    """It stands below `with torch.no_grad():`."""
+    """Whether the loop is inside of `with torch.no_grad():`."""
     return any(
         isinstance(node, ast.With)
         and any(_named(item.context_expr) & {"no_grad", "inference_mode"} for item in node.items)
@@ -309,7 +309,7 @@ def _named(node: ast.AST) -> set[str]:
 
 
 class Reached:
-    """What code uses, with the user's functions that it calls: names, texts, and models."""
+    """The names, strings and models that code uses, with the user's functions that it calls."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -386,7 +386,7 @@ def _parsed(text: str) -> Parsed | None:
 
 
 def _plain(text: str) -> str:
-    """Without the shell's own lines; every other line stays where it is."""
+    """Source code with magics and shell commands commented out, line by line."""
     lines = text.split("\n")
     return "\n".join(_SHELL.sub(r"\1pass  #", line) for line in lines)
 
@@ -427,7 +427,7 @@ def _value(node: ast.AST, local: Any, names: Any) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What stands in an object or its class, without running its properties."""
+    """An attribute of an object or its class, found without running properties."""
     held = getattr(owner, "__dict__", {})
     if name in held:
         return held[name]

@@ -1,8 +1,8 @@
-"""Where `resumable` loops and the loaders in them stand, and how they get there again.
+"""Saves how far `resumable` loops and their loaders are, and brings them there again.
 
 A loader's place is counted in batches of its own sampler, whatever the number of ranks that share them. To get there
-again the same order is drawn from where the random streams stood when the epoch began, the batches already seen are
-drawn from the sampler and dropped (their samples are not loaded), and the streams are put to where they were.
+again the same order is drawn from the random states at the beginning of the epoch, the batches already seen are drawn
+from the sampler and dropped (their samples are not loaded), and the random states are restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nbtrain.compat import loaders as iterators
 from nbtrain.training.data.batch_dealing import Deal, dealt_out
 from nbtrain.training.random_states import default_generators
 from nbtrain.training.random_states.rank_draws import Randomness
-from nbtrain.training.random_states.saved_states import of_rank, put_back
+from nbtrain.training.random_states.saved_states import STREAMS, of_rank, put_back
 
 
 @dataclass(slots=True)
@@ -31,15 +31,15 @@ class Opened:
 
     iterator: ref[Any]
     began: dict[str, Any]
-    """the streams from which its order was drawn"""
+    """random states from which its order was drawn"""
     of: int | None
     """batches of its sampler"""
     each: int
     """of these, how many all ranks take at a time"""
     seen: int = 0
-    """before it was resumed"""
+    """batches seen before it was resumed"""
     yielded: int = 0
-    """as the iterator counted then"""
+    """the iterator's own count at that time"""
     over: bool = False
 
     def place(self) -> dict[str, Any]:
@@ -52,23 +52,23 @@ class Opened:
 
 @dataclass(slots=True)
 class Loop:
-    """One that is under way."""
+    """A `resumable` loop that is under way."""
 
     ordinal: int
-    """among those opened at the same depth"""
+    """its number among the loops at the same depth"""
     index: int = 0
     steps: int = 0
-    """taken before the item that is under way"""
+    """optimizer steps before the current item"""
     opened: list[Opened] = field(default_factory=list)
     places: list[dict[str, Any]] = field(default_factory=list)
-    """where the loaders of the first item are to begin"""
+    """where the loaders of the first item begin"""
 
 
 class Positions:
-    """Of one rank, or of the notebook."""
+    """All `resumable` loops of one rank, or of the notebook."""
 
     def __init__(self, randomness: Randomness | None = None, calls: Callable[[], int] = lambda: 0) -> None:
-        """`calls`: how many steps optimizers have taken."""
+        """`calls`: how many steps optimizers have taken so far."""
         self.randomness = randomness
         self.calls = calls
         self.deal = Deal(index=0, count=1)
@@ -84,18 +84,18 @@ class Positions:
         self._made: list[Skipping] = []
 
     def begin(self) -> None:
-        """A cell begins. What was loaded in an earlier one that had no such loop still counts."""
+        """A cell begins. A checkpoint loaded in an earlier cell without such a loop still counts."""
         self.go_on(() if self.used else self.pending)
 
     def go_on(self, pending: Iterable[dict[str, Any]]) -> None:
-        """The loops from here on are to begin there."""
+        """Loops that begin from here on start at these positions."""
         self.pending = list(pending)
         self.loops.clear()
         self._counts.clear()
 
     @property
     def used(self) -> bool:
-        """A loop was opened since."""
+        """Whether a loop has begun since."""
         return bool(self._counts)
 
     def state(self, in_a_step: bool = False) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ class Positions:
                 del self.loops[self.loops.index(mine) :]
 
     def _start(self, depth: int, ordinal: int) -> tuple[int | None, list[dict[str, Any]]]:
-        """From which item on. None: this loop was over before the checkpoint."""
+        """(first item, positions of its loaders). None: this loop was over before the checkpoint."""
         if depth >= len(self.pending):
             return 0, []
         saved = self.pending[depth]
@@ -162,7 +162,7 @@ class Positions:
     # --- loaders ---------------------------------------------------------------------------------
 
     def open(self, loader: DataLoader[Any], make: Callable[[Any], Any]) -> Any:
-        """`make(loader)`, at its place."""
+        """`make(loader)`, moved to its saved position."""
         if not self.loops:
             return make(loader)
         loop = self.loops[-1]
@@ -180,7 +180,7 @@ class Positions:
             iterator = make(loader)
         else:
             iterator = self._resume(loader, make, place)
-            began = {key: place[key] for key in ("streams", "generators", "seeded") if key in place}
+            began = {key: place[key] for key in (STREAMS, "generators", "seeded") if key in place}
             opened = Opened(lambda: None, began, of, each)  # type: ignore[arg-type]
             if place["seen"] is None:
                 opened.over = True
@@ -198,7 +198,7 @@ class Positions:
                     one.over = True
 
     def skipping(self, batches: Any) -> Any:
-        """A loader's batches, without those that were seen."""
+        """A batch sampler without the batches that were seen."""
         if self._skip == 0:
             return batches
         self._made.append(Skipping(batches, self._skip, self._rewind))
@@ -210,11 +210,11 @@ class Positions:
         held.pop("cuda", None)
         # Workers that live on keep the seed that their loader drew when it was first iterated.
         seeded = iterators.running(loader) is None
-        return {"streams": held, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
+        return {STREAMS: held, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
         one = self.randomness
-        before = of_rank(one) if one is not None else {"streams": default_generators.capture()}
+        before = of_rank(one) if one is not None else {STREAMS: default_generators.capture()}
         self._skip = place["seen"]
         try:
             if place["seen"] is not None:
@@ -222,9 +222,9 @@ class Positions:
                 for generator, state in zip(_generators(loader), place["generators"], strict=False):
                     generator.set_state(state)
                 if one is None or one.alone or one.is_together:
-                    default_generators.restore(place["streams"])
+                    default_generators.restore(place[STREAMS])
                 else:
-                    one.shared_states = dict(place["streams"])
+                    one.shared_states = dict(place[STREAMS])
             iterator = make(loader)
             with one.shared() if one is not None else nullcontext():
                 for made in self._made:
@@ -239,22 +239,22 @@ class Positions:
                 made.seen, made.begun = 0, None  # workers that live on begin the next epoch with it, too
             self._made.clear()
             if one is None:
-                default_generators.restore(before["streams"])
+                default_generators.restore(before[STREAMS])
             else:
                 put_back(one, before)
 
     def _count(self, iterator: Any, seen: int, of: int | None, each: int) -> int:
-        """Let the iterator count as if it had handed out what was seen: its last batch is then its last."""
+        """Set the iterator's count as if it had handed out what was seen, so that it knows its last batch."""
         count = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))
         iterators.set_handed_out(iterator, count)
         return count
 
 
 class Skipping:
-    """A batch sampler's batches from some place on."""
+    """A batch sampler that leaves out its first batches."""
 
     def __init__(self, batches: Any, seen: int | None, rewind: Callable[[], None]) -> None:
-        """`rewind`: put the streams to where the order was drawn from."""
+        """`rewind`: restores the random states from which the order was drawn."""
         self.batches = batches
         self.seen = seen
         self.rewind = rewind
@@ -296,7 +296,7 @@ class Skipped:
 
 
 def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:
-    default_generators.restore(place["streams"])
+    default_generators.restore(place[STREAMS])
     for generator, state in zip(_generators(loader), place["generators"], strict=False):
         generator.set_state(state)
     if place["seeded"]:

@@ -1,8 +1,7 @@
-"""Data sets that a cell has split among the ranks by itself: `data[rank::world_size]`.
+"""Fingerprints data sets, to find those that a cell has split among the ranks by itself: `data[rank::world_size]`.
 
-Shared out once more, a part of each part is all that is seen. A rank cannot tell by itself: `X[::2]` is rank 0's part
-of two, or every second sample for all. So a number is taken of each, by which the notebook sees, when the cell ends,
-that ranks had different data.
+If nbtrain deals such data out once more, samples are lost. A rank alone cannot tell: `X[::2]` is rank 0's part of two,
+or every second sample for all. So the notebook compares the fingerprints of all ranks when the cell ends.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PLAIN = (bool, int, float, str, bytes)
 
 
 def number(dataset: Any) -> int:
-    """Equal for equal data, as far as can be seen without asking it for a sample."""
+    """A fingerprint, equal for equal data as far as can be seen without taking a sample."""
     found = 0
     for part in _parts(dataset, set()):
         found = zlib.crc32(part, found)
@@ -32,8 +31,8 @@ def number(dataset: Any) -> int:
 
 
 def _parts(dataset: Any, seen: set[int]) -> Iterator[bytes]:
-    """Its length, and what it holds of tensors, arrays and lists. Numbers beside them may be a rank's own. `seen`: data
-    sets may hold each other."""
+    """Its length, and its tensors, arrays and lists; plain numbers beside them may be a rank's own. `seen`: ids of data
+    sets that were read, as they may hold each other."""
     seen.add(id(dataset))
     try:
         yield b"%d" % len(dataset)
@@ -51,7 +50,7 @@ def _parts(dataset: Any, seen: set[int]) -> Iterator[bytes]:
 
 
 def _of(value: Any, deep: int = 2) -> Iterator[bytes]:
-    """Of a tensor, an array, or a sample of such and of plain values."""
+    """The bytes of a tensor, an array, or a sample of such and of plain values."""
     if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta or value.is_nested):
         yield str(None if value.is_nested else value.shape).encode()
     elif isinstance(value, (torch.Tensor, np.ndarray)):

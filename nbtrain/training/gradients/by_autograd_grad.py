@@ -1,14 +1,14 @@
-"""What `torch.autograd.grad` gives by weights, where ranks average gradients: it is of a rank's own share of a batch.
+"""Tells of gradients by `torch.autograd.grad` that are used without being averaged over the ranks.
 
-Put into `p.grad` it is averaged before a step. What else is made of it (fast weights, a penalty, a norm) is of this
-share: right where each rank works on tasks of its own, otherwise not what one process has with the whole batch. The
-two cannot be told apart, so nothing is averaged unasked: it is said, and `reduce(gradient)` brings it together, which
-can be differentiated again if the gradient can. The first ones of a cell are looked at; that they differ between ranks
-shows as the cell ends (session/report/same_work_report.py). Of a `p.grad` that is added up of them and of the weight
-(decay by hand, several losses), what each was multiplied by is compared: by numbers that are the same everywhere it is
-right.
+Such a gradient is of the rank's own share of a batch. Put into `p.grad` it is averaged before a step. What else is
+made of it (fast weights, a penalty, a norm) is of this share: right where each rank works on tasks of its own,
+otherwise not what one process has with the whole batch. The two cannot be told apart, so nothing is averaged unasked:
+it is said, and `reduce(gradient)` brings it together, which can be differentiated again if the gradient can. The first
+ones of a cell are looked at; the ranks compare them as the cell ends (session/report/same_work_report.py). Where a
+`p.grad` is a sum of them and of the weight (decay by hand, several losses), the factors are compared: if they are the
+same everywhere it is right.
 
-Nothing fails for being looked at: what cannot be is not told of.
+No cell fails because of this: what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ LINEAR = (
 
 
 class AutogradGradients:
-    """Of one rank. `begin` before each cell."""
+    """One per rank. `begin` before each cell."""
 
-    def __init__(self, workshop: Components) -> None:
-        self.workshop = workshop
+    def __init__(self, components: Components) -> None:
+        self.components = components
         self.begin(False)
 
     def begin(self, on: bool) -> None:
-        """`on`: there are several ranks."""
+        """`on`: whether there are several ranks."""
         self.looks = LOOKS if on else 0
         self._calls = CALLS
         self._again = False
-        self.open: list[_Asked] = []
+        self.open: list[_GivenGradient] = []
         self._left: list[str] = []
-        """sizes of those that were open as the cell ended"""
+        """sizes of the gradients that were open when the cell ended"""
         self._given: Any = WeakTensorKeyDictionary()
-        """what `functional_call` took in the place of weights"""
+        """tensors that `functional_call` took for weights"""
 
     def asked(self, inputs: Iterable[Any], found: Any, again: bool) -> None:
-        """`torch.autograd.grad` gave these. `again`: to be differentiated once more."""
+        """`torch.autograd.grad` returned these. `again`: with `create_graph=True`."""
         gradients = [autograd_engine.unwrapped(one) for one in found]
         if again:
             self._again = True
@@ -90,11 +90,11 @@ class AutogradGradients:
         ]
         if of_weights:
             self.looks -= 1
-            self.open.append(_Asked(*min(of_weights, key=_ease)))
+            self.open.append(_GivenGradient(*min(of_weights, key=_ease)))
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Where a CUDA graph is written down nothing may be read, and what led there were numbers of no batch."""
+        """Gives up where nothing can be read; during the capture of a CUDA graph there are no numbers yet."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.looks, self.open = 0, []
         try:
@@ -103,7 +103,7 @@ class AutogradGradients:
             self.looks, self.open = 0, []
 
     def settle(self) -> None:
-        """What is in `p.grad` is about to be averaged, for a step or to be clipped."""
+        """`p.grad` is about to be averaged: forget gradients that were put there."""
         if all(one.decided for one in self.open):
             return
         with self._looking():
@@ -111,16 +111,16 @@ class AutogradGradients:
             self.open = [one for one in self.open if one.decided or not one.settled(known)]
 
     def end(self) -> None:
-        """The cell is over. Gradients that no step has followed are held no longer."""
+        """The cell is over: release the gradients that no step has followed."""
         self._left, self.open = [one.size for one in self.open], []
         self._given = WeakTensorKeyDictionary()
 
     def number(self) -> dict[str, int]:
-        """To be compared with the other ranks', after the cell."""
+        """Compared with the other ranks' after the cell."""
         return {"asked": zlib.crc32(f"{self._left}".encode())} if self._left else {}
 
     def called(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.func.functional_call`."""
+        """`torch.func.functional_call`, whose tensors count as weights."""
 
         def functional_call(*args: Any, **kwargs: Any) -> Any:
             if self.looks and self._calls:
@@ -138,7 +138,7 @@ class AutogradGradients:
             self._given.update((one, True) for one in given if isinstance(one, torch.Tensor))
 
     def reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        """`reduce`, which autograd follows where it brings together gradients that can be differentiated again."""
+        """`reduce` that autograd can follow, for gradients with `create_graph=True`."""
 
         @wraps(reduce)
         def reducing(value: Any, op: str = "mean") -> Any:
@@ -152,18 +152,18 @@ class AutogradGradients:
         return reducing
 
     def _weights(self) -> set[int]:
-        own = [one for one in self.workshop.prepared if one.hooks_see_own_gradients]
+        own = [one for one in self.components.prepared if one.hooks_see_own_gradients]
         return {id(p) for prepared in own for p in prepared.component.parameters()}
 
     def _is_weight(self, tensor: Any, weights: set[int]) -> bool:
-        """Or what stands for one."""
+        """Whether it is a weight, or stands for one."""
         if not isinstance(tensor, torch.Tensor):
             return False
         return id(tensor) in weights or tensor in self._given or id(autograd_engine.copied(tensor)) in weights
 
 
-class _Asked:
-    """A gradient that was given. It is held until the next step: its memory would be another's."""
+class _GivenGradient:
+    """A gradient that was returned, kept until the next step so that its memory is not used again."""
 
     def __init__(self, p: torch.Tensor, gradient: torch.Tensor) -> None:
         self.p = ref(p)
@@ -172,15 +172,15 @@ class _Asked:
         self.shape, self.version = gradient.shape, tensors.version(gradient)
         self.before = _version_of(p.grad) if p.is_leaf else None
         self.size = f"{float(gradient.detach().abs().cpu().double().sum()):.6g}"
-        """compared with the other ranks'"""
+        """compared between ranks"""
 
     @property
     def decided(self) -> bool:
         return self.gradient is None
 
     def settled(self, known: list[tuple[torch.Tensor | None, torch.Tensor | None]]) -> bool:
-        """It was put into `p.grad`, scaled or added to what was there, or has itself been brought together
-        (`all_reduce(gradient)`). `known`: weights and gradients that were given."""
+        """Whether it was put into `p.grad`, scaled or added to what was there, or was itself reduced
+        (`all_reduce(gradient)`). `known`: all open weights and gradients."""
         p, gradient, self.gradient = self.p(), self.gradient, None
         if gradient is None or tensors.version(gradient) != self.version:
             return gradient is not None
@@ -197,12 +197,12 @@ class _Asked:
         return False
 
     def within(self, value: torch.Tensor) -> bool:
-        """It is that, or flattened with others."""
+        """Whether `value` may be this gradient, or this one flattened with others."""
         return value.shape == self.shape or (value.dim() == 1 and value.numel() > self.shape.numel())
 
 
 class _Reduced(torch.autograd.Function):
-    """A loss counts on each rank for its share: so does what comes back of it, brought together likewise."""
+    """`reduce` whose backward reduces the gradient in the same way."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, op: str, reduce: Callable[..., Any]) -> Any:
@@ -215,7 +215,7 @@ class _Reduced(torch.autograd.Function):
 
 
 def _made_of_gradients(tensor: torch.Tensor) -> bool:
-    """By adding, scaling and putting together alone: not a loss that has a penalty on them."""
+    """Whether it is made of gradients by adding, scaling and concatenating alone, unlike a loss with a penalty."""
     ahead, left = [tensor.grad_fn], NODES
     while ahead and left:
         left -= 1
@@ -234,7 +234,7 @@ def _version_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 def _ease(both: tuple[torch.Tensor, torch.Tensor]) -> tuple[bool, int]:
-    """Small, and not so small that nothing can be told by it."""
+    """Sorts small gradients first, but for those too small to tell anything."""
     gradient = both[1]
     return gradient.dim() < 2 or gradient.numel() < FEW, gradient.numel()
 
@@ -244,7 +244,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(total: torch.Tensor, parts: list[torch.Tensor]) -> list[int]:
-    """What these were multiplied by, in 64ths, if they were and added up; empty if not."""
+    """The factors, in 64ths, by which `total` is a sum of `parts`; empty if it is none."""
     wanted, *rows = (_numbers(one.detach().cpu()) for one in (total, *parts))
     given = torch.stack(rows)
     products, along = given @ given.T, given @ wanted

@@ -1,4 +1,4 @@
-"""Hooks on a parameter's gradient, where ranks average gradients: they see this rank's own, before it is averaged.
+"""Warns of, or refuses, hooks that see a rank's own gradient before it is averaged.
 
 A hook of `register_hook` that is linear (a mask, a factor) gives what it gives in one process: that is said once. One
 that runs after a gradient is accumulated is right where it steps an optimizer, before which a gradient is averaged, and
@@ -30,24 +30,24 @@ OWN_SHARE = (
 
 
 class GradientHooks:
-    """Of one rank. `listen` once; `begin` and `end` around a cell."""
+    """One per rank. `listen` once; `begin` and `end` around a cell."""
 
-    def __init__(self, workshop: Components, speaks: bool) -> None:
-        """`speaks`: it is this rank that says it."""
-        self.workshop, self.speaks = workshop, speaks
+    def __init__(self, components: Components, speaks: bool) -> None:
+        """`speaks`: whether this rank is the one that warns."""
+        self.components, self.speaks = components, speaks
         self.running = self.said = False
         self.stepping: list[tuple[ref[torch.Tensor], int, Any]] = []
-        """(parameter, the handle's number, hook) of those that the cell has set"""
+        """(parameter, number of the handle, hook), set by the cell"""
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.Tensor.register_hook", "hooks", self._on_gradient)
         listeners.listen("torch.Tensor.register_post_accumulate_grad_hook", "hooks", self._after)
 
     def begin(self) -> list[str]:
-        """Looks at what the notebook has set since; a sentence about it. Raises where it cannot be right."""
+        """Check hooks that the notebook has set. Returns a sentence about them; raises where they go wrong."""
         self.running = True
         said = self.said
-        for prepared in self.workshop.prepared:
+        for prepared in self.components.prepared:
             for p in prepared.component.parameters() if prepared.hooks_see_own_gradients else ():
                 if tensors.users_hooks(p, tensors.ACCUMULATED_HOOKS):
                     raise NotSupported(TOO_EARLY)
@@ -78,7 +78,7 @@ class GradientHooks:
             if not self._averaged(tensor, hook):
                 return old(tensor, hook, *args, **kwargs)
             if not all(
-                prepared.averages_before_step for prepared in self.workshop.prepared if _holds(prepared, tensor)
+                prepared.averages_before_step for prepared in self.components.prepared if _holds(prepared, tensor)
             ):
                 raise NotSupported(TOO_EARLY)
             handle = old(tensor, _stepping(hook), *args, **kwargs)
@@ -88,14 +88,14 @@ class GradientHooks:
         return register
 
     def _averaged(self, tensor: torch.Tensor, hook: Any) -> bool:
-        """It is a hook of the user's, on a parameter whose gradient is averaged."""
+        """Whether this is a user's hook on a parameter whose gradient is averaged."""
         if not self.running or not tensor.is_leaf or not tensors.is_users_hook(hook):
             return False
-        return any(_holds(prepared, tensor) for prepared in self.workshop.prepared if prepared.hooks_see_own_gradients)
+        return any(_holds(one, tensor) for one in self.components.prepared if one.hooks_see_own_gradients)
 
 
 def _stepping(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A hook that is right if it steps: gradients are averaged then."""
+    """The hook, refused after a call in which it did not step an optimizer (a step averages first)."""
 
     def stepping(p: Any) -> None:
         before = tensors.version(p)

@@ -1,7 +1,7 @@
-"""Whether all ranks compute the same: a loop over the whole of the data, a generator of its own, a slice for each step.
+"""Finds out whether all ranks compute the same: a loop over all of the data, a generator, a slice for each step.
 
-The numbers are right then, and all ranks but one are of no use. What a rank finds before anything is averaged tells it:
-a gradient of its own, and the loss that it is of. Looked at in the first, second, fourth, eighth … backward of a cell,
+The results are right then, but all ranks but one work for nothing. It shows in what a rank has before anything is
+averaged: a gradient of its own, and its loss. Looked at in the first, second, fourth, eighth … backward of a cell,
 some thousand numbers each time; the notebook compares what comes of it when the cell ends. One backward alone may be of
 a penalty, which is the same whatever the batch is. Where a loader is shared out batches differ, and nothing is looked
 at. A hint breaks no cell: where a look fails, there is none.
@@ -19,9 +19,9 @@ import torch
 from nbtrain.compat import autograd_engine
 
 FEW = 2
-"""Backwards that have to be alike."""
+"""Backwards that have to be the same."""
 NODES = 3000
-"""of a graph that are looked at, from the loss on."""
+"""Nodes of a graph that are looked at, from the loss on."""
 LEAVES = 8
 """Parameters found there, one of which is chosen."""
 LARGE = 1 << 16
@@ -29,25 +29,25 @@ LARGE = 1 << 16
 
 
 class SameWork:
-    """Of one rank and cell."""
+    """One per rank and cell."""
 
     def __init__(self) -> None:
         self.begin(False)
 
     def begin(self, on: bool) -> None:
-        """`on`: several ranks are to work on batches of their own."""
+        """`on`: whether ranks are expected to work on different batches."""
         self.on = on
         self.backwards = self.looked = 0
         self._sum = 0
         self._handles: list[Any] = []
 
     def shared(self) -> None:
-        """A loader gives each rank something else, or the user knows already that it does not."""
+        """A loader deals out batches, or the user already knows that it does not: look no further."""
         self.on = False
         self._let_go()
 
     def backward(self, tensors: Any) -> None:
-        """One is about to begin from these."""
+        """A backward is about to begin from these."""
         self._let_go()
         self.backwards += 1
         if self.backwards & (self.backwards - 1):
@@ -69,12 +69,12 @@ class SameWork:
         self._add(*roots)
 
     def number(self) -> int | None:
-        """Of all that was looked at; None: that does not tell anything."""
+        """A checksum of all that was looked at; None: that is not enough to tell."""
         self._let_go()
         return self._sum if self.on and self.looked >= FEW else None
 
     def _arrives(self, grads: Any) -> None:
-        """A rank's own gradient, before it is added to anything."""
+        """Called with a rank's own gradient, before it is accumulated."""
         self._let_go()
         grad: Any = grads[0] if grads else None
         try:
@@ -103,7 +103,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
-    """Nodes that put a gradient into a parameter, those next to the loss first."""
+    """Nodes that accumulate the gradient of a parameter, those next to the loss first."""
     waiting = deque(root for root in roots if root is not None)
     seen = set(waiting)
     while waiting and len(seen) < NODES:
@@ -120,7 +120,7 @@ def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _one_of(leaves: Iterable[Any]) -> Any:
-    """A matrix rather than a bias, which sums over the samples; a small one rather than a large one."""
+    """Chooses a matrix rather than a bias (a sum over samples), and a small one rather than a large one."""
     found = []
     for node in leaves:
         found.append(node)

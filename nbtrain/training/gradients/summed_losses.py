@@ -1,4 +1,4 @@
-"""Losses whose mean over the ranks is not one process's loss, where ranks have shares of a batch and average gradients.
+"""Finds losses whose mean over the ranks is not the loss of one process, where ranks average gradients.
 
 The mean of the ranks' *sums* over a batch is one N-th of what one process has with the whole batch; backwards of single
 samples are such a sum, too, if each is divided by the size of the batch that the ranks share, or by nothing. And where
@@ -21,7 +21,7 @@ from nbtrain.compat import autograd_engine
 LOOKS, NODES, DIVISORS = 4, 32, 8
 """backwards of a cell that are looked at, nodes of each, and numbers that are compared"""
 ALIKE, TERMS = 3, 8
-"""backwards of one batch, and terms of one loss, by which it is known that they are for a sample each"""
+"""backwards of one batch, and terms of one loss, from which on each is taken for one sample's"""
 MEAN, SUM = 1, 2
 NOTE = (
     "the loss is a sum over the samples of a batch, and gradients are averaged over the ranks: a step is that of one "
@@ -30,7 +30,7 @@ NOTE = (
 
 
 class SummedLosses:
-    """Of one rank. `begin` before each cell."""
+    """One per rank. `begin` before each cell."""
 
     def __init__(self) -> None:
         self.begin(1)
@@ -111,13 +111,12 @@ class SummedLosses:
         return autograd_engine.was_summed(node) or (shape[:1] == (samples,) and torch.Size(shape) not in shapes)
 
     def _divided(self, by: float, samples: int) -> None:
-        """By a number that is the same on all ranks, or by one that goes with the size of their batches: both are as in
-        one process."""
+        """Note a divisor, and per sample: if either is the same on all ranks, the loss is as in one process."""
         if len(self._divisors) < DIVISORS:
             self._divisors.append((by, by / samples))
 
     def divisors(self) -> dict[str, int]:
-        """To be compared with the other ranks'."""
+        """Compared with the other ranks'."""
         return {
             f"divisor {number}{what}": zlib.crc32(f"{value:.6g}".encode())
             for number, both in enumerate(self._divisors)

@@ -30,7 +30,7 @@ from nbtrain.strategies.base import Prepared
 
 
 class Accumulation:
-    """One cell's accumulation."""
+    """One per cell."""
 
     def __init__(self, every: int, at_last_batch: Callable[[], bool], prepared: Callable[[], Iterable[Prepared]]):
         self.every = every
@@ -45,7 +45,7 @@ class Accumulation:
 
     @property
     def due(self) -> bool:
-        """The next call of `step` is a real one."""
+        """Whether the next call of `step` is a real one."""
         return self.calls + 1 >= self.every or self.at_last_batch()
 
     @property
@@ -113,7 +113,7 @@ class Accumulation:
             )
 
     def real_call(self, optimizer: Optimizer) -> bool:
-        """Count a call of `step`; whether it is to be carried out."""
+        """Count a call of `step`. Returns whether to carry it out."""
         if self.over:
             return True
         if self.optimizer is not None and self.optimizer is not optimizer:
@@ -133,7 +133,7 @@ class Accumulation:
 
     @contextmanager
     def backward(self) -> Iterator[float]:
-        """Around a backward: yields what the loss counts."""
+        """Around a backward: yields the factor of the loss."""
         with ExitStack() as stack:
             if not self.due:
                 for prepared in self.prepared():
@@ -154,7 +154,7 @@ class Accumulation:
             yield 1 / calls
 
     def _quiet(self, path: str, when: Callable[[], bool], owner: type | None = None) -> None:
-        """It does nothing while `when()`."""
+        """Make this function do nothing while `when()`."""
 
         def make(old: Callable[..., Any]) -> Callable[..., Any]:
             def quiet(*args: Any, **kwargs: Any) -> Any:

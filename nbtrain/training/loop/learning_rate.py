@@ -1,6 +1,6 @@
-"""The learning rate for as many batches as the ranks see together (`--scale-lr`), while an optimizer steps.
+"""Scales the learning rate with the number of batches in a step (`--scale-lr`), while an optimizer steps.
 
-At all other times its groups hold the user's own number: schedulers count from it, the notebook shows it, and the next
+At all other times its groups hold the user's own rate: schedulers count from it, the notebook shows it, and the next
 cell does not multiply once more. Without the option the arithmetic is said once.
 """
 
@@ -18,27 +18,27 @@ RULES = {"linear": float, "sqrt": math.sqrt}
 
 
 class ScaledRate:
-    """Of one rank. `begin` and `end` around a cell."""
+    """One per rank. `begin` and `end` around a cell."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._stepping: Optimizer | None = None
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []
-        """group, the user's own rate, what stands in its place"""
+        """(group, the user's own rate, the scaled one)"""
 
     def begin(self, rule: str, batches: int) -> None:
-        """`batches`: of one process's, so many make a step."""
+        """`batches`: how many batches of one process make a step."""
         self.factor = RULES[rule](batches) if rule else 1.0
 
     def end(self) -> None:
-        self.back()
+        self.restore()
         self.factor = 1.0
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Of one within another's step the rates are the outer one's: a strategy may step for the user's."""
+        """A step within another optimizer's step scales nothing: a strategy may step for the user's optimizer."""
         if self._stepping is not None and self._stepping is not optimizer:
             return
-        self.back()
+        self.restore()
         self._stepping = optimizer
         for group in filter(_scales, optimizer.param_groups):
             own = group["lr"]
@@ -47,19 +47,19 @@ class ScaledRate:
 
     def after_step(self, optimizer: Optimizer) -> None:
         if optimizer is self._stepping:
-            self.back()
+            self.restore()
 
-    def back(self) -> None:
-        """After a step, also one that has raised."""
+    def restore(self) -> None:
+        """Put the user's rates back, also after a step that raised."""
         self._stepping = None
         for group, own, scaled in self._scaled:
-            # An optimizer may have found another one by itself.
+            # The optimizer itself may have changed the rate.
             group["lr"] = own if group["lr"] is scaled else group["lr"] / self.factor
         self._scaled.clear()
 
 
 def notes(optimizers: Iterable[Optimizer], rule: str, batches: int) -> list[str]:
-    """For the first line of a cell."""
+    """Sentences for the first line of a cell."""
     if not rule:
         return []
     if batches == 1:
@@ -69,7 +69,7 @@ def notes(optimizers: Iterable[Optimizer], rule: str, batches: int) -> list[str]
 
 
 def advice(rates: Sequence[float], batches: int) -> str:
-    """The arithmetic; empty where there is none."""
+    """The sentence about both rules; empty where nothing is to be scaled."""
     if batches == 1 or not rates:
         return ""
     linear, root = (f"{rates[0] * rule(batches):.3g}" for rule in RULES.values())
@@ -81,7 +81,7 @@ def advice(rates: Sequence[float], batches: int) -> str:
 
 
 def rates(optimizers: Iterable[Optimizer]) -> list[float]:
-    """The user's own, those from which schedules count, each once."""
+    """The user's own initial learning rates, each once."""
     groups = [group for one in optimizers for group in one.param_groups if _scales(group)]
     found = (float(group.get("initial_lr", group["lr"])) for group in groups)
     return list(dict.fromkeys(float(f"{rate:g}") for rate in found))

@@ -1,7 +1,7 @@
-"""Memory that the kernel and all ranks of one pool see: what each rank has entered, and where they are to stop.
+"""Memory that the kernel and all ranks of a pool share: which collectives each rank has entered, and where to stop.
 
-The kernel makes it and writes its head; each rank writes a part of its own and reads all. Nobody waits for a message:
-a rank whose interpreter is busy has still said where it is, and an aligned word is written in one piece.
+The kernel makes it and writes its head; each rank writes a part of its own and reads all. No messages are needed: the
+position of a rank whose interpreter is busy can still be read, and an aligned word is written in one piece.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from nbtrain.exchange.segment import Segment
 
 HEAD = 8
-"""words of the kernel's, before the parts"""
-STOP, TARGET, ABORT, ASIDE, ASIDE_AT = range(5)
+"""words that the kernel writes, before the ranks' parts"""
+STOP, TARGET, ABORT, WEIGHTS, WEIGHTS_AT = range(5)
 """In the head: the run that is to stop, after which step (UNKNOWN as long as that is not settled), and the run whose
-collectives are to be given up. And the notebook's last wish for the weights as they are, and after which step it is to
-have them."""
+collectives are to be given up. And the notebook's last request for live weights, and after which step they are saved
+for it."""
 UNKNOWN = -1
-WISHES = 1 << 32
-"""of one run; the first of run 3 is 3 * WISHES + 1, so that one may be made before a rank has begun the run"""
+REQUESTS = 1 << 32
+"""per run: the first of run 3 is 3 * REQUESTS + 1, so that it can be made before a rank has begun the run"""
 
 CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, FORMING, TAKEN = range(9)
 """In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
@@ -31,7 +31,7 @@ up."""
 MARKS = 10
 """words for these, before what the rank has entered"""
 PLACES = 128
-"""collectives that are remembered of each rank; no rank gets so far ahead of another"""
+"""collectives kept for each rank; no rank gets that far ahead of another"""
 WIDTH = 9
 """words of each"""
 FILES = 32
@@ -45,7 +45,7 @@ WATCHED = (
 )  # fmt: skip
 """Not every torch has all of them: the last two are what newer ones call `..._tensor`, and what `fully_shard` uses."""
 BACKWARD, STEP = 1, 2
-"""in a place: the collective is one of a backward, or of a step under a strategy that communicates there"""
+"""what a collective belongs to: a backward, or a step under a strategy that communicates there"""
 
 
 def size(world_size: int) -> int:
@@ -53,7 +53,7 @@ def size(world_size: int) -> int:
 
 
 class Board:
-    """One side's view of it."""
+    """The board as one process sees it."""
 
     def __init__(self, memory: mmap.mmap, world_size: int) -> None:
         self.memory = memory
@@ -63,17 +63,17 @@ class Board:
 
     @classmethod
     def open(cls, path: str, world_size: int) -> Board:
-        """A rank's side."""
+        """On a rank."""
         with open(path, "r+b") as file:
             return cls(mmap.mmap(file.fileno(), size(world_size)), world_size)
 
     def waits(self, rank: int, run: int) -> tuple[int, str] | None:
-        """Since when this rank waits for others in this run, and in what."""
+        """Since when this rank waits for others in this run, and what for, in words."""
         found = self.waits_in(rank, run)
         return None if found is None else (found[0], words(found[1]))
 
     def waits_in(self, rank: int, run: int) -> tuple[int, list[int]] | None:
-        """The same, with what it has entered as it has written it."""
+        """The same, with the words of its part."""
         part = self.parts[rank]
         since = part[WAITING]
         if not since or part[OPEN] != run:
@@ -88,7 +88,7 @@ class Board:
 
 
 class OwnedBoard(Board):
-    """The kernel's side."""
+    """In the kernel, which makes and removes it."""
 
     def __init__(self, world_size: int, directory: str) -> None:
         self._segment = Segment(0, size(world_size), directory)
@@ -103,12 +103,12 @@ class OwnedBoard(Board):
 
 
 def collective(place: Sequence[int]) -> str:
-    """What a rank has entered, and nothing of where in its cell."""
+    """The collective that a rank has entered, in words."""
     return f"in {WATCHED[place[1]]}" + (f" of {place[2]:,}" if place[2] else "")
 
 
 def words(place: Sequence[int]) -> str:
-    """What a rank has entered, as its part tells."""
+    """The collective that a rank has entered, and where in its loop."""
     _, _, _, where, steps, batch, batches, _, _ = place
     calls = {BACKWARD: "in backward()", STEP: "in optimizer.step()"}
     what = calls.get(where) or collective(place)

@@ -19,11 +19,11 @@ from nbtrain.events import Progress, Throughput
 
 
 class Round:
-    """The optimizers that take turns: a GAN's two. Where no loader says that a step is over, it is over when each of
-    them has stepped; who they are is seen when the first of them steps once more."""
+    """Optimizers that take turns, like a GAN's two. Without a loader a step is over when each of them has stepped;
+    which they are shows when the first of them steps again."""
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
-        """`optimizers`: those that the cell was given, the same on all ranks."""
+        """`optimizers`: the cell's, the same on all ranks."""
         self._all: WeakSet[Any] = WeakSet(optimizers)
         self._since: WeakSet[Any] = WeakSet()
 
@@ -33,7 +33,7 @@ class Round:
         self._since.add(optimizer)
 
     def has(self, optimizer: Any) -> bool:
-        """It has stepped in this round."""
+        """Whether it has stepped in this round."""
         return optimizer in self._since
 
     @property
@@ -94,14 +94,14 @@ class Steps:
         self.iterators.append((ref(iterator), epoch, total))
 
     def asked(self, iterator: Any) -> None:
-        """The next batch is wanted: between two steps."""
+        """The loop asks for the next batch: between two steps."""
         self.at_boundary()
-        # Last is another one: this is the way back from a loop over it.
+        # Another loader was used last: the loop over that one has ended.
         if self.iterators and self.iterators[-1][0]() is not iterator and (place := self._remove(iterator)):
             self.iterators.append(place)
 
     def backward(self) -> None:
-        """One begins."""
+        """A backward begins."""
         if not self.loading and (self.round.complete or not self.armed):
             self.at_boundary()
         self.under_way = True

@@ -1,4 +1,4 @@
-"""All ranks of a cell end at the same step when it is stopped.
+"""Makes all ranks end after the same step when a cell is stopped.
 
 A *step* ends when the optimizers used since the last end have stepped, or been passed over by a GradScaler. A rank
 notices that it has ended when the next batch is asked for, or, while no loader is in use, when the next backward
@@ -15,7 +15,7 @@ nothing to agree on, and a rank stops at its next batch.
 
 Only the main thread is stopped here; a loader that another thread iterates runs ahead of the training.
 
-In the same way the ranks of a run in the background agree on the step after which they put their weights aside for the
+In the same way the ranks of a run in the background agree on the step after which they save their weights for the
 notebook (training/checkpoints/live_weights.py), and go on.
 """
 
@@ -25,17 +25,17 @@ import time
 from collections.abc import Callable
 
 from nbtrain.training.loop.shared_board import (
-    ASIDE,
-    ASIDE_AT,
     ENTERED,
     OPEN,
     RAISED,
+    REQUESTS,
     STEPS,
     STOP,
     TARGET,
     UNKNOWN,
     WAITING,
-    WISHES,
+    WEIGHTS,
+    WEIGHTS_AT,
     Board,
 )
 from nbtrain.training.loop.steps import Steps
@@ -47,24 +47,24 @@ class Stopped(KeyboardInterrupt):
     """Raised where nothing is under way."""
 
 
-class Enough(BaseException):
-    """Raised where the last step of a trial has ended: on every rank after the same one, for all count alike. It is no
-    Stop, for which the loop may have something to do."""
+class TrialOver(BaseException):
+    """Raised at the end of a trial's last step, the same on every rank. No KeyboardInterrupt, which the loop may
+    handle."""
 
 
 class Stopping:
-    """The rank's part in it. `begin` before a cell; then `steps` calls."""
+    """One per rank. `begin` before a cell; then `steps` calls it."""
 
     def __init__(self, rank: int, steps: Steps) -> None:
         self.rank = rank
         self.steps = steps
-        self.put_aside: Callable[[int], None] = lambda request: None
-        self.enough: Callable[[], bool] = _never
-        """is told of each step that ends, and says whether it is the last"""
+        self.save_live_weights: Callable[[int], None] = lambda request: None
+        self.trial_over: Callable[[], bool] = _never
+        """called at the end of each step: whether it is the last"""
         self._board: Board | None = None
         self._run = 0
-        self._aside = 0
-        """the last wish that was met"""
+        self._request_met = 0
+        """the last request that was met"""
         steps.ended = self._ended
         steps.between = self._between
 
@@ -74,11 +74,11 @@ class Stopping:
             part = board.parts[self.rank]
             part[STEPS] = part[ENTERED] = part[WAITING] = 0
             part[OPEN] = run
-            self._aside = run * WISHES
+            self._request_met = run * REQUESTS
 
     def end(self) -> None:
         self._board = None
-        self.enough = _never
+        self.trial_over = _never
 
     def _ended(self) -> None:
         """A step has ended."""
@@ -86,12 +86,12 @@ class Stopping:
         if board is None:
             return
         part = board.parts[self.rank]
-        if self.enough():
-            self._raise(board, Enough)
+        if self.trial_over():
+            self._raise(board, TrialOver)
         part[STEPS] = self.steps.ends  # said first, and then looked: one of both sides sees the other
-        if board.head[ASIDE] > self._aside and self._due(board, ASIDE_AT):
-            self._aside = board.head[ASIDE]
-            self.put_aside(self._aside)
+        if board.head[WEIGHTS] > self._request_met and self._due(board, WEIGHTS_AT):
+            self._request_met = board.head[WEIGHTS]
+            self.save_live_weights(self._request_met)
         if board.head[STOP] == self._run and self._due(board, TARGET):
             self._raise(board)
 

@@ -1,4 +1,4 @@
-"""How many operations of floating point a cell computes: counted once, early, and multiplied.
+"""Counts the floating-point operations of a cell: of two steps, early, and then multiplied.
 
 Two forwards with their backwards are counted as torch runs them (two: a GAN's are different); from then on each
 backward of the cell stands for as many. So evaluations are not counted, and sequences of varying length only as the
@@ -29,8 +29,8 @@ TRIES = 12
 """forwards that are looked at: an evaluation may come between, which no backward follows, and is not to be slower"""
 
 
-class Mode(fake_tensors.DispatchMode):
-    """Sees each operation as it is run."""
+class CountingMode(fake_tensors.DispatchMode):
+    """Counts each operation as it runs."""
 
     supports_higher_order_operators = True
 
@@ -38,7 +38,7 @@ class Mode(fake_tensors.DispatchMode):
         super().__init__()
         self.counts: dict[torch.dtype, int] = {}
         self.uncounted = False
-        """something was computed of which nobody knows how much it is"""
+        """an operation ran whose cost is not known"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,13 +57,13 @@ class Mode(fake_tensors.DispatchMode):
 
 
 class FlopCount:
-    """One rank's. `begin` and `end` around a cell."""
+    """One per rank. `begin` and `end` around a cell."""
 
     def __init__(self, phases: PhaseTimer, device: torch.device, allowed: bool) -> None:
         self._phases = phases
         self._device = device
         self._allowed = allowed and device.type in ("cpu", "cuda")
-        self._mode: Mode | None = None
+        self._mode: CountingMode | None = None
         self._inside = False
         """a backward has begun since the mode was entered"""
         self._counts: dict[torch.dtype, int] = {}
@@ -80,13 +80,13 @@ class FlopCount:
     def begin(self) -> None:
         self._counts, self._each, self.fastest = {}, 0.0, 0.0
         self._pairs = self._tries = 0
-        self._phases.heard = self._heard if self._allowed else None
+        self._phases.on_phase = self._phase_begins if self._allowed else None
 
     def end(self) -> None:
         self._leave()
-        self._phases.heard = None
+        self._phases.on_phase = None
 
-    def _heard(self, phase: int) -> None:
+    def _phase_begins(self, phase: int) -> None:
         """At the beginning of each phase."""
         if phase == BACKWARD:
             self._inside = True
@@ -99,16 +99,16 @@ class FlopCount:
             if self._inside and phase == UNDECIDED:
                 self._add(mode)
         if self._pairs >= PAIRS:
-            self._phases.heard = None
+            self._phases.on_phase = None
         elif phase in (FORWARD, UNDECIDED) and self._phases.backwards >= FIRST and torch.is_grad_enabled():
             self._tries += 1
             if self._tries > TRIES or disturbs():
-                self._phases.heard = None
+                self._phases.on_phase = None
             else:
-                self._inside, self._mode = False, Mode()
+                self._inside, self._mode = False, CountingMode()
                 self._mode.__enter__()
 
-    def _add(self, mode: Mode) -> None:
+    def _add(self, mode: CountingMode) -> None:
         for dtype, count in mode.counts.items():
             self._counts[dtype] = self._counts.get(dtype, 0) + count
         self._pairs = PAIRS + 1 if mode.uncounted else self._pairs + 1
@@ -129,7 +129,7 @@ class FlopCount:
 
 
 def disturbs() -> bool:
-    """Whether a mode would be in somebody's way."""
+    """Whether a mode would disturb other code."""
     if fake_tensors.dispatch_modes():
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""The most memory that a rank has had at once since a moment, and a limit to it: of its card, or of its process."""
+"""Measures, and limits, the peak memory of a rank's card or process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICK = 1 << 25
 
 
 class MemoryPeak:
-    """From now on."""
+    """Measures from its creation on."""
 
     def __init__(self, device: torch.device) -> None:
         self._card = device if device.type == "cuda" else None
@@ -48,19 +48,19 @@ class MemoryPeak:
             refs.write("5")
 
     def look(self) -> None:
-        """Now and then, where the system does not say by itself what was the most."""
+        """Call now and then, as not every system keeps the peak itself."""
         if self._card is None:
             self._most = max(self._most, _pages()["RssAnon"])
 
     def close(self) -> None:
-        """It is known from now on, and memory is had as quickly as otherwise."""
+        """Fix the result, and undo what makes allocation slower."""
         if self._known is None:
             self._known = self.bytes()
             if self._card is None:
                 _tell_allocator(("mallopt", M_MMAP_THRESHOLD, QUICK), ("mallopt", M_TRIM_THRESHOLD, 2 * QUICK))
 
     def wait(self) -> None:
-        """Until the card has done what it was told."""
+        """Wait until the card has finished its work."""
         if self._card is not None:
             torch.cuda.synchronize(self._card)
 
@@ -76,7 +76,7 @@ class MemoryPeak:
 
     @contextmanager
     def limited(self, more: int) -> Iterator[None]:
-        """The rank cannot have more than so many bytes besides what it has now."""
+        """Inside, the rank can allocate at most `more` bytes."""
         if self._card is not None:
             total = torch.cuda.get_device_properties(self._card).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (self._before + more) / total), self._card)

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: into data, forward, backward, waiting for other ranks, the optimizer, and the rest.
+"""Measures where a rank's time goes: data, forward, backward, waiting for other ranks, the optimizer, and the rest.
 
 A plain loop does not say where its forward begins, and hooks in every module would cost more than they tell. So there
 are marks at what is replaced in torch anyway: a loader's `__next__`, `backward`, an optimizer's `step`, collectives.
@@ -37,7 +37,7 @@ class TimeMark(Protocol):
 
 
 class Card:
-    """Marks that are in a card's queue, and the times of those that it has passed."""
+    """Time marks in a card's queue, read when the card has passed them."""
 
     def __init__(self, make: Callable[[], TimeMark], apart: Callable[[], bool] = lambda: False) -> None:
         """`apart`: what is done now is recorded to be run later, as a graph: it takes no time, and no marks."""
@@ -73,7 +73,7 @@ class Card:
             yield phase, self._at
 
     def idle(self) -> float:
-        """For how long, about, it has had nothing to do since the last mark; from any thread."""
+        """About how long it has been idle since the last mark; from any thread."""
         last = self._last
         return time.perf_counter() - last[1] if last is not None and last[0].query() else 0.0
 
@@ -97,8 +97,8 @@ class PhaseTimer:
         self._said = NOTHING[: len(PHASES)]
         self.now = OUTSIDE
         self.backwards = 0
-        self.heard: Callable[[int], None] | None = None
-        """is told of each phase as it begins, but not of a return from waiting"""
+        self.on_phase: Callable[[int], None] | None = None
+        """called with each phase that begins, but not when waiting ends"""
 
     def begin(self, known: bool) -> None:
         """`known`: the cell has a model. Without one, a loader's batches are for nobody knows what, until there is a
@@ -118,7 +118,7 @@ class PhaseTimer:
         self._thread = 0
 
     def mark(self, phase: int) -> int:
-        """This one begins; the one before."""
+        """A phase begins. Returns the one before."""
         before = self.now
         if get_ident() != self._thread:
             return before
@@ -129,12 +129,12 @@ class PhaseTimer:
         if phase == BACKWARD:
             self.backwards += 1
         self._mark(phase)
-        if self.heard is not None:
-            self.heard(phase)
+        if self.on_phase is not None:
+            self.on_phase(phase)
         return before
 
     def wait(self) -> int:
-        """For other ranks; what `resume` is to be given afterwards."""
+        """Waiting for other ranks begins. Returns what to pass to `resume` afterwards."""
         before = self.now
         if self._known and get_ident() == self._thread:
             self._mark(COMMUNICATION)

@@ -29,7 +29,7 @@ BEFORE, AFTER = "before.pt", "after.pt"
 
 
 class StepRecord:
-    """One trial's, on one rank."""
+    """One per trial and rank."""
 
     def __init__(self, record: Record, rank: int, models: Callable[[], Mapping[str, Any]]) -> None:
         """`models`: what the cell uses, by name."""
@@ -153,7 +153,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class _Pass:
-    """One through a loader."""
+    """One pass through a loader."""
 
     loader: Any
     number: int

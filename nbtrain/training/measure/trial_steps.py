@@ -1,6 +1,6 @@
-"""A cell that is only tried: its loop ends after so many steps, and what it took until then is measured.
+"""Ends a trial's loop after a number of steps, and measures what they took.
 
-Every rank counts the same steps, so that all end after the same one without a word to each other.
+Every rank counts the same steps, so that all end after the same one without communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbtrain.compat.loaders import end_workers
 from nbtrain.events import Tried
 from nbtrain.specs import Trial
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.stopping import Enough
+from nbtrain.training.loop.stopping import TrialOver
 from nbtrain.training.measure.memory_peak import MemoryPeak
 from nbtrain.training.measure.step_record import StepRecord
 
@@ -46,9 +46,9 @@ class TrialSteps:
         self.grown = trial.batch == 1.0
         """a loader's batch was made larger"""
         self.share = 1.0
-        """so much of what this rank sees do no others see"""
+        """the part of this rank's samples that no other rank sees"""
         self.record: StepRecord | None = None
-        """what the steps saw and made is written down"""
+        """records what the steps saw and computed"""
         self._device = device
         self._clock = clock
         self._peak = MemoryPeak(device)
@@ -87,17 +87,17 @@ class TrialSteps:
         return len(self._marks) > self.trial.warm + self.trial.steps
 
     def well(self, failure: BaseException | None) -> bool:
-        """The cell has ended by itself, or because it was enough."""
-        return failure is None or isinstance(failure, Enough)
+        """Whether the cell has ended by itself, or because the trial is over."""
+        return failure is None or isinstance(failure, TrialOver)
 
     def release_loaders(self) -> None:
-        """Of loaders that were cut short: their workers end now, and not while somebody waits for it."""
+        """End the workers of loaders that were cut short, now and not while somebody waits for it."""
         assert self._steps is not None
         for iterator, _, _ in self._steps.iterators:
             end_workers(iterator())
 
     def told(self, rank: int) -> Tried:
-        """When the cell is over, however it ended."""
+        """The result, when the cell is over, however it ended."""
         marks = self._marks
         # A loop that was shorter is timed for what it had; its first step, in which all is made, only if it is alone.
         first = min(self.trial.warm, max(0, len(marks) - 2))

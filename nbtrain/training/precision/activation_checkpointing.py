@@ -31,7 +31,7 @@ FLAG = "--checkpoint-activations"
 
 
 class ActivationCheckpointing:
-    """One per rank. `begin` says what is meant; `on` just before the cell's code, `off` right after it."""
+    """One per rank. `begin` with the class names; `on` just before the cell's code, `off` right after it."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class ActivationCheckpointing:
         self._is_on = False
         self._within = threading.local()
         self._whole = ""
-        """the class of a model that was named"""
+        """the name of a whole model's class, if it was given"""
 
     def begin(self, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
         """`names`: of classes; `modules`: what the cell uses. Raises `UsageError` for a name that none of them has."""
@@ -52,7 +52,7 @@ class ActivationCheckpointing:
         self.learn(modules)
 
     def learn(self, modules: Iterable[nn.Module]) -> None:
-        """Of models that the cell makes and sets up, too."""
+        """Find the named classes in these models, and in those that the cell sets up."""
         if not self._names:
             return
         modules = list(modules)
@@ -79,7 +79,7 @@ class ActivationCheckpointing:
             self.on()
 
     def whole(self) -> str:
-        """What is to be said where all of a model is computed again at once."""
+        """Advice where a whole model is computed again at once."""
         if not self._whole:
             return ""
         blocks = [f"{name} ({count})" for name, count in self._met.items() if count > 1 and name not in self._names]
@@ -90,7 +90,7 @@ class ActivationCheckpointing:
         )
 
     def on(self) -> None:
-        """Forgives being called twice."""
+        """May be called twice."""
         self.off()
         self._is_on = True
         # One may inherit from another: all are looked up before any is replaced.

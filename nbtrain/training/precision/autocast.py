@@ -1,9 +1,9 @@
-"""`--precision`: what models compute in.
+"""`--precision`: runs models in 16 bits.
 
 mixed: the outermost call of a model runs under autocast and returns 32 bits, so that losses, optimizers and whatever
     else a loop does stay in 32. Weights are not touched. (`16-mixed` also scales the loss: see loss_scaling.py.)
 true: weights, buffers and optimizer states are in 16 bits on the ranks; what a model is given is cast, and what it
-    returns is cast back. The notebook's tensors stay as they are: see `lowered`.
+    returns is cast back. The notebook's tensors stay as they are: see low_precision_weights.py.
 
 `nn.Module.__call__` is replaced while the runtime is installed, rather than hooks put on the modules: a copy of the
 model that the cell makes, pickles or sends home has nothing of it, whatever the cell makes is covered, and an inner
@@ -36,9 +36,9 @@ class Format:
 
     dtype: torch.dtype
     weights: bool = False
-    """they are in it, too"""
+    """weights are in it, too"""
     scaled: bool = False
-    """its range is too small for gradients, so the loss is scaled"""
+    """the loss is scaled, as its range is too small for gradients"""
 
 
 FORMATS: Mapping[str, Format] = {
@@ -51,7 +51,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def chosen(precision: str, strategy: Strategy, device: torch.device) -> Format | None:
-    """None: there is nothing to do around the strategy. Raises what cannot be."""
+    """The format, or None where there is nothing to do around the strategy. Raises where it is not possible."""
     if precision == PRECISIONS[0]:
         return None
     if precision not in FORMATS:
@@ -77,21 +77,20 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 _inside: ContextVar[bool] = ContextVar("inside of a model that is being called", default=False)
-"""A strategy's thread that computes a part of the call is inside, too: it has a copy of the caller's context."""
+"""Also set in threads in which a strategy computes a part of the call: they copy the caller's context."""
 
 
 class Forwards:
-    """What happens around the outermost call of a model while a cell runs."""
+    """Around the outermost call of each model while a cell runs."""
 
     def __init__(self, form: Format, device: torch.device) -> None:
         self.form = form
         self.kind = device.type
         self.on = False
-        """a cell runs"""
-        self.before: Callable[[nn.Module], None] = lambda module: None
-        """called with each model that is called"""
-        self.after: Callable[[Any, Any], None] = lambda given, returned: None
-        """with what it was given, and what it returned"""
+        self.before_model: Callable[[nn.Module], None] = lambda module: None
+        """called with the model"""
+        self.after_model: Callable[[Any, Any], None] = lambda given, returned: None
+        """called with its arguments, and what it returned"""
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.nn.Module.__call__", "precision", self._call)
@@ -110,12 +109,12 @@ class Forwards:
                 if autograd_engine.in_backward() and self._was_inside(args, kwargs):
                     return old(module, *args, **kwargs)
                 if self.form.weights:
-                    return self._lowered(old, module, args, kwargs)
-                self.before(module)
+                    return self._in_low_precision(old, module, args, kwargs)
+                self.before_model(module)
                 with torch.autocast(self.kind, dtype=self.form.dtype):
                     returned = old(module, *args, **kwargs)
-                returned = changed(returned, _raised)
-                self.after((args, kwargs), returned)
+                returned = changed(returned, _to_float32)
+                self.after_model((args, kwargs), returned)
                 return returned
             finally:
                 _inside.reset(token)
@@ -123,22 +122,22 @@ class Forwards:
         return call
 
     def _was_inside(self, args: Any, kwargs: Any) -> bool:
-        """Of a layer that a backward computes again: what it returns has to be what it was the first time."""
+        """Whether a layer that a backward computes again was inside of a model the first time."""
         if not self.form.weights:  # torch's checkpoint has put back the autocast there was
             return torch.is_autocast_enabled(self.kind)
         given = args, kwargs
-        return changed(given, self._lower) is given
+        return changed(given, self._to_low_precision) is given
 
-    def _lowered(self, old: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _in_low_precision(self, old: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         with self._default():
-            returned = old(module, *changed(args, self._lower), **changed(kwargs, self._lower))
-        return changed(returned, _raised)
+            returned = old(module, *changed(args, self._to_low_precision), **changed(kwargs, self._to_low_precision))
+        return changed(returned, _to_float32)
 
-    def _lower(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_low_precision(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.form.dtype) if tensor.is_floating_point() else tensor
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """Layers that are computed again make their own tensors once more."""
+        """Layers that a backward computes again make their own tensors once more."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
@@ -150,7 +149,7 @@ class Forwards:
 
     @contextmanager
     def _default(self) -> Iterator[None]:
-        """What a forward makes itself (zeros for a state) has to fit its weights."""
+        """Inside, what a forward makes itself (zeros for a state) has the dtype of the weights."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.form.dtype)
         try:
@@ -159,7 +158,7 @@ class Forwards:
             torch.set_default_dtype(before)
 
 
-def _raised(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 

@@ -32,6 +32,7 @@ from nbtrain.compat import dtensor
 from nbtrain.compat.tensors import multiply, sparse_values, unscale
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
+from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.training.loop.steps import Round
 from nbtrain.training.precision.autocast import changed
 from nbtrain.training.ranks import collectives
@@ -50,8 +51,7 @@ class LossScaling:
         scale: float = 2.0**16,
         interval: int = 2000,
     ) -> None:
-        """`several`: every step is taken by all ranks. `ends`: how many steps have ended, of all optimizers that take
-        turns."""
+        """`several`: whether all ranks take every step. `ends`: how many steps have ended (`Steps.ends`)."""
         self.several = several
         self.ends = ends
         self.scale = scale
@@ -68,8 +68,8 @@ class LossScaling:
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         self.on = True
         self.skipped = 0
-        self.theirs = False
-        """the cell has used a GradScaler"""
+        self.users_scaler = False
+        """the cell uses a GradScaler of its own"""
         self._optimizers: WeakSet[Optimizer] = WeakSet(optimizers)
         self._round = Round(self._optimizers)
         self._ends = self.ends()
@@ -78,9 +78,9 @@ class LossScaling:
         """those whose parameters are known"""
         self._parameters: dict[int, ref[torch.Tensor]] = {}
         self._inner: list[torch.Tensor] = []
-        """what the model that is being called has in the place of parameters"""
+        """what stands for parameters of the model that is being called, under `functional_call`"""
         self._watched: list[ref[torch.Tensor]] = []
-        """inner results whose gradients are kept"""
+        """intermediate results with `retain_grad()`"""
         self._layout: list[Any] = []
         self._groups: dict[int, int] = {}
         """id of a parameter → the group it is in; 0 where no optimizer has it"""
@@ -92,20 +92,20 @@ class LossScaling:
         self._stash: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def end(self, steps: int) -> list[str]:
-        """Sentences for the user. `steps`: that were taken in the cell."""
+        """Returns sentences for the user. `steps`: how many the cell has taken."""
         self.on = self._in_backward = False
         for stash in self._stash.values():  # a step that raised
             _put_back(stash)
         self._update()
         told = []
-        if self.theirs:
+        if self.users_scaler:
             told.append("the cell scales its losses with a GradScaler of its own, so --precision 16-mixed did not")
         if self.skipped:
             told.append(
                 f"{self.skipped:,} of {steps + self.skipped:,} steps were skipped: gradients overflowed in float16; "
                 f"loss scale is now {self.scale:.0f}"
             )
-        self.begin(())  # holds nothing of the cell's
+        self.begin(())  # keeps nothing of the cell alive
         self.on = False
         return told
 
@@ -117,13 +117,13 @@ class LossScaling:
         listeners.hook(register_module_module_registration_hook(lambda *_: self.look_again()))
 
     def look_again(self) -> None:
-        """Some model may have other parameters than before."""
+        """Parameters were added: ask every model for its parameters again."""
         self._models.clear()
 
-    # --- what models tell ------------------------------------------------------------------------
+    # --- around the call of a model ------------------------------------------------------------------------
 
-    def called(self, model: nn.Module) -> None:
-        """From outside."""
+    def before_model(self, model: nn.Module) -> None:
+        """Before the outermost call of a model: learn its parameters."""
         self._inner = []
         if not self.on or (model in self._models and next(model.parameters()).is_leaf):
             return
@@ -133,8 +133,8 @@ class LossScaling:
         if not self._inner:
             self._models.add(model)
 
-    def passed(self, given: Any, returned: Any) -> None:
-        """What a model was given, and what it returned."""
+    def after_model(self, given: Any, returned: Any) -> None:
+        """After it: mark the outputs' nodes with what lies before the model."""
         if not self.on or not torch.is_grad_enabled():
             return
         before: list[Any] = []
@@ -156,16 +156,16 @@ class LossScaling:
     # --- what torch calls ------------------------------------------------------------------------
 
     def backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """`old`, scaled."""
+        """`torch.autograd.backward` that starts from scaled gradients, and unscales what it leaves."""
 
         def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             # A gradient that is to be differentiated again is a result, not something to be divided in place.
             again = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
-            if not self.on or self.theirs or self._in_backward or again:
+            if not self.on or self.users_scaler or self._in_backward or again:
                 return old(tensors, grad_tensors, *args, **kwargs)
             self._turn()
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            starts = self._starts(roots, grad_tensors)
+            starts = scaled_starts(roots, grad_tensors, self.scale)
             if starts is None:
                 return old(tensors, grad_tensors, *args, **kwargs)
             leaves = [*_leaves(roots), *(t for t in (watched() for watched in self._watched) if t is not None)]
@@ -182,8 +182,8 @@ class LossScaling:
         return scaled
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments that `step` is to have instead of these."""
-        if not self.on or self.theirs:
+        """Hide gradients that overflowed from this step. Returns new arguments for `step`, or None."""
+        if not self.on or self.users_scaler:
             return None
         if self._in_backward:
             raise NotSupported(
@@ -200,16 +200,19 @@ class LossScaling:
                 "them can be left out when it overflows; take --precision bf16-mixed"
             )
 
-        def looked() -> Any:
-            loss = closure()
-            self._look(optimizer)
-            return loss
+        def looked(closure: Any) -> Any:
+            def evaluate() -> Any:
+                loss = closure()
+                self._look(optimizer)
+                return loss
 
-        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
+            return evaluate
+
+        return with_closure(args, kwargs, looked)
 
     def after_step(self, optimizer: Optimizer) -> bool:
         """Whether the step was skipped."""
-        if not self.on or self.theirs:
+        if not self.on or self.users_scaler:
             return False
         stash = self._stash.pop(id(optimizer), None)
         self._spent |= self._held.get(optimizer, set())
@@ -227,7 +230,7 @@ class LossScaling:
     def _scaler(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if self.on and scaler.is_enabled():
-                self.theirs = True
+                self.users_scaler = True
             return old(scaler, *args, **kwargs)
 
         return scale
@@ -251,18 +254,8 @@ class LossScaling:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def _starts(self, roots: list[torch.Tensor], given: Any) -> list[torch.Tensor] | None:
-        """The gradients a backward starts from; None where torch is to say what is wrong."""
-        starts = [given] * len(roots) if given is None or isinstance(given, torch.Tensor) else list(given)
-        if len(starts) != len(roots) or any(s is None and r.numel() != 1 for r, s in zip(roots, starts, strict=True)):
-            return None
-        return [
-            torch.full_like(root, self.scale) if start is None else start * self.scale
-            for root, start in zip(roots, starts, strict=True)
-        ]
-
     def _gradients(self, leaves: Iterable[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """(group, gradients of one device and dtype), of the parameters and of these."""
+        """(group, gradients of one device and dtype), of the known parameters and of `leaves`."""
         self._deal()
         found: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
         known = [tensor for one in self._parameters.values() if (tensor := one()) is not None]
@@ -305,7 +298,7 @@ class LossScaling:
             self._parameters[id(parameter)] = ref(parameter)
 
     def _deal(self) -> None:
-        """Which optimizer has which parameter; anew when one of them has others."""
+        """Note which optimizer has which parameter, again when that has changed."""
         optimizers = list(self._optimizers)
         groups = [(id(o), [(len(g["params"]), id(g["params"][-1])) for g in o.param_groups if g["params"]])
                   for o in optimizers]  # fmt: skip
@@ -320,7 +313,7 @@ class LossScaling:
             self._held[optimizer] = {self._groups.setdefault(id(p), number) for p in held}
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Before a step: if some gradient is not finite, on any rank, it is to find none."""
+        """Before a step: if any gradient on any rank is not finite, take all of them away."""
         if optimizer in self._optimizers:
             groups = self._held.get(optimizer, set())
         else:  # made in this cell, so that its parameters were nobody's
@@ -338,7 +331,7 @@ class LossScaling:
     # --- the scale -------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """A backward begins: the step before may be over."""
+        """A backward begins: update the scale if the last step is over."""
         if self._round.complete or self.ends() != self._ends:
             self._update()
         gone = [group for group in self._found if all(p.grad is None for p in self._in_group(group))]
@@ -363,8 +356,16 @@ class LossScaling:
         self._waiting = self._bad = False
 
 
+def scaled_starts(roots: list[torch.Tensor], given: Any, factor: float) -> list[torch.Tensor] | None:
+    """The gradients a backward starts from, times `factor`; None where they are wrong, which torch says."""
+    starts = [given] * len(roots) if given is None or isinstance(given, torch.Tensor) else list(given)
+    if len(starts) != len(roots) or any(s is None and r.numel() != 1 for r, s in zip(roots, starts, strict=True)):
+        return None
+    return [torch.full_like(r, factor) if s is None else s * factor for r, s in zip(roots, starts, strict=True)]
+
+
 def _put_back(stash: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """The gradients that a step was not to see: they are what the loop has made of them."""
+    """Give parameters their gradients again, where the loop has not set others."""
     for parameter, gradient in stash:
         if parameter.grad is None:
             parameter.grad = gradient

@@ -1,7 +1,6 @@
-"""`bf16-true` and `16-true`: the ranks' weights in 16 bits, the notebook's as they are. For every strategy alike: what
-it sets up was cast before, and what it has prepared is described in the notebook's dtype.
+"""`bf16-true` and `16-true`: keeps the ranks' weights in 16 bits, and the notebook's as they are, under every strategy.
 
-Tensors are cast in place (`tensor.data = …`), so that everybody who holds one goes on holding the right one. Between
+Tensors are cast in place (`tensor.data = …`) before the strategy sets them up, so that references stay right. Between
 cells each of them is described by a `Piece`, whole and in the notebook's own dtype; where the strategy has cut it in
 pieces, its own are described anew. Parameters that an optimizer holds and no module owns stay as they are: the loop
 uses them outside of models, where everything is in 32 bits.
@@ -10,7 +9,7 @@ uses them outside of models, where everything is in 32 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,7 +19,7 @@ from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_laz
 
 
 class LowPrecisionWeights:
-    """What was cast on this rank, and what it is in the notebook."""
+    """The tensors that were cast on this rank, and their dtypes in the notebook."""
 
     def __init__(self, dtype: torch.dtype, rank: int) -> None:
         self.dtype = dtype
@@ -28,22 +27,21 @@ class LowPrecisionWeights:
         self._homes: Any = WeakTensorKeyDictionary()
         """tensor → its dtype in the notebook"""
 
-    def before(self, component: Component) -> None:
-        """Cast what is not yet: before the strategy sets the component up, or is told that it has grown."""
+    def cast(self, component: Component) -> None:
+        """Cast what is not cast yet, before the strategy sets the component up or grows it."""
         for tensor in _tensors(component):
-            self._lower(tensor)
+            self._cast_to_low(tensor)
         for tensor, parameter in _states(component):
             if self._homes.get(parameter, self.dtype) is not self.dtype and tensor.is_floating_point():
-                self._lower(tensor)
+                self._cast_to_low(tensor)
 
     def settle(self, component: Component) -> None:
-        """Note of states that have come to be since what they are in the notebook: before they are replaced."""
+        """Note the notebook's dtype of new optimizer states, before they are replaced."""
         for tensor, home in self._all(component).values():
             self._homes[tensor] = home
 
     def follow(self, replaced: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The strategy has put other tensors in the place of some (`Prepared.replaced`): what was known of the old is
-        known of the new."""
+        """Take over the old tensors' dtypes for those that replace them (`Prepared.replaced`)."""
         for old, new in replaced:
             if old in self._homes:
                 self._homes[new] = self._homes.pop(old)
@@ -51,33 +49,33 @@ class LowPrecisionWeights:
     def pieces(
         self, component: Component, own: Iterable[tuple[torch.Tensor, Piece]]
     ) -> Iterator[tuple[torch.Tensor, Piece]]:
-        """The strategy's `own`, and those of all that is in 16 bits for no other reason than `--precision`."""
+        """The strategy's `own` pieces in the notebook's dtype, and one for each other tensor that was cast."""
         homes = self._all(component)
         described = set()
         for tensor, piece in own:
             described.add(id(tensor))
             home = homes.get(id(tensor), (tensor, piece.dtype))[1]
-            yield tensor, piece if piece.dtype is home else Raised(piece, home)
+            yield tensor, piece if piece.dtype is home else CastPiece(piece, home)
         for key, (tensor, home) in homes.items():
             blank = tensor.is_meta  # it is filled in where it is
             if key not in described and tensor.dtype is not home and not blank:
                 yield tensor, WholeTensor(tensor, home, self.rank == 0)
 
     def undo(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are in the notebook's dtype again."""
+        """Cast these back to the notebook's dtype."""
         for tensor in tensors:
             home = self._homes.pop(tensor, None)
             if home is not None and tensor.dtype is not home:
                 _cast(tensor, home)
 
     def release(self, components: Iterable[Component]) -> None:
-        """When a cell ends: what was cast and belongs to none of these is a copy that the cell has made."""
+        """Cast back what belongs to none of these: copies that the cell has made."""
         kept = {id(tensor) for component in components for tensor in self.held(component)}
         self.undo([tensor for tensor in list(self._homes.keys()) if id(tensor) not in kept])
 
     def listen(self, listeners: Listeners) -> None:
-        """A copy of what was cast was cast."""
-        listeners.listen("torch.Tensor.__deepcopy__", "lowered", self._copied)
+        """Copies of cast tensors are known as cast."""
+        listeners.listen("torch.Tensor.__deepcopy__", "low_precision", self._copied)
 
     def _copied(self, old: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def deepcopy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
@@ -89,18 +87,18 @@ class LowPrecisionWeights:
         return deepcopy
 
     def held(self, component: Component) -> list[torch.Tensor]:
-        """Of the component: what was cast."""
+        """The component's tensors that were cast."""
         return [tensor for tensor, _ in self._all(component).values()]
 
-    def _lower(self, tensor: torch.Tensor) -> None:
+    def _cast_to_low(self, tensor: torch.Tensor) -> None:
         if tensor.is_floating_point() and tensor.element_size() > 1 and tensor not in self._homes:
             self._homes[tensor] = tensor.dtype
             if tensor.dtype is not self.dtype:
                 _cast(tensor, self.dtype)
 
     def _all(self, component: Component) -> dict[int, tuple[torch.Tensor, torch.dtype]]:
-        """By id, in the same order on all ranks: what was cast, and what has come to be since. (A strategy may take
-        copies into its component that it makes in its own way.)"""
+        """By id, in the same order on all ranks: tensors that were cast or made since, with the notebook's dtype. (A
+        strategy may add copies to its component.)"""
         tensors = [t for t in _tensors(component) if t in self._homes or t.dtype is self.dtype]
         found = {id(t): (t, self._homes.get(t, torch.float32)) for t in tensors}
         for tensor, parameter in _states(component):
@@ -112,70 +110,56 @@ class LowPrecisionWeights:
         return found
 
 
-T = TypeVar("T", bound=type)
+class _Forwarding:
+    """Passes all methods and attributes on to `inner`, but for those in `OWN`."""
 
+    OWN: ClassVar[frozenset[str]] = frozenset()
+    inner: Any
 
-def _around(base: type) -> Callable[[T], T]:
-    """Of a class around an `inner` one: what `base` has and it does not say is the inner one's. So whatever strategies
-    are given to say one day is forwarded already."""
-
-    def forwarded(name: str) -> property:
-        return property(lambda self: getattr(self.inner, name))
-
-    def complete(cls: T) -> T:
-        for name in vars(base):
-            if not name.startswith("__") and name not in vars(cls):
-                setattr(cls, name, forwarded(name))
-        return cls
-
-    return complete
-
-
-class _Around:
-    """Attributes, too: only `own` are not the inner one's."""
-
-    own: ClassVar[tuple[str, ...]] = ("inner", "lowered")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.own:
-            raise AttributeError(name)
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name in type(self).OWN:
+            return super().__getattribute__(name)
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.own:
+        if name in type(self).OWN:
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
 
 
-@_around(Strategy)
-class LowPrecisionStrategy(_Around, Strategy):
-    """Another strategy's, in 16 bits."""
+class LowPrecisionStrategy(_Forwarding, Strategy):
+    """Another strategy, in 16 bits."""
 
-    def __init__(self, inner: Strategy, lowered: LowPrecisionWeights) -> None:
+    inner: Strategy
+    OWN = frozenset({"inner", "low_precision", "set_up"})
+
+    def __init__(self, inner: Strategy, low_precision: LowPrecisionWeights) -> None:
         self.inner = inner
-        self.lowered = lowered
+        self.low_precision = low_precision
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
-        self.lowered.before(component)
-        return LowPrecisionPrepared(self.inner.set_up(component, precision), self.lowered)
+        self.low_precision.cast(component)
+        return LowPrecisionPrepared(self.inner.set_up(component, precision), self.low_precision)
 
 
-@_around(Prepared)
-class LowPrecisionPrepared(_Around, Prepared):
+class LowPrecisionPrepared(_Forwarding, Prepared):
     """What the other strategy has prepared."""
 
-    own = (*_Around.own, "replaced")
+    inner: Prepared
+    OWN = frozenset(
+        {"inner", "low_precision", "replaced", "release_modules", "pieces", "grow", "close", "_follow"},
+    )
 
-    def __init__(self, inner: Prepared, lowered: LowPrecisionWeights) -> None:
+    def __init__(self, inner: Prepared, low_precision: LowPrecisionWeights) -> None:
         self.inner = inner
-        self.lowered = lowered
+        self.low_precision = low_precision
         self.replaced = []
         self._follow()
 
     def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs, self.inner.replaced = self.inner.replaced, []
-        self.lowered.follow(pairs)
+        self.low_precision.follow(pairs)
         self.replaced += pairs
         return pairs
 
@@ -183,7 +167,7 @@ class LowPrecisionPrepared(_Around, Prepared):
         hold_again = self.inner.release_modules()
         if hold_again is None:
             return None
-        self.inner = Prepared(self.component)  # perhaps only the modules hold the other one now
+        self.inner = Prepared(self.component)  # so that only the modules hold the other one
 
         def again() -> Prepared | None:
             inner = hold_again()
@@ -195,10 +179,10 @@ class LowPrecisionPrepared(_Around, Prepared):
         return again
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        return self.lowered.pieces(self.component, self.inner.pieces())
+        return self.low_precision.pieces(self.component, self.inner.pieces())
 
     def grow(self, component: Component) -> bool:
-        self.lowered.before(component)
+        self.low_precision.cast(component)
         done = self.inner.grow(component)
         if done:
             self.inner.component = component
@@ -206,14 +190,14 @@ class LowPrecisionPrepared(_Around, Prepared):
         return done
 
     def close(self) -> None:
-        self.lowered.settle(self.component)
+        self.low_precision.settle(self.component)
         self.inner.close()
         news = [new for _, new in self._follow()]
-        self.lowered.undo([*self.lowered.held(self.component), *news])
+        self.low_precision.undo([*self.low_precision.held(self.component), *news])
 
 
 class WholeTensor(Piece):
-    """A tensor that every rank has whole, in another dtype than the notebook."""
+    """A tensor that every rank has whole, in the notebook's dtype."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, speaks: bool) -> None:
         self.tensor = tensor
@@ -232,7 +216,7 @@ class WholeTensor(Piece):
         self.tensor.detach().copy_(whole.reshape(self.shape))
 
 
-class Raised(Piece):
+class CastPiece(Piece):
     """A strategy's own piece, in the notebook's dtype."""
 
     def __init__(self, piece: Piece, dtype: torch.dtype) -> None:
@@ -266,13 +250,13 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _tensors(component: Component) -> list[torch.Tensor]:
-    """Of the component's modules: parameters and floating buffers, each once."""
+    """The floating parameters and buffers of the component's modules, each once."""
     found = [t for module in component.modules.values() for t in (*module.parameters(), *module.buffers())]
     return [t for t in {id(t): t for t in found}.values() if not is_lazy(t) and t.is_floating_point()]
 
 
 def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor of an optimizer's state, the parameter it is for), in the order of the groups; but step counts."""
+    """(tensor of an optimizer's state, its parameter), in the order of the groups, without step counts."""
     for optimizer in component.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -283,7 +267,7 @@ def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _flat(value: Any) -> Iterator[torch.Tensor]:
-    """LBFGS keeps lists of them."""
+    """All tensors in it; LBFGS keeps lists of them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

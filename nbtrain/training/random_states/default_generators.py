@@ -1,4 +1,4 @@
-"""The default random streams of a process: where they stand. Nothing is imported for it that is not in use."""
+"""Reads and sets the states of a process's default random generators, importing nothing for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ States = dict[str, Any]
 
 
 def capture() -> States:
-    """The states; torch's, numpy's and CUDA's only where they are in use."""
+    """The states of all default generators in use."""
     states: States = {"random": random.getstate()}
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):  # else it is being imported
@@ -24,7 +24,7 @@ def capture() -> States:
 
 
 def restore(states: States) -> None:
-    """Let the streams stand there. CUDA's only where it is in use: this must not be what starts it."""
+    """Set the generators to these states. CUDA's only if CUDA is in use: this must not initialise it."""
     torch: Any = sys.modules.get("torch")
     numpy: Any = sys.modules.get("numpy")
     if "random" in states:

@@ -1,21 +1,21 @@
-"""Who draws which random numbers on a rank.
+"""Decides which random numbers a rank draws.
 
 A cell begins with the ranks *together*: each draws what one process would draw, so that a model that is made there, a
 `random_split` or a permutation is the same on all of them. From its first batch or backward on they are *apart*: each
-has default streams of its own, so that dropout and augmentation differ. Rank 0's carry on; the others' are numbers
+has default random states of its own, so that dropout and augmentation differ. Rank 0's carry on; the others' are
 derived from where all stood. Where all see the same batches (pipeline) they stay together: outside of models, which
-have streams of their own, a loop draws what one process does. There a rank that draws alone, below `if rank == 0:`,
-would shuffle otherwise than the others from then on, which the next call of a model sees.
+have random states of their own, a loop draws what one process does. There a rank that draws alone, below
+`if rank == 0:`, would shuffle otherwise than the others from then on, which the next call of a model sees.
 
-Beside them runs one *shared* stream, equal on all ranks. It is swapped in while a loader draws its base seed and its
-order, so that shuffling is what one process with the same seed would see, and the ranks' own streams do not notice.
+Beside them each rank has a *shared* state, equal on all ranks. It is swapped in while a loader draws its base seed and
+its order, so that shuffling is what one process with the same seed would see, and the rank's own state stays as it is.
 
-`torch.manual_seed` starts the shared stream anew, as it would in one process; from the next loader on, the ranks' own
-streams are numbers derived from it, so that dropout differs again. To see it even when the same seed is set again, the
-seed that torch remembers beside its state is replaced by a mark while the ranks are apart. After each such seed it is
-another mark: a state from before it that is set again (`fork_rng`) brings its own shared stream back.
+`torch.manual_seed` sets the shared state anew, as it would in one process; from the next loader on, the ranks' own
+states are derived from it, so that dropout differs again. To see it even when the same seed is set again, the seed
+that torch remembers beside its state is replaced by a mark while the ranks are apart. After each such seed it is
+another mark: a state from before it that is set again (`fork_rng`) brings its own shared state back.
 
-All of it follows from where the notebook's streams stand when the cell begins.
+All of it follows from the notebook's random states when the cell begins.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nbtrain.training.random_states.default_generators import States, capture, r
 MARK = 0x6E62747261696E
 """What `torch.initial_seed()` says on a rank until the cell sets a seed of its own; then one more."""
 REMEMBERED = 32
-"""marks whose shared stream can be brought back"""
+"""marks whose shared state can be brought back"""
 
 
 def derive(state: Any, rank: int) -> int:
@@ -47,7 +47,7 @@ def derive(state: Any, rank: int) -> int:
 
 
 def _content(state: Any) -> bytes:
-    """All of it; what is shown of an array is less, and takes a hundred times as long."""
+    """Every byte of it: `repr` abbreviates arrays, and takes a hundred times as long."""
     if isinstance(state, torch.Tensor):
         return state.cpu().numpy().tobytes()
     if isinstance(state, tuple):
@@ -58,15 +58,15 @@ def _content(state: Any) -> bytes:
 
 
 class Randomness:
-    """The streams of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it.
+    """The random states of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it.
 
-    `index`: of the share of the batches that the rank sees. Ranks with the same share draw the same numbers.
+    `index`: the number of the rank's share of the batches. Ranks with the same share draw the same numbers.
     """
 
     def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
         self.rank = self.index = rank
         self.alike = False
-        """all ranks see the same batches: outside of models, which have streams of their own, all draw the same"""
+        """all ranks see the same batches, and draw the same numbers outside of models"""
         self.alone = world_size == 1
         self.cuda = cuda
         self.shared_states: States = {}
@@ -77,11 +77,11 @@ class Randomness:
         self.left: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         self.depth = 0
         self.is_together = False
-        self.known: States | None = None  # what the notebook knows of these streams
+        self.known: States | None = None  # the states that the notebook knows
         self.printed: tuple[Any, int] = (None, 0)  # a state, and its fingerprint
 
     def adopt(self, states: States) -> None:
-        """Start from where the notebook's streams stand. Called with the same states on every rank."""
+        """Start from the notebook's random states. Called with the same states on every rank."""
         self.is_together = False  # a cell that was given up has not come to its end
         self.shared_states = {key: _copy(state) for key, state in states.items() if key != "cuda"}
         if self.index == 0:
@@ -94,25 +94,25 @@ class Randomness:
         self.began = self.known = capture()
 
     def together(self) -> None:
-        """The default streams are the shared ones."""
+        """Draw from the shared state."""
         if not self.alone and self.shared_states and not self.is_together:
             restore(self.shared_states)
             self.is_together = True
 
     def apart(self, over: bool = False) -> None:
-        """The default streams are this rank's own, and start where all stand. `over`: so is the cell."""
+        """Draw from states of this rank's own, derived from the shared ones. `over`: the cell has ended."""
         if self.is_together and (over or not self.alike):
             self.is_together = False
             self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
             if self.index:
                 self._seed(self.shared_states)
             self._mark()
-            # Rank 0 goes on where all stand: its streams are these, but for the mark.
+            # Rank 0 goes on from the shared states, but for the mark.
             self.began = capture() if self.index else {**self.shared_states, "torch": torch.get_rng_state()}
 
     def collect(self) -> States | None:
-        """Where the notebook's streams should stand now (meant for rank 0): if only loaders drew, where the shared
-        stream stands, else where this rank's own does. None: nobody drew since they were last adopted or collected."""
+        """The notebook's random states from now on (meant for rank 0): the shared ones if only loaders drew, else this
+        rank's own. None: nothing was drawn since they were last adopted or collected."""
         states = capture()
         if (
             self.known is not None
@@ -133,7 +133,7 @@ class Randomness:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """The shared stream in place of the rank's own ones."""
+        """Inside, draws come from the shared state and not from the rank's own."""
         if self.alone or self.depth or self.is_together or not self.shared_states:
             self.depth += 1
             try:
@@ -157,8 +157,8 @@ class Randomness:
                 own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], self.mark)
             restore(own)
 
-    def stand(self) -> torch.Tensor:
-        """Where one process would stand, as far as this rank knows: rank 0 has made its models from its own stream."""
+    def one_process_state(self) -> torch.Tensor:
+        """torch's state in one process, as far as this rank knows: rank 0 makes its models from its own state."""
         if self.is_together:
             return torch.get_rng_state()
         with self.shared():
@@ -169,8 +169,8 @@ class Randomness:
             return shared.clone()
         return _with_seed(state, int(seed_in(shared).item()))
 
-    def stand_at(self, state: torch.Tensor) -> None:
-        """The shared stream goes on from here, which is the same place on every rank."""
+    def set_one_process_state(self, state: torch.Tensor) -> None:
+        """Set the shared state to this one, the same on every rank."""
         if self.is_together:
             return
         self.shared_states["torch"] = state
@@ -181,15 +181,15 @@ class Randomness:
             self.began["torch"] = own
 
     def drew(self) -> bool:
-        """Numbers of this rank's own were drawn since the ranks went apart."""
+        """Whether this rank drew numbers of its own since the ranks went apart."""
         if self.alone or self.is_together or "torch" not in self.began:
             return False
         return not torch.equal(torch.get_rng_state(), self.began["torch"])
 
     @contextmanager
     def one_process(self, device: torch.device) -> Iterator[None]:
-        """Draws inside are the same on every rank, and those of one process: from where rank 0 stands, which goes on
-        from there; the others' own streams do not notice. Collective."""
+        """Inside, every rank draws what one process would: from rank 0's state, which moves on; the other ranks' own
+        states stay as they are. Collective."""
         if device.type == "cuda":
             own = torch.cuda.get_rng_state(device)
             torch.cuda.set_rng_state(_of_rank_0(own), device)
@@ -202,15 +202,15 @@ class Randomness:
         if self.alone or self.is_together or not self.shared_states:
             yield
             return
-        stand = _of_rank_0(self.stand())
+        state = _of_rank_0(self.one_process_state())
         own = torch.get_rng_state()
-        torch.set_rng_state(stand)
+        torch.set_rng_state(state)
         try:
             yield
         finally:
             reached = torch.get_rng_state()
             torch.set_rng_state(own)
-            self.stand_at(reached)
+            self.set_one_process_state(reached)
 
     def fingerprint(self) -> int:
         """Equal on all ranks as long as they have iterated the same loaders."""
@@ -230,7 +230,7 @@ class Randomness:
             numpy.random.seed(derive(states["numpy"], self.index) % 2**32)
 
     def _adopt_cuda(self, states: States) -> None:
-        """A notebook without CUDA sends no state of it: then its seed starts the stream once, and it runs on."""
+        """A notebook without CUDA sends no state of it: then its seed is set once."""
         if not self.cuda:
             return
         if "cuda" in states:
@@ -245,7 +245,7 @@ class Randomness:
             torch.cuda.manual_seed(derive(seed, self.index) if self.index else seed)
 
     def _follow(self, seed: int) -> None:
-        """The cell has set a seed, or a state from before that: on every rank."""
+        """The cell has set a seed on every rank, or a state from before one: follow in the shared state."""
         self.left[self.mark] = self.shared_states["torch"], self.began["torch"], self.seed
         self.left = dict([*self.left.items()][-REMEMBERED:])
         if seed in self.left:

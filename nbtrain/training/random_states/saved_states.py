@@ -1,4 +1,4 @@
-"""Random streams in a checkpoint: every rank's own, and where one process's would stand.
+"""Random states in a checkpoint: every rank's own, and those of one process.
 
 On as many ranks as before each goes on with its own. On another number the ranks start from where rank 0 stood, as they
 do at the beginning of a cell: rank 0 goes on, the others draw from numbers derived from it.
@@ -12,26 +12,28 @@ from typing import Any
 from nbtrain.training.random_states.default_generators import States, capture, restore
 from nbtrain.training.random_states.rank_draws import Randomness
 
+STREAMS = "streams"
+"""The key of random states in checkpoints, as all versions write it."""
 KEPT = ("shared_states", "began", "seed", "cuda_seed", "mark", "last_mark", "left", "is_together")
 
 
 def of_rank(randomness: Randomness) -> dict[str, Any]:
-    """All of this rank's."""
+    """Everything that `put_back` needs."""
     held = {name: getattr(randomness, name) for name in KEPT}
     held |= {name: dict(value) for name, value in held.items() if isinstance(value, dict)}
-    return {"kept": held, "streams": capture()}
+    return {"kept": held, STREAMS: capture()}
 
 
 def put_back(randomness: Randomness, saved: dict[str, Any]) -> None:
     """As `of_rank` found them."""
     for name, value in saved["kept"].items():
         setattr(randomness, name, dict(value) if isinstance(value, dict) else value)
-    restore(saved["streams"])
+    restore(saved[STREAMS])
     randomness.known, randomness.printed = None, (None, 0)  # the notebook does not know of these
 
 
 def of_one_process(randomness: Randomness | None) -> States:
-    """Where the notebook's streams would stand if the cell ended here (on rank 0)."""
+    """The notebook's random states if the cell ended here (on rank 0)."""
     if randomness is None or randomness.alone or randomness.is_together:
         return capture()
     known, randomness.known = randomness.known, None
@@ -42,7 +44,7 @@ def of_one_process(randomness: Randomness | None) -> States:
 
 
 def go_on(randomness: Randomness, world_size: int, one_process: States, ranks: Sequence[Any]) -> None:
-    """Stand where the checkpoint's ranks stood; `ranks`: what `of_rank` was on each."""
+    """Go on from the checkpoint's random states. `ranks`: what `of_rank` returned on each."""
     if len(ranks) == world_size:
         put_back(randomness, ranks[randomness.rank])
         return

@@ -1,4 +1,4 @@
-"""Checksums of what should be equal on every rank: the notebook compares them when a cell ends."""
+"""Checksums of what must be equal on every rank, which the notebook compares when a cell ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Agreement:
     """Remembers what was compared last, so that a cell that trained nothing costs nothing."""
 
     def __init__(self, hands_off: bool = False) -> None:
-        """`hands_off`: what the ranks draw is their own affair, as under torchrun."""
+        """`hands_off`: ranks may draw different numbers, as under torchrun."""
         self.hands_off = hands_off
         self.versions: dict[int, int] = {}
         self.steps = 0
@@ -42,7 +42,7 @@ class Agreement:
 
 
 def _of_groups(prepared: Prepared) -> list[tuple[str, int]]:
-    """Learning rates and the like: a loop may set one from a loss, which is each rank's own."""
+    """Learning rates and the like: a loop may have set one from a rank's own loss."""
     return [
         (f"{name}{GROUP}{i}]['{key}']", zlib.crc32(repr(float(value)).encode()))
         for name, optimizer in prepared.component.optimizers.items()
@@ -53,7 +53,7 @@ def _of_groups(prepared: Prepared) -> list[tuple[str, int]]:
 
 
 def _numbered(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Each name once: a model of an earlier cell may have had the name that another one has now."""
+    """Make names unique: a model of an earlier cell may have had the name that another one has now."""
     seen: Counter[str] = Counter()
     found = []
     for name, tensor in pairs:

@@ -56,7 +56,7 @@ NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 
 class CollectiveGuard:
-    """The rank's part in it. `begin` and `end` around a cell."""
+    """One per rank. `begin` and `end` around a cell."""
 
     def __init__(self, rank: int, world_size: int, steps: Steps, phases: PhaseTimer, within: Callable[[], int]) -> None:
         """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
@@ -70,12 +70,12 @@ class CollectiveGuard:
         self.others = [peer for peer in range(world_size) if peer != rank]
 
     def begin(self, board: Board | None, cell: int) -> None:
-        """Every rank does this, also one that does not run the cell. `cell`: the same number on all of them."""
+        """On every rank, also one that does not run the cell. `cell`: the same number on all of them."""
         self.cell, self.count = cell, 0
         self.board = board if self.world_size > 1 and dist.is_available() and dist.is_initialized() else None
 
     def end(self, ok: bool) -> None:
-        """A rank that failed is spoken of by the notebook."""
+        """Write that the cell has ended, unless it failed, which the notebook says."""
         if self.board is not None and ok:
             self.board.parts[self.rank][COUNT] = self.count
             self.board.parts[self.rank][CELL] = self.cell
@@ -83,17 +83,17 @@ class CollectiveGuard:
 
     @property
     def open(self) -> bool:
-        """A cell runs, on several ranks."""
+        """Whether a cell runs on several ranks."""
         return self.board is not None
 
     def waits(self) -> str:
-        """In which collective this rank has been for a while, in words; from any thread."""
+        """The collective in which this rank waits, in words; from any thread."""
         board = self.board
         found = board.waits_in(self.rank, self.cell) if board is not None else None
         return "" if found is None else collective(found[1])
 
     def wrote(self, file: int, times: int) -> None:
-        """Rank 0 has written this file, so many times in this cell."""
+        """Note that rank 0 has written this file for the `times`-th time in this cell."""
         if self.board is not None:
             part, at = self.board.parts[self.rank], PART - 2 * (1 + file % FILES)
             part[at + 1] = 0
@@ -106,7 +106,7 @@ class CollectiveGuard:
         return part[at + 1] - (self.cell << 32) >= times and part[at] == file
 
     def past_us(self) -> bool:
-        """Rank 0 is in a collective to which this rank still has to come, or at the end of its cell."""
+        """Whether rank 0 is in a collective that this rank has not reached yet, or at the end of its cell."""
         assert self.board is not None
         part, following = self.board.parts[0], self.count + 1
         return part[CELL] == self.cell or part[MARKS + following % PLACES * WIDTH] == (self.cell << 32) + following
@@ -114,10 +114,10 @@ class CollectiveGuard:
     def listen(self, listeners: Listeners) -> None:
         if self.world_size > 1 and dist.is_available():
             for name in WATCHED:
-                listeners.listen(f"torch.distributed.{name}", "meeting", self._watched(name))
-            # Every wait of Python code comes through it.
-            listeners.listen("torch.distributed.distributed_c10d.Work.wait", "meeting", self._timed)
-            listeners.listen("torch.distributed.recv", "meeting", self._timed)  # gloo waits as soon as it is asked
+                listeners.listen(f"torch.distributed.{name}", "collective_guard", self._watched(name))
+            # Every wait of Python code comes through `wait`; gloo waits in `recv` as soon as it is asked.
+            listeners.listen("torch.distributed.distributed_c10d.Work.wait", "collective_guard", self._timed)
+            listeners.listen("torch.distributed.recv", "collective_guard", self._timed)
 
     def _timed(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class CollectiveGuard:
                 work = old(*args, **kwargs, async_op=True)
                 if work is None:
                     return None
-                patient = Patient(work, self.board.parts[self.rank], lambda: self._look(place))
+                patient = GuardedWork(work, self.board.parts[self.rank], lambda: self._look(place))
                 return patient if later else patient.wait() and None
 
             return watched
@@ -172,7 +172,7 @@ class CollectiveGuard:
         return place
 
     def _look(self, mine: tuple[int, ...]) -> None:
-        """Raises if a peer has entered something else in this place, or ended."""
+        """Raise if a peer has entered another collective here, or ended."""
         if self.board is None:
             return
         count = mine[0] & 0xFFFFFFFF
@@ -192,13 +192,13 @@ class CollectiveGuard:
 
 
 def _is_watched(group: Any, parallel: bool) -> bool:
-    """The default group, or one of those that `strategies.alongside` names: all ranks are in one of them."""
+    """The default group, or one of a set (`collective_calls.MESH`) that together has all ranks."""
     everybody = group is None or group is dist.group.WORLD
     return everybody or (parallel and str(getattr(group, "group_desc", "")).startswith(MESH))
 
 
-class Patient:
-    """A `Work` whose `wait` looks now and then whether the others are still to come. An interrupt gets through."""
+class GuardedWork:
+    """A `Work` whose `wait` can be interrupted, and checks now and then whether the others still come."""
 
     def __init__(self, work: Any, part: Any, look: Callable[[], None]) -> None:
         self.work = work
@@ -235,7 +235,7 @@ def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
         return True
     if not mine[3]:
         return False
-    # A loader that one rank alone looks into now and then is another one: it is as good as always of another length.
+    # A loader that only one rank iterates is another one; its length is nearly always another, too.
     same = mine[5] > 0 < theirs[5] and mine[6] == theirs[6]
     return mine[4] != theirs[4] or (same and mine[5:] != theirs[5:])
 

@@ -1,4 +1,4 @@
-"""What a cell may say to the other ranks: `reduce`, `gather`, `barrier`.
+"""`reduce`, `gather` and `barrier`, as a cell calls them.
 
 Where several ranks see the same batches, one of them speaks for all (`Speakers`). Otherwise `reduce(correct, "sum") /
 len(dataset)` would count each sample as often as it is seen. A mean is over all shares of the batches, whatever their
@@ -30,7 +30,7 @@ def connected() -> bool:
 
 
 def on_the_wire(tensor: torch.Tensor) -> torch.device:
-    """Where the backend wants it: gloo knows only some operations and dtypes on a GPU, NCCL nothing but GPUs."""
+    """The device to send it from: gloo knows only some operations and dtypes on a GPU, NCCL nothing but GPUs."""
     if dist.get_backend() == "nccl":
         return tensor.device if tensor.is_cuda else torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -40,9 +40,9 @@ def reduce(value: Any, op: str = "mean") -> Any:
     """The ranks' values as one, on every rank: a number for a number, a new tensor for a tensor.
 
     `op` is mean, sum, min or max. `reduce(correct, "sum") / len(dataset)` is the accuracy over all ranks. (Under ddp2
-    and pipeline, where several ranks see the same batch, one of them speaks for all: see `speakers`.)
+    and pipeline, where several ranks see the same batch, one of them speaks for all: see `Speakers`.)
     Nothing is differentiated through it, but for what `torch.autograd.grad(…, create_graph=True)` gave: see
-    `own_gradients`.
+    `gradients/by_autograd_grad.py`.
     """
     check(value, op)
     if isinstance(value, torch.Tensor):
@@ -52,7 +52,7 @@ def reduce(value: Any, op: str = "mean") -> Any:
 
 
 def check(value: Any, op: str) -> None:
-    """That `reduce` can take it."""
+    """Raise if `reduce` cannot take it."""
     if op not in OPERATIONS:
         raise UsageError(f"reduce(..., op={op!r}): there are {', '.join(OPERATIONS)}")
     if isinstance(value, torch.Tensor):
@@ -100,8 +100,8 @@ def gather(value: Any, sync_grads: bool = False) -> list[Any]:
 
 
 class _GatheredLoss(torch.autograd.Function):
-    """A strategy makes the mean of the ranks' gradients, and each rank has the gradient of the same loss: so each
-    counts with the sum over the ranks."""
+    """`gather` whose backward sums over the ranks: strategies take the mean of the ranks' gradients, and each rank has
+    the gradient of the same loss."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -125,9 +125,9 @@ def barrier() -> None:
 
 @torch.no_grad()
 def equalise(tensors: Iterable[torch.Tensor], checksum: Callable[[torch.Tensor], int]) -> int:
-    """Give every rank rank 0's numbers, in place; says how many tensors were sent. Collective.
+    """Copy rank 0's numbers to every rank, in place; returns how many tensors were sent. Collective.
 
-    What is equal already is not written: the weights of the notebook are one mapped copy that the ranks share.
+    Equal tensors are not written: the weights of the notebook are one mapped copy that the ranks share.
     """
     mine = list(tensors)
     if not connected() or not mine:
@@ -151,7 +151,7 @@ def equalise(tensors: Iterable[torch.Tensor], checksum: Callable[[torch.Tensor],
 
 
 def _batches(tensors: list[torch.Tensor], limit: int = 64 * 2**20) -> Iterable[list[torch.Tensor]]:
-    """So that a large model is not copied whole."""
+    """Batches of limited size, so that a large model is never copied whole."""
     batch: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -168,12 +168,12 @@ FAR = 1e-3
 
 
 class Speakers:
-    """The first rank of each share."""
+    """`reduce` and `gather` where the first rank of each share of the batches speaks for all of that share."""
 
     def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
         shares = [strategy.share(i, world_size)[0] if not strategy.hands_off else i for i in range(world_size)]
         self.speaks_for = [shares.index(share) for share in shares]
-        """rank → who speaks for it"""
+        """rank → the rank that speaks for it"""
         self.ranks = sorted(set(self.speaks_for))
         self.rank, self.world_size = rank, world_size
         self.silent = rank not in self.ranks
@@ -183,7 +183,7 @@ class Speakers:
         self._said: set[str] = set()
 
     def names(self) -> dict[str, Any]:
-        """What a cell is to use."""
+        """The functions for the cell's names."""
         return {"reduce": self.reduce, "gather": self.gather} if self.several else {"reduce": reduce, "gather": gather}
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
@@ -234,12 +234,12 @@ class Speakers:
 
 
 def _nothing(value: Any) -> Any:
-    """What adds nothing to a sum. Not `value * 0`, which of what is infinite is none."""
+    """Zero in the value's form. Not `value * 0`, which is NaN for infinite numbers."""
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 if isinstance(value, int) else 0.0
 
 
 def _sign(value: Any) -> float:
-    """By which two values can be told apart; nan, which is equal to all, where there is nothing to be told."""
+    """A number by which two values can be told apart; nan, which differs from none, where that is not possible."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     if value.layout is not torch.strided:

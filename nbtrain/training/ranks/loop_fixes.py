@@ -1,13 +1,12 @@
-"""Lines of a plain loop that would go wrong on several ranks without an error, and what they do here instead.
+"""Makes lines of a plain loop right that would silently go wrong on several ranks.
 
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
 anything with "cuda"           on a rank without a GPU: says what to write
 update_bn(loader, model)       running statistics are counted over the batches of all ranks
 
-Of `update_bn` each rank has seen its share; the mean over the ranks is what one process counts. It is found by what the
-function does, which a program may also have written itself: `reset_running_stats` and a loader to its end, without
-gradients.
+In `update_bn` each rank sees its share; the mean over the ranks is what one process counts. It is recognised by what it
+does, as a program may have a function of its own: `reset_running_stats`, and a loader to its end, without gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NO_CUDA = (
 
 
 def listen(listeners: Listeners, active: Callable[[], bool], device: torch.device) -> None:
-    """`active`: a cell runs, and its models are looked after."""
+    """`active`: whether a cell runs, and the strategy sets up its models."""
     listeners.listen("torch.optim.lr_scheduler.ReduceLROnPlateau.step", "lines", lambda old: _plateau(old, active))
     listeners.listen("torch.nn.SyncBatchNorm.forward", "lines", lambda old: _norm(old, active))
     if device.type == "cpu":
@@ -107,8 +106,8 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
 
 
-class Recounted:
-    """Layers whose statistics were reset, until a loader has come to its end."""
+class RunningStatistics:
+    """Averages over the ranks the running statistics of layers that were reset, when a loader has ended."""
 
     def __init__(self, active: Callable[[], bool]) -> None:
         self.active = active

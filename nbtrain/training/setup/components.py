@@ -1,7 +1,7 @@
-"""Finds what hangs together among models, optimizers and schedulers, and has the strategy set it up.
+"""Groups models, optimizers and schedulers into components, and has the strategy set each one up.
 
 The unit is not a model: one optimizer may hold two models and a temperature, two optimizers may share one model.
-What is set up already is kept; a component that grew (a new layer, a new optimizer) is closed and set up again.
+Components that are set up are kept; one that grew (a new layer, a new optimizer) is closed and set up again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nbtrain.training.setup.validate_strategy import set_up
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
 PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
-"""What a runtime wants to be told of."""
+"""The types of objects that `Runtime.prepare` takes."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class SetUpComponent:
     objects: frozenset[int]
     """ids of modules, optimizers and schedulers"""
     parameters: list[torch.Tensor]
-    """held, so that no new one can take over an id"""
+    """kept alive, so that ids are not used again"""
     layout: list[tuple[int, torch.dtype, torch.Size]]
 
     def ids(self) -> set[int]:
@@ -50,7 +50,7 @@ class SetUpComponent:
 
 
 class Components:
-    """What is prepared on a rank."""
+    """All components that are set up on a rank."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Components:
         replaced: Replaced = replace_references,
         precision: str = "32",
     ) -> None:
-        """`replaced`: whom to tell of tensors that others were put in the place of."""
+        """`replaced`: called with the pairs (old, new) of replaced tensors."""
         self.strategy = strategy
         self.precision = precision
         self.replaced = replaced
@@ -80,8 +80,8 @@ class Components:
         """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
         if self.strategy.hands_off:
             return
-        # A cell after a cell, mostly: the very same objects, and none of them has grown.
-        # That they are the same is asked of themselves: whether their names were found anew is a rank's own affair.
+        # Mostly the very same objects as in the last cell, and none of them has grown. The objects are compared, not
+        # the mappings: those may be the same on some ranks only.
         if self._last is not None and _same(self._last[0], objects) and self._last[1] == _layout(objects):
             return
         for component in _components(objects, [kept.prepared.component for kept in self.kept]):
@@ -89,13 +89,13 @@ class Components:
         self._last = objects, _layout(objects)
 
     def enter(self) -> None:
-        """A cell is about to run. Collective."""
+        """Before a cell runs. Collective."""
         self._inside = True
         self.strategy.enter()
         self._enter()
 
     def leave(self) -> None:
-        """It has ended: what was set up looks as the notebook knows it."""
+        """After a cell: models look as the notebook knows them."""
         if self._inside:
             self._inside = False
             with ExitStack() as every:  # all of them, also where one does not end as it should
@@ -108,8 +108,8 @@ class Components:
             prepared.enter()
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
-        """In the middle of a cell: as `leave`, for a while, in which nothing is lost. Collective."""
+    def paused(self) -> Iterator[None]:
+        """In the middle of a cell: as after `leave`, but nothing is lost. Collective."""
         inside, self._inside = self._inside, False
         try:
             for prepared in self.prepared if inside else ():
@@ -121,11 +121,11 @@ class Components:
                 self._enter()
 
     def pieces(self) -> list[tuple[torch.Tensor, Piece]]:
-        """Tensors that the notebook is to have otherwise than they are here; not while a cell runs."""
+        """Tensors that are different in the notebook, each with its piece; not while a cell runs."""
         return [pair for prepared in self.prepared for pair in prepared.pieces()]
 
     def models(self) -> list[nn.Module]:
-        """All that are set up."""
+        """All models that are set up."""
         return [module for prepared in self.prepared for module in prepared.component.modules.values()]
 
     def forget(self, whole: bool = True) -> None:
@@ -135,7 +135,7 @@ class Components:
             self.close(kept, whole)
 
     def retire(self, held: Callable[[object], bool]) -> None:
-        """Let go of what is not `held` any more: a notebook that makes its model anew leaves the old one behind."""
+        """Forget objects that are no longer `held`, like the old model when a notebook makes it anew."""
         for kept in self.kept[:]:
             component = kept.prepared.component
             groups = (component.modules, component.optimizers, component.schedulers)
@@ -146,8 +146,8 @@ class Components:
                 self.close(kept, False)
 
     def sweep(self, models: bool = True) -> None:
-        """Let go of what nobody else holds: a cell may make models and optimizers in a loop, one after another.
-        Without `models`: only of what goes by itself; for models that are in pieces the garbage collector is asked."""
+        """Forget what nobody else references: a cell may make models and optimizers in a loop, one after another.
+        `models`: also models in pieces, for which the garbage collector runs."""
         self._last = None
         for kept in self.kept[:]:
             component = kept.prepared.component
@@ -171,12 +171,12 @@ class Components:
                 self.close(kept, False)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
-        """Whether all that it trains is set up."""
+        """Whether all of its parameters are set up."""
         return all(id(p) in self.ready for group in optimizer.param_groups for p in group["params"])
 
     def divides(self, optimizer: Optimizer) -> bool:
-        """Whether it has come to parameters that are in pieces: its state will be, and the strategy is to know it. The
-        same of one that has been given another model's parameters."""
+        """Whether the strategy has to learn of this optimizer: its parameters are in pieces, so its state will be, or
+        it was given another model's parameters."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
@@ -189,7 +189,7 @@ class Components:
         return any(map(is_divided, model.parameters()))
 
     def guard(self, optimizer: Optimizer) -> None:
-        """Before a step on several ranks: what it trains must have been set up. Raises on every rank at once."""
+        """Before a step: raise on every rank if a parameter that it trains was not set up."""
         groups = [group["params"] for group in optimizer.param_groups]
         held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
         if self.known.get(optimizer) == held:
@@ -215,7 +215,7 @@ class Components:
         ids = {id(p) for p in parameters}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
         if not self.strategy.moves:
-            place(component, self.device)
+            move_to_device(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
             if old[0].objects == objects and all(map(old[0].prepared.knows, component.optimizers.values())):
                 return
@@ -223,7 +223,7 @@ class Components:
                 old[0].objects = objects
                 self.known.clear()
                 return
-        with self.outside():
+        with self.paused():
             for kept in old:
                 self.close(kept)
             blanks = MetaInit.of(component)
@@ -244,10 +244,10 @@ class Components:
         self.known.clear()
 
     def _grown(self, kept: SetUpComponent, component: Component) -> bool:
-        """Only optimizers or schedulers came, and the strategy can take them in."""
+        """Whether only optimizers or schedulers are new, and the strategy has added them."""
         if list(kept.prepared.component.modules.values()) != list(component.modules.values()):
             return False
-        with self.outside():
+        with self.paused():
             done = kept.prepared.grow(component)
             if done:
                 kept.prepared.component = component
@@ -255,10 +255,10 @@ class Components:
         return done
 
     def _tell(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Of tensors that others were put in the place of."""
+        """Report replaced tensors."""
         if pairs:
             self.replaced(pairs)
-            pairs.clear()  # they would keep alive what is gone
+            pairs.clear()  # they keep the old tensors alive
 
     def close(self, kept: SetUpComponent, whole: bool = True) -> None:
         if self._inside:
@@ -281,7 +281,7 @@ def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
 
 
 def _layout(objects: Mapping[str, object]) -> list[Any]:
-    """What has to be equal for everything to be still set up as it was."""
+    """What must be unchanged for everything to be still set up."""
     found: list[Any] = []
     for item in objects.values():
         if isinstance(item, nn.Module):
@@ -292,7 +292,7 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
     return found
 
 
-def place(component: Component, device: torch.device) -> None:
+def move_to_device(component: Component, device: torch.device) -> None:
     """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
     for tensor in (*component.parameters(), *component.buffers()):
         if tensor.device != device and not (is_blank(tensor) or is_divided(tensor)):
@@ -314,7 +314,7 @@ def place(component: Component, device: torch.device) -> None:
 
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:
-    """The connected components of `objects`, together with those of `before` they are connected to."""
+    """The connected components of `objects`, merged with those of `before` that they are connected to."""
     modules = {name: item for name, item in objects.items() if isinstance(item, nn.Module)}
     optimizers = {name: item for name, item in objects.items() if isinstance(item, Optimizer)}
     schedulers = {name: item for name, item in objects.items() if isinstance(item, LRScheduler)}

@@ -1,8 +1,8 @@
-"""Models that a cell makes: set up as soon as an optimizer is made for them, or gets their parameters.
+"""Sets up models that a cell makes, as soon as an optimizer is made for them or gets their parameters.
 
-`for fold in folds: model = Net(); optimizer = Adam(model.parameters())` is an ordinary loop. That its models are set up
-like those of the notebook needs nobody's help: an optimizer knows the parameters, and who holds them is noted when they
-get their place. All ranks make their optimizers in the same order, as they do everything that needs all of them.
+`for fold in folds: model = Net(); optimizer = Adam(model.parameters())` is an ordinary loop. Its models are set up like
+those of the notebook: an optimizer knows its parameters, and the modules that own them are noted when they register
+them. All ranks make their optimizers in the same order, as they do everything that needs all of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Held = dict[int, ref[nn.Module]]
 
 
 class InCellModels:
-    """Who holds what, of the modules that came to be while a cell runs."""
+    """Which modules own which parameters and children, of those made while a cell runs."""
 
     def __init__(self, active: Callable[[], bool], set_up: Callable[[list[nn.Module], Optimizer], None]) -> None:
-        """`set_up`: what to do with a new optimizer and the models that own its parameters."""
+        """`set_up`: called with the models that own a new optimizer's parameters, and the optimizer."""
         self.active = active
         self.set_up = set_up
         self._owners: Held = {}
@@ -43,12 +43,12 @@ class InCellModels:
     def listen(self, listeners: Listeners) -> None:
         listeners.hook(register_module_parameter_registration_hook(self._note(self._owners)))
         listeners.hook(register_module_module_registration_hook(self._note(self._parents)))
-        listeners.listen("torch.nn.Module.__setstate__", "made", self._copied)
-        listeners.listen("torch.optim.Optimizer.__init__", "made", self._init)
-        listeners.listen("torch.optim.Optimizer.add_param_group", "made", self._add)
+        listeners.listen("torch.nn.Module.__setstate__", "in_cell_models", self._copied)
+        listeners.listen("torch.optim.Optimizer.__init__", "in_cell_models", self._init)
+        listeners.listen("torch.optim.Optimizer.add_param_group", "in_cell_models", self._add)
 
     def models(self, parameters: Iterable[Any]) -> list[nn.Module]:
-        """The outermost modules that hold these."""
+        """The outermost modules that hold these parameters."""
         found: dict[int, nn.Module] = {}
         for parameter in parameters:
             owner = _holder(self._owners, parameter, modules.PARAMETERS)
@@ -59,8 +59,8 @@ class InCellModels:
         return list(found.values())
 
     def alike(self, models: Iterable[nn.Module], ready: Callable[[Any], bool]) -> list[nn.Module]:
-        """Others that the cell made in the shape of one of these and that nobody has set up: copies taken before the
-        optimizer was made, for an average of the weights. In the order in which they were made."""
+        """Copies of these models that the cell made before the optimizer, as for an average of the weights: models of
+        the same shapes that are not set up. In the order in which they were made."""
         shapes = [[p.shape for p in model.parameters()] for model in models]
         apart = [owner() for owner in self._owners.values()]
         own = [p for module in apart if module is not None for p in module.parameters(recurse=False)]
@@ -75,7 +75,7 @@ class InCellModels:
         return registered
 
     def _copied(self, old: Callable[..., None]) -> Callable[..., None]:
-        """`copy.deepcopy(model)` registers nothing."""
+        """For `copy.deepcopy(model)`, which registers nothing."""
 
         def setstate(module: nn.Module, state: Any) -> None:
             old(module, state)
@@ -115,12 +115,12 @@ class InCellModels:
 
 
 def _hold(held: Held, item: Any, module: nn.Module) -> None:
-    held.pop(id(item), None)  # so that they stay in the order of their making
+    held.pop(id(item), None)  # to keep the order in which they were made
     held[id(item)] = ref(module)
 
 
 def _holder(held: Held, item: Any, table: str) -> nn.Module | None:
-    """None also where the address has become another object's since."""
+    """The module that holds it; None also where the id is another object's by now."""
     found = held.get(id(item))
     module = found() if found is not None else None
     if module is None or not any(one is item for one in getattr(module, table).values()):

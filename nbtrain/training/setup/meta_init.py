@@ -1,11 +1,12 @@
-"""Fills in what a model was made without (`nbtrain.empty()`, torch's device "meta"): weights that no rank could hold.
+"""Initialises models that were made without content (`nbtrain.empty()`, torch's device "meta").
 
 The numbers are those of the modules' own `reset_parameters`, drawn on the CPU from a seed of each module's own, so that
 they are the same under every strategy, for any number of ranks and on every device. Only one module's weights exist
 in full at any time.
 
-Nothing is called on the model itself, which may be in pieces by then, but on *twins*: modules of the same class and
-attributes, with tensors of their own. First every reset is run without any memory, to see whose tensors it writes to:
+Nothing is called on the model itself, which may be in pieces by then, but on *empty copies*: modules of the same class
+and attributes, with tensors of their own. First every reset is run without any memory, to see whose tensors it writes
+to:
 `nn.MultiheadAttention` fills a weight of its child, `nn.Transformer` those of all its layers. Then, module by module,
 what writes to this one's tensors is run again, in the order in which constructors would have, with these tensors real.
 
@@ -45,7 +46,7 @@ BOXES = (PARAMETERS, BUFFERS)
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
-    """Whether it has no content yet. One that waits for the first batch is made then."""
+    """Whether it has no content yet (lazy parameters, which wait for the first batch, do not count)."""
     return tensor.device.type == "meta" and not is_lazy(tensor)
 
 
@@ -57,7 +58,7 @@ class EmptyTensor:
     box: str
     name: str
     old: torch.Tensor
-    """what was there when it was found"""
+    """the tensor when it was found"""
 
     @property
     def now(self) -> torch.Tensor:
@@ -71,35 +72,35 @@ class _Part:
 
     path: str
     module: nn.Module
-    twin: nn.Module
+    copy: nn.Module
     spots: list[EmptyTensor] = field(default_factory=list)
     buffers: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """those that have content: a reset may need it"""
+    """buffers with content, which a reset may need"""
     steps: list[_Step] = field(default_factory=list)
-    """what writes to its tensors, in order"""
+    """the calls that write to its tensors, in order"""
     seed: int = 0
 
 
 @dataclass(slots=True)
 class _Step:
-    """A call that fills something in."""
+    """A call that initialises tensors."""
 
     owner: nn.Module
-    """a twin"""
+    """an empty copy"""
     call: Callable[[], Any]
     name: str
 
 
 class MetaInit:
-    """What a component has no content of. Found before a strategy sets it up, filled in before (`fill`) by strategies
-    that keep whole models, after it (`deal_out`) by those that keep pieces: of what is as it was, or `hollow`."""
+    """The tensors of a component that have no content. Found before a strategy sets it up; filled in before that
+    (`fill`) for strategies that keep whole models, after it (`deal_out`) for those that keep pieces."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
 
     @classmethod
     def of(cls, component: Component) -> MetaInit | None:
-        """None where nothing is missing, as nearly always. Else collective: all ranks take rank 0's seeds."""
+        """None where nothing is missing, the usual case. Else collective: all ranks take rank 0's seeds."""
         tensors = [*component.parameters(), *component.buffers()]
         if not any(map(is_blank, tensors)):
             return None
@@ -123,13 +124,13 @@ class MetaInit:
         return cls(lacking)
 
     def values(self) -> Iterator[tuple[EmptyTensor, torch.Tensor]]:
-        """Each with all of its content, on the CPU. The tensors of one module exist together, and no others."""
+        """Each tensor with its content, on the CPU. Only one module's tensors exist at any time."""
         for part in self._parts:
             yield from _filled(part)
 
     def fill(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give the component's tensors their content. They stay the same objects where that can be; where not, pairs of
-        (old, new) are returned, and the caller has the new one take the old one's place everywhere."""
+        """Give the component's tensors their content. Where they cannot stay the same objects, the pairs (old, new) are
+        returned, and the caller replaces all references."""
         replaced = []
         for spot, value in self.values():
             replaced += _make_real(spot, value.to(device))
@@ -137,7 +138,7 @@ class MetaInit:
         return replaced
 
     def hollow(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters of one number in memory, for libraries that know nothing of the device meta."""
+        """Make expanded parameters with one number in memory, for libraries that do not know the device meta."""
         replaced = []
         for spot in (spot for part in self._parts for spot in part.spots):
             old = spot.old
@@ -146,7 +147,7 @@ class MetaInit:
         return replaced
 
     def deal_out(self, prepared: Prepared, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """After `set_up`: each rank keeps what it has pieces for. Not collective."""
+        """After `set_up`: fill in the pieces that this rank has. Not collective."""
         pieces = {id(tensor): piece for tensor, piece in prepared.pieces()}
         replaced = []
         for spot, value in self.values():
@@ -163,43 +164,43 @@ class MetaInit:
 
 
 def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
-    """By the module's id; children come after what they belong to."""
+    """By id of the module; children come after their parents."""
     found: dict[int, _Part] = {}
     held: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
-    base = zlib.crc32(generators.without_seed(torch.get_rng_state()).numpy().tobytes())  # which is ours
+    base = zlib.crc32(generators.without_seed(torch.get_rng_state()).numpy().tobytes())  # the seed itself is nbtrain's
     for root in roots:
         for path, module in root.named_modules():
             if id(module) in found:
                 continue
-            part = found[id(module)] = _Part(path, module, _twin(module))
-            # One that was made without `nbtrain.empty()` has only its place.
+            part = found[id(module)] = _Part(path, module, _empty_copy(module))
+            # One that was made without `nbtrain.empty()` gets a seed from its path.
             part.seed, *made = vars(module).get(NOTE) or [zlib.crc32(path.encode(), base)]
             part.buffers = [(n, b) for n, b in vars(module)[BUFFERS].items() if b is not None and not b.is_meta]
             for box in BOXES:
                 for name, tensor in vars(module)[box].items():
-                    # Of several that hold it, the one that it was made for fills it.
+                    # Of several that hold it, the module that made it fills it.
                     known = tensor is not None and held.get(id(tensor))
                     if tensor is not None and is_blank(tensor) and (not known or (name in made and not known[0])):
                         held[id(tensor)] = name in made, part, EmptyTensor(module, box, name, tensor)
     for _, part, spot in held.values():
         part.spots.append(spot)
     for part in found.values():
-        children = vars(part.twin)[CHILDREN]
-        children.update({name: child and found[id(child)].twin for name, child in children.items()})
+        children = vars(part.copy)[CHILDREN]
+        children.update({name: child and found[id(child)].copy for name, child in children.items()})
     return found
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """The same class and attributes, with tensors of its own that have no content."""
-    twin: nn.Module = type(module).__new__(type(module))
-    vars(twin).update(vars(module))
-    vars(twin)[CHILDREN] = dict(vars(module)[CHILDREN])
+def _empty_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, with tensors of its own without content."""
+    copy: nn.Module = type(module).__new__(type(module))
+    vars(copy).update(vars(module))
+    vars(copy)[CHILDREN] = dict(vars(module)[CHILDREN])
     for box in BOXES:
-        vars(twin)[box] = {
+        vars(copy)[box] = {
             name: tensor if tensor is None or is_lazy(tensor) else _like(tensor, torch.device("meta"))
             for name, tensor in vars(module)[box].items()
         }
-    return twin
+    return copy
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -208,7 +209,7 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
-    """Who writes to which module's tensors."""
+    """Find the calls that write to each module's tensors."""
     resets: list[_Step] = []
     inits: list[_Step] = []
     todo = [(parts[id(root)], None) for root in roots]
@@ -218,24 +219,24 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
         if id(part) in seen:
             return
         seen.add(id(part))
-        twin = part.twin
-        if callable(getattr(type(twin), INITIALIZER, None)):
-            around = twin
+        copy = part.copy
+        if callable(getattr(type(copy), INITIALIZER, None)):
+            around = copy
         for child in part.module.children():
             visit(parts[id(child)], around)
         # After its children, as a constructor's last lines.
-        names = [name for name in RESETS if _takes_nothing(twin, name)]
+        names = [name for name in RESETS if _takes_nothing(copy, name)]
         if around is not None:  # there, `init_weights` does this and more
             names = [name for name in names if name != "init_weights"]
-            inits.append(_Step(twin, partial(getattr(around, INITIALIZER), twin), INITIALIZER))
-        names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(twin, name)]
-        resets.extend(_Step(twin, getattr(twin, name), name) for name in names)
+            inits.append(_Step(copy, partial(getattr(around, INITIALIZER), copy), INITIALIZER))
+        names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(copy, name)]
+        resets.extend(_Step(copy, getattr(copy, name), name) for name in names)
 
     for part, around in todo:
         visit(part, around)
-    owners = {_memory(vars(part.twin)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
-    by_twin = {id(part.twin): part for part in parts.values()}
-    streams = capture()
+    owners = {_memory(vars(part.copy)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
+    by_copy = {id(part.copy): part for part in parts.values()}
+    states = capture()
     try:
         for step in (*resets, *inits):
             watch = _Watch()
@@ -244,16 +245,16 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
                     step.call()
                 written = {id(owners[key]): owners[key] for key in watch.written if key in owners}
             except Exception:  # it needs numbers; then it is taken to fill its own module
-                own = by_twin[id(step.owner)]
+                own = by_copy[id(step.owner)]
                 written = {id(own): own}
             for part in written.values():
                 part.steps.append(step)
     finally:
-        restore(streams)
+        restore(states)
 
 
 def _takes_nothing(module: nn.Module, name: str) -> bool:
-    """Whether its class has such a method; what it only passes on to another module is that one's."""
+    """Whether its class has such a method without arguments, and does not take it from another module."""
     method = getattr(module, name) if hasattr(type(module), name) else None
     if not inspect.ismethod(method):
         return False
@@ -263,15 +264,15 @@ def _takes_nothing(module: nn.Module, name: str) -> bool:
 
 
 def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
-    """One module's tensors, by its own rules."""
-    held = vars(part.twin)
-    # As the notebook has them: the component's own may have been cast meanwhile.
+    """One module's tensors, initialised by its own methods."""
+    held = vars(part.copy)
+    # In the notebook's dtype: the component's own may have been cast meanwhile.
     hollow = [(spot, held[spot.box][spot.name]) for spot in part.spots]
     real = [(spot, blank, _like(blank, torch.device("cpu"))) for spot, blank in hollow]
     blanks = [(held[BUFFERS][name], buffer) for name, buffer in part.buffers]
     kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
     watch = _Watch()
-    streams = capture()
+    states = capture()
     try:
         _place(part, {id(hollow): new for hollow, new in [*kept, *(pair for _, *pair in real)]})
         torch.default_generator.manual_seed(part.seed)
@@ -285,7 +286,7 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
         ) from error
     finally:
         _place(part, {id(new): hollow for hollow, new in [*kept, *(pair for _, *pair in real)]})
-        restore(streams)
+        restore(states)
     left = [spot for spot, _, new in real if new.numel() and _memory(new) not in watch.written]
     if left:
         raise _unfilled(part, left)
@@ -293,9 +294,9 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
 
 
 def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:
-    """In the twin, tensors in place of others."""
+    """Replace tensors of the empty copy."""
     for box in BOXES:
-        held = vars(part.twin)[box]
+        held = vars(part.copy)[box]
         held.update({name: others[id(tensor)] for name, tensor in held.items() if id(tensor) in others})
 
 
@@ -333,7 +334,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class _Watch(fake_tensors.DispatchMode):
-    """Sees what memory is written to; versions would not tell of `weight.data.normal_()`."""
+    """Notes what memory is written to; versions do not show `weight.data.normal_()`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the documentation advises for some options, said once in a notebook, after the first cell that it is about."""
+"""Advice on some options of strategies, shown once per notebook."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import nbtrain.humanize as humanize
 SMALL = 16 * 2**30
 """Bytes of a card that has little room for buckets."""
 PART = 0.02
-"""Of the card: buckets that take less are not spoken of."""
-
+"""Of the card: buckets that take less are not mentioned."""
 
 OFFLOAD = (
     "offloading leaves room on the card, and a step moves as many bytes for a small batch as for a large one: raise "
@@ -30,7 +29,7 @@ BUCKETS = (
 
 
 def of_options(options: Any, device: torch.device) -> dict[str, str]:
-    """`options`: of the strategy. Name → sentence."""
+    """Name → sentence. `options`: the strategy's."""
     given = {one.name: getattr(options, one.name) for one in fields(options)} if is_dataclass(options) else {}
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     return dict(_of(given, room))

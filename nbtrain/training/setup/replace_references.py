@@ -1,7 +1,7 @@
-"""Puts other objects in the place of some, wherever these are held.
+"""Replaces objects by others wherever they are referenced.
 
-A parameter that is cut into pieces becomes another tensor; `params = list(model.parameters())`, made in an earlier
-cell, an attribute, a closure are to mean the new one. So everything that holds an old one is asked for: lists, dicts
+A parameter that is cut into pieces becomes another tensor; `params = list(model.parameters())` of an earlier cell, an
+attribute or a closure must show the new one. So everything that references an old one is searched for: lists, dicts
 (as value or key), sets, tuples, instances, closures.
 """
 
@@ -19,7 +19,7 @@ def replace_references(pairs: Sequence[tuple[Any, Any]], roots: Iterable[Any] = 
     ours = {id(pairs), *map(id, pairs)}
     while pairs:
         new = {id(old): fresh for old, fresh in pairs}
-        olds = tuple(old for old, _ in pairs)  # as such it is passed on; of a list Python 3.13 shows a copy
+        olds = tuple(old for old, _ in pairs)  # of a list Python 3.13 would find a copy
         ours |= {id(olds), id(new), id(new.values())}
         tuples: list[tuple[Any, Any]] = []
         ours.add(id(tuples))

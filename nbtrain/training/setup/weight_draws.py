@@ -1,6 +1,6 @@
 """Random numbers that a cell draws for a weight: the same on every rank, and those of one process.
 
-Ranks have streams of their own once they are apart, so that dropout differs. A weight that is drawn anew then
+Ranks have random states of their own once they are apart, so that dropout differs. A weight that is drawn anew then
 (`nn.init.normal_(p)`, `layer.reset_parameters()`, `p.add_(torch.randn_like(p))`, noise on `p.grad`) would be another
 one on each rank. Such a draw is made from where one process would stand. It needs every rank.
 
@@ -31,24 +31,24 @@ DEVICES = ("cpu", "cuda")
 
 
 class WeightDraws:
-    """Of one rank. `listen` once; `begin` before each cell."""
+    """One per rank. `listen` once; `begin` before each cell."""
 
-    def __init__(self, randomness: Randomness, workshop: Components, active: Callable[[], bool]) -> None:
-        """`active`: a cell runs on all ranks, and its models are looked after."""
-        self.randomness, self.workshop, self.active = randomness, workshop, active
+    def __init__(self, randomness: Randomness, components: Components, active: Callable[[], bool]) -> None:
+        """`active`: whether a cell runs on all ranks, and the strategy sets up its models."""
+        self.randomness, self.components, self.active = randomness, components, active
         self.drawing = False
         self.begin()
 
     def begin(self) -> None:
         self.looked_at: list[Any] = []
         self.own: dict[int, ref[torch.Tensor]] = {}
-        """id of a parameter or of its gradient → it: an id may be another tensor's once that is no more"""
+        """id of a parameter or of its gradient → the tensor, as ids are used again"""
         self.memory: dict[int, ref[torch.Tensor]] = {}
         self.shapes: set[torch.Size] = set()
 
     def listen(self, listeners: Listeners) -> None:
         for path in (*IN_PLACE, *BY_A_COPY, *LIKE):
-            listeners.listen(path, "drawn", self._listener)
+            listeners.listen(path, "weight_draws", self._listener)
 
     def _listener(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def draw(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,12 +64,12 @@ class WeightDraws:
         return draw
 
     def _of_a_weight(self, tensor: Any) -> bool:
-        """A parameter that is whole here, a part of it, or its gradient."""
+        """Whether this is a parameter that is whole here, a part of one, or its gradient."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not self.active():
             return False
         if self.randomness.is_together or tensor.grad_fn is not None or tensor.device.type not in DEVICES:
             return False
-        if self.looked_at != self.workshop.prepared:
+        if self.looked_at != self.components.prepared:
             self._look()
         if self._known(tensor):
             return True
@@ -89,7 +89,7 @@ class WeightDraws:
 
     def _look(self) -> None:
         self.begin()
-        self.looked_at = self.workshop.prepared
+        self.looked_at = self.components.prepared
         for prepared in self.looked_at:
             for p in prepared.component.parameters():
                 if type(p) in (torch.Tensor, torch.nn.Parameter):

@@ -57,7 +57,7 @@ def where_it_stood(failed: Failed, error: BaseException, runtime: Any, *, pieces
     """How far the run had come whose code raised."""
     steps = runtime.steps
     return replace(
-        failed, steps=steps.count, calls=steps.calls, entered=runtime.meeting.count,
+        failed, steps=steps.count, calls=steps.calls, entered=runtime.collective_guard.count,
         between=_is_stop(error), pieces=pieces, grouped=grouped,
         # A closure's first backward is between two steps too, though an optimizer has called it.
         whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),

@@ -218,10 +218,10 @@ def test_a_model_made_after_an_epoch_is_made_as_by_one_process() -> None:
     def cell(runtime: Runtime) -> tuple[torch.Tensor, list[list[int]]]:
         mine = epochs(loader, 1)
         made = torch.rand(3)
-        stand = runtime.randomness.stand()  # what `setup` has every rank take from rank 0
+        stand = runtime.randomness.one_process_state()  # what `setup` has every rank take from rank 0
         if runtime.info.rank == 0:
             stands.append(stand)
-        runtime.randomness.stand_at(stands[0].clone())
+        runtime.randomness.set_one_process_state(stands[0].clone())
         return made, mine + epochs(loader, 1)
 
     stands: list[torch.Tensor] = []
