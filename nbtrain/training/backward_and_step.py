@@ -172,7 +172,7 @@ class BackwardAndStep:
                 if self.own.open:
                     self.own.settle()
                 for prepared in self.workshop.prepared:
-                    prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
+                    prepared.before_clip_value(parameters)
             return old(parameters, *args, **kwargs)
 
         return clip

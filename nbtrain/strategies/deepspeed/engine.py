@@ -208,7 +208,7 @@ class EngineComponent(Prepared):
         """Around a backward: yields what the loss is to be multiplied by; what DeepSpeed cannot do is said in words."""
         return self.gradients.backward()
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         """`clip_grad_value_`: refused where these are the engine's."""
         mine = {id(p) for p in self.parts.trained}
         if any(id(p) in mine for p in parameters):
@@ -236,9 +236,7 @@ class EngineComponent(Prepared):
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.parts.stage == 3 or self.precision in LOW:
             return
-        for where, module in self.component.modules.items():
-            for name, p in module.named_parameters():
-                yield f"{where}.{name}", p
+        yield from self.component.named_parameters()
 
     # -- the end -------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
-from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.fsdp import estimate, full_values, functional_call
@@ -48,7 +47,7 @@ from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, 
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
 from nbtrain.strategies.fsdp.refusals import Refusals, refuse_hooks
 from nbtrain.strategies.fsdp.unshardable import check, kept_whole
-from nbtrain.strategies.kit.gradient_average import GradientAverage, replicas_of
+from nbtrain.strategies.kit.gradient_average import GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
     as_parameter,
@@ -101,13 +100,7 @@ class ShardedComponent(Prepared):
             new |= self._shard(root, kept)
         for optimizer in component.optimizers.values():
             self.replaced += rebind(optimizer, new, cut_state)
-        norms = {
-            id(part): part
-            for root in roots
-            for part in root.modules()
-            if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)
-        }
-        self.sync = GradientAverage(kept, norms=norms.values())
+        self.sync = GradientAverage(kept, norms=norms_of(roots))
         self.whole = kept
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.handles: list[Any] = []
@@ -325,7 +318,7 @@ class ShardedComponent(Prepared):
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.differentiated(parameters)
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
@@ -399,6 +392,8 @@ class ShardedComponent(Prepared):
 class FSDP(Strategy):
     """Every rank holds a part of the model, and sees a share of the batches."""
 
+    empty_weights = "meta"
+
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         sharding: Sharding = "FULL_SHARD"
@@ -432,9 +427,6 @@ class FSDP(Strategy):
     def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
         hybrid = options.get("sharding") == "HYBRID_SHARD" and "replicas" not in options
         return {**options, "replicas": nodes} if hybrid else options
-
-    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
-        return "meta"
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate.estimate(self.options, profile, world)

@@ -321,11 +321,12 @@ class Averaged(Prepared):
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.differentiated(parameters)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""
         self.sync.catch_up(parameters)
+        return None
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -361,6 +361,8 @@ class Staged(Prepared):
 class Pipeline(Strategy):
     """A model in stages."""
 
+    empty_weights = "hollow"
+
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         microbatches: int = 0
@@ -397,9 +399,6 @@ class Pipeline(Strategy):
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         """Every rank sees every batch: it is the model that is divided."""
         return 0, 1
-
-    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
-        return "hollow"
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(self.options, profile, world)
