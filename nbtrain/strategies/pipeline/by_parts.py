@@ -74,7 +74,7 @@ class ByParts:
         self.look = look
         self.inside = False
         """this rank runs a unit of its own, or its backward"""
-        self.lifted: Callable[[], Any] = nullcontext
+        self.own_plain: Callable[[], Any] = nullcontext
         """this rank's weights are ordinary tensors meanwhile"""
         self.failures = StageErrors(rank)
         self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
@@ -264,7 +264,7 @@ class PartCall:
         units.inside = True
         try:
             # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
-            with units.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
+            with units.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
                 handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
@@ -360,7 +360,7 @@ class PartCall:
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:
-            with units.lifted(), units.stream():  # what it draws, in a part computed again say, it draws alone
+            with units.own_plain(), units.stream():  # what it draws, in a part computed again say, it draws alone
                 return self._found(ends, given, starts, again)
         finally:
             units.inside = False

@@ -224,7 +224,7 @@ class StageCalls:
             return None
         before, self.place.inside = self.place.inside, True
         try:
-            with self.place.plain():
+            with self.place.all_plain():
                 return record(self.line, given, tree, self.is_owned)
         except NeedsWhole as error:
             tensors = error.tensors

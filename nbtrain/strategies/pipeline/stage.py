@@ -36,9 +36,9 @@ class StagePlace:
         """a stage computes, or its backward does"""
         self.accumulates: Callable[[], bool] = lambda: True
         """a backward leaves gradients in parameters"""
-        self.lifted: Callable[[], Any] = nullcontext
+        self.own_plain: Callable[[], Any] = nullcontext
         """this rank's weights are ordinary tensors meanwhile"""
-        self.plain: Callable[[], Any] = nullcontext
+        self.all_plain: Callable[[], Any] = nullcontext
         """all ranks' are"""
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
@@ -52,7 +52,7 @@ class StagePlace:
         before, self.inside = self.inside, True
         try:
             # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
-            with self.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), self.stream():
+            with self.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), self.stream():
                 yield
         finally:
             self.inside = before

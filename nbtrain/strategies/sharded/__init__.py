@@ -24,9 +24,10 @@ from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.kit.allreduce import AllReduce
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, Replicated, norms_of, replicas_of
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import estimate, largest_share, ring, step_bytes, trainable
+from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel

@@ -22,7 +22,7 @@ from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.allreduce import AllReduce, Sending
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, dealt_out
 from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
@@ -34,6 +34,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     trainable,
     width,
 )
+from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 
 AHEAD = 3
