@@ -105,15 +105,15 @@ class ShardedComponent(Prepared):
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.handles: list[Any] = []
         for tree in self.trees:
-            tree.undress()
+            tree.take_off()
 
     # --- setting up ------------------------------------------------------------------------------
 
     def _shard(
         self, root: nn.Module, kept: list[torch.Tensor], cut_already: dict[int, Any] | None = None
     ) -> dict[int, torch.Tensor]:
-        """One tree; returns old parameter → new one. It is dressed afterwards. `cut_already`: what the new ones are to
-        be, by the ids of the old ones."""
+        """Sets up one tree, and returns old parameter → new one. What torch puts on modules is on them afterwards.
+        `cut_already`: what the new ones are to be, by the ids of the old ones."""
         known = set(map(id, kept))
         before = [place for place in places([root]) if id(place[2]) not in known]
         for _, _, p in before:
@@ -187,8 +187,8 @@ class ShardedComponent(Prepared):
         self.ids = {number for tree in self.trees for number in tree.ids}
 
     def release_modules(self) -> Callable[[], Prepared]:
-        # A unit that is dressed holds its tree.
-        trees = [(ref(tree), None if tree.dress.worn else tree) for tree in self.trees]
+        # A unit with its attachments on holds its tree.
+        trees = [(ref(tree), None if tree.attachments.attached else tree) for tree in self.trees]
         norms = [ref(norm) for norm in self.sync.norms]
         self.trees, self.sync.norms = [], []
 
@@ -206,7 +206,7 @@ class ShardedComponent(Prepared):
         if self.handles:
             return
         for tree in self.trees:
-            tree.dress.on()
+            tree.attachments.on()
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.refusals.on()
         functional_call.on(self)
@@ -222,7 +222,7 @@ class ShardedComponent(Prepared):
         self._stop()
         for tree in self.trees:
             tree.reset()
-            tree.undress()
+            tree.take_off()
         self.sync.reset()
 
     def pause(self) -> None:
@@ -231,7 +231,7 @@ class ShardedComponent(Prepared):
         self._stop()
         for tree in self.trees:
             tree.reshard()
-            tree.undress()
+            tree.take_off()
 
     def _stop(self) -> None:
         if self.handles:
@@ -245,7 +245,7 @@ class ShardedComponent(Prepared):
 
     def reset(self) -> None:
         for tree in self.trees:
-            if tree.dress.worn:
+            if tree.attachments.attached:
                 tree.reset()
         self.sync.reset()
 

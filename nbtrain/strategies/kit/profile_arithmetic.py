@@ -145,8 +145,8 @@ class Sent:
         return found + (self.cast if found else 0)
 
 
-def by_wire(dtype: str, world: World) -> Width:
-    """As `AllReduce` has it; gloo adds up halves as float32."""
+def width_sent(dtype: str, world: World) -> Width:
+    """What `AllReduce` sends of a number; gloo adds up halves as float32."""
     if dtype in DTYPES:
         return lambda _: DTYPES[dtype].itemsize
     return lambda size: max(size, 4) if world.kind == "cpu" else size

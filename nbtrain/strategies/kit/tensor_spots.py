@@ -116,11 +116,11 @@ def send_to_all(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
             raise NotSupported(APART)
         if not spot.mine:
             found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            wire = found
+            sent = found
         else:
-            found, wire = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if wire.numel():
-            flat = wire.reshape(-1).view(torch.uint8)
+            found, sent = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if sent.numel():
+            flat = sent.reshape(-1).view(torch.uint8)
             there = flat.to(spot.context.device)
             dist.broadcast(there, spot.owner)
             if there is not flat and not spot.mine:

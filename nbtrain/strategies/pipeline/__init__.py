@@ -117,7 +117,7 @@ class Staged(Prepared):
         place.accumulates = lambda: self.asked.accumulates
         units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
         accumulates = place.accumulates
-        self.one_by_one = ByParts(units, place.rank, self._busy, place.stream, accumulates, self._look)
+        self.one_by_one = ByParts(units, place.rank, self._busy, place.random_state, accumulates, self._look)
         self.one_by_one.own_plain, self.one_by_one.failures = self.stage_tensors.own_plain, place.failures
         own = [p for p in component.parameters() if not self.stage_parameters.foreign(p)]
         self.shared = TiedGradients(
@@ -225,7 +225,7 @@ class Staged(Prepared):
             return
         self.stage_parameters.hide_states()
         self.stage_parameters.tell_gradients(self.place.device)
-        self.place.stream.begin()
+        self.place.random_state.begin()
         self.dicts.on()
         self.asked.on()
         self.functional.on()
