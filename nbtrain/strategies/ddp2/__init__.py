@@ -167,7 +167,7 @@ class DDP2(Strategy):
         return InNode(component, self.options.bucket_mb, all_reduce, self.place, self._group())
 
     def _group(self) -> Any:
-        """Of this node's ranks. Collective when the group of all is another one than before."""
+        """The group of this node's ranks. Collective when the group of all ranks is a new one."""
         if self.place.nodes == 1:
             return None
         if self._made is None or self._made[0] is not dist.group.WORLD:

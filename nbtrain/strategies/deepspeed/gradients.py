@@ -78,7 +78,7 @@ class EngineGradients:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Of the engine: parameters are what DeepSpeed takes them for."""
+        """While the engine computes, parameters have the class that DeepSpeed expects."""
         self.reader.suspend()
         try:
             yield

@@ -20,7 +20,7 @@ KINDS = ("cpu", "cuda")
 
 
 class ThreadContext:
-    """Of this thread, to be had in another one."""
+    """This thread's autograd and autocast state, to be set in another thread."""
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -65,7 +65,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
 RANKS = "nbtrain_replicas", "nbtrain_ranks"
-"""dimensions of the mesh; see `alongside.MESH`"""
+"""dimensions of the mesh; see `MESH` in kit/collective_calls.py"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 MIDST = (

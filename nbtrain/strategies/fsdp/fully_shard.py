@@ -280,7 +280,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Use
 
 
 def _versions(weight: Any) -> tuple[int, int]:
-    """Of the part, and of what is gathered: they grow with what is written."""
+    """The versions of the part and of what is gathered, which grow with each write."""
     return tensors.version(local_part(fsdp2.sharded(weight))), tensors.version(fsdp2.gathered(weight))
 
 

@@ -44,7 +44,7 @@ def kept(tensors: Any) -> Any:
 
 
 def listed(tensors: Any) -> list[Any]:
-    """Of a backward or a gradient: what it starts from, or is to be of."""
+    """A list of the tensors that a backward starts from, or that gradients are asked for."""
     if isinstance(tensors, dict):
         return list(tensors.values())
     if isinstance(tensors, torch.Tensor | GradientEdge) or not hasattr(tensors, "__iter__"):

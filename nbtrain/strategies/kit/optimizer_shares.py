@@ -37,7 +37,7 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Ledger:
-    """What all ranks know of one optimizer's state."""
+    """What all ranks know about one optimizer's state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.plain = type(optimizer).__module__.startswith("torch.optim")
@@ -59,7 +59,7 @@ class Ledger:
 
 
 class OptimizerShares:
-    """Of one component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
+    """Divides the state of a component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
 
     def __init__(self, strategy: str, owner: Callable[[torch.Tensor], int | None]) -> None:
         self.strategy = strategy
@@ -276,7 +276,7 @@ class OptimizerShares:
         return self.ledgers[optimizer]
 
     def _entries(self, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
-        """Of parameters that have an owner, in the same order on all ranks."""
+        """(parameter, key, value) of parameters that have an owner, in the same order on all ranks."""
         for p in held_by(optimizer):
             state = optimizer.state.get(p)
             if state and self.owner(p) is not None:

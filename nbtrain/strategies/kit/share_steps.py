@@ -23,7 +23,7 @@ METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
 class ShareSteps:
-    """Of one component's optimizers. `send(optimizer)`: called after a step, has all ranks take the owners' parameters.
+    """Lets each rank step its share. `send(optimizer)`: called after a step, gives the owners' parameters to all ranks.
     `ready(optimizer)`: called before it. Both are collective."""
 
     def __init__(

@@ -54,7 +54,7 @@ MOST = 64
 
 
 class StageCalls:
-    """Of one model. `enter` and `leave` with each cell."""
+    """Sends calls of one model through its stages, while a cell runs."""
 
     def __init__(
         self,

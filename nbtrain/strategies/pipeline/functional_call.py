@@ -24,7 +24,7 @@ WRAPPED = (
 
 
 class FunctionalCall:
-    """Of one component, between `on` and `off`."""
+    """Handles `functional_call` with a component's models, between `on` and `off`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.models = list(models)

@@ -115,7 +115,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of what has the same form."""
+    """Whether values of the same structure are equal."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(alike([_coarse(a), _coarse(b)]) for a, b in pairs if isinstance(a, torch.Tensor))
 

@@ -148,7 +148,7 @@ def pickled(value: Any) -> bytes:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Of a tensor that an object holds only the numbers would arrive, and the stages before would learn nothing."""
+    """Refuses tensors inside objects: only their content would arrive, and no gradient would go back."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -38,7 +38,7 @@ Layout = list[tuple[Any, Any]] | None
 
 
 class StageParameters:
-    """Of one component, on one rank."""
+    """The parameters, gradients and optimizer state of one component, on the rank that owns them or elsewhere."""
 
     def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int, stage_tensors: StageTensors) -> None:
         self.owners, self.rank, self.stage_tensors = owners, rank, stage_tensors

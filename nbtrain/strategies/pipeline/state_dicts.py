@@ -15,7 +15,7 @@ from nbtrain.strategies.pipeline.stage_parameters import StageParameters
 
 
 class StateDicts:
-    """Of one component, while a cell runs."""
+    """Follows what a cell loads into one component."""
 
     def __init__(self, stage_parameters: StageParameters) -> None:
         self.stage_parameters = stage_parameters
