@@ -1,7 +1,9 @@
 """What a strategy is: how many ranks train one model as if they were one process.
 
-A strategy knows nothing of engines, notebooks or views. Two small classes: a `Strategy` (one per
-pool) sets components up; a `Prepared` (one per component) lives as long as the component does.
+A strategy knows nothing of engines, notebooks or views. Two classes: a `Strategy` (one per pool) sets components up; a
+`Prepared` (one per component) lives as long as the component does. A strategy that trains writes three members:
+`Strategy.set_up`, `Prepared.backward`, and `Prepared.replicas`, or `pieces` where no rank has the whole. All others
+have defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Of a `LazyLinear` that has not seen a batch."""
+    """Whether it belongs to a `LazyLinear`, say, that has not seen a batch."""
     return hasattr(tensor, "materialize")
 
 
@@ -42,7 +44,7 @@ class Component:
         return list({id(p): p for p in found if not is_lazy(p)}.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that modules own, by the names that the notebook has for them."""
+        """The parameters of modules, by the names that the notebook has for them."""
         for where, module in self.modules.items():
             for name, p in module.named_parameters():
                 yield f"{where}.{name}", p
@@ -60,7 +62,7 @@ class Piece(ABC):
 
     shape: torch.Size
     dtype: torch.dtype
-    """of the whole, as the notebook has it"""
+    """of the whole tensor, as the notebook has it"""
     cut: object = None
     """while it is the same object, every rank keeps the ranges that it has kept so far"""
 
@@ -83,97 +85,105 @@ class Prepared:
     """One component under one strategy. Each member runs on a rank."""
 
     divides_gradients: ClassVar[bool] = False
-    """True: a rank has some of the gradients only: an optimizer that the cell makes for parameters that are set up is
-    taken in, or it would step what its rank has"""
+    """True: a rank has only some of the gradients. An optimizer that the cell makes for parameters that are set up is
+    set up too, or it would step only what its rank has."""
 
     averages_before_step: ClassVar[bool] = False
     """True: gradients are averaged before a step, also before one in the middle of a backward"""
 
     hooks_see_own_gradients: ClassVar[bool] = False
-    """True: a hook on a parameter's gradient runs before ranks average it"""
+    """True: a hook on a parameter's gradient runs before the ranks average it"""
 
     def __init__(self, component: Component) -> None:
         self.component = component
         self.notes: list[str] = []
-        """what the user should know of how it was set up; who says it empties the list"""
+        """what the user should know of how it was set up; whoever shows it empties the list"""
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(old, new) of tensors that `set_up`, `grow` or `close` has put others in the place of: whoever calls them
-        sees to it that everybody who holds an old one holds the new one instead"""
+        """(old, new) of tensors that `set_up`, `grow` or `close` has replaced: their caller gives the new one to
+        everybody who holds the old one"""
+
+    # --- what a strategy writes ------------------------------------------------------------------
+
+    def backward(self) -> AbstractContextManager[float]:
+        """Around each backward: yields what the loss is multiplied by."""
+        return nullcontext(1.0)
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """When a cell ends: what should be equal on every rank, by name. It is compared by checksum."""
+        return ()
+
+    def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
+        """After `leave`: every tensor whose content in the notebook is not what it is here, in the same order on all
+        ranks."""
+        return ()
+
+    # --- in the loop -----------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside do not communicate; `--accumulate` uses it for all but the last."""
+        return nullcontext()
+
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiply the gradients of these parameters of the component, also what `no_sync` holds back."""
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(factor)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """Called by the patched `clip_grad_norm_`. None: torch's own is right."""
+        """Called before `clip_grad_norm_`: clips and returns the norm. None: torch's own function is right."""
         return None
 
-    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the component's optimizer holds what it held when it was set up, as far as that matters here."""
-        return True
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Called before `clip_grad_value_`; raises where that would not be right."""
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Called after `torch.autograd.grad`, which gave the gradients of this rank's batch for these."""
 
     def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step of any optimizer, and when its groups have other parameters than before: raises where
         it would not step what it holds."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside are not communicated; `--accumulate` uses it for all but the last."""
-        return nullcontext()
+    def reset(self) -> None:
+        """A backward may have been cut short by an exception: forget what it had begun."""
 
-    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """The gradients of these, all of them of the component, count so much from now on."""
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor)
-
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
-        """Called before `clip_grad_value_`; raises where that would not be right."""
-
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Called after `torch.autograd.grad`: what it gave for these is the gradient of this rank's share only."""
-
-    def backward(self) -> AbstractContextManager[float]:
-        """Around each backward: yields what the loss is to be multiplied by."""
-        return nullcontext(1.0)
-
-    def release_modules(self) -> Callable[[], Prepared | None] | None:
-        """Hold none of the component's modules, but by the component itself, until what is returned is called. What the
-        garbage collector has found by then was held by nobody else. It may be this one, too, which the modules hold in
-        the meantime: then None is returned of it, otherwise the same one. None: this one holds no modules anyway."""
-        return None
+    # --- around cells ----------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Before each cell, the first one too: put in place what trains. Collective."""
 
     def leave(self) -> None:
         """After each cell, however it ended: modules and optimizers are as the notebook knows them (their classes,
-        hooks, groups and states), but for the content of what is kept in pieces. Not collective; forgives what a cell
+        hooks, groups and states), but for the content of what is kept in pieces. Not collective; tolerates what a cell
         that was cut short has left behind."""
 
     def pause(self) -> None:
-        """In the middle of a cell, `enter` follows: as `leave`, but what is under way goes on afterwards as if nothing
-        had been: gradients that are held, sums of them, norms they are to be clipped to. Raises what cannot be held; so
-        does `close`, before `enter`. Not collective."""
+        """In the middle of a cell, before `enter`: as `leave`, but gradients, their sums and norms are kept. Raises
+        what cannot be kept; so does `close`, before `enter`. Not collective."""
         self.leave()
 
-    def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
-        """After `leave`: every tensor whose content the notebook is to have otherwise than it is here. In the same
-        order on all ranks."""
-        return ()
+    # --- a component that changes ----------------------------------------------------------------
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the component's optimizer still holds what it held when it was set up, as far as that matters."""
+        return True
 
     def grow(self, component: Component) -> bool:
-        """Some optimizers or schedulers were added to the same modules. False: it has to be set up again."""
+        """Optimizers or schedulers were added to the same modules. False: it has to be set up again."""
         return False
 
-    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """When a cell ends: what should be equal on every rank, by name; compared by checksum."""
-        return ()
-
-    def reset(self) -> None:
-        """A backward may have been cut short by an exception: forget what was under way."""
+    def release_modules(self) -> Callable[[], Prepared | None] | None:
+        """Hold none of the component's modules, except through the component, until the returned function is called.
+        What the garbage collector finds until then was held by nobody else. That may be this object too, which the
+        modules hold meanwhile: then the function returns None, otherwise this object. None in place of a function:
+        this object holds no modules."""
+        return None
 
     def close(self) -> None:
         """Before the component is dropped or set up differently; always after `leave`. Collective: what was kept in
         pieces is whole again on every rank."""
 
     def drop(self) -> None:
-        """The same where nobody will use the component any more, and the other ranks may be gone."""
+        """As `close`, where nobody will use the component any more, and the other ranks may be gone."""
         self.close()
 
 
@@ -184,47 +194,29 @@ class Strategy:
     """True: models, optimizers and loaders are left as they are, and nothing is guarded"""
 
     own_precision: ClassVar[bool] = False
-    """True: `set_up` sees to the precision by itself. Otherwise what a model computes in is seen to around it, and to
-    `set_up` it is a word"""
+    """True: `set_up` applies the precision. Otherwise nbtrain does, and `set_up` is only told its name"""
 
     threads: ClassVar[bool] = False
-    """True: a model is computed in threads, where what surrounds the cell's own thread may not be seen"""
+    """True: a model is computed in threads, which may not see what is set for the cell's own thread"""
 
     moves: ClassVar[bool] = False
-    """True: `set_up` moves the component to the rank's device by itself, and finds it on the CPU"""
+    """True: `set_up` finds the component on the CPU and moves it to the rank's device"""
+
+    empty_weights: Literal["filled", "hollow", "meta"] = "filled"
+    """How `set_up` finds tensors that have no content yet (`nbtrain.empty()`): filled in; hollow, with one number in
+    memory; or as they are, on the device meta. In the last two cases each rank gets its part afterwards, so that no
+    rank ever has the whole."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         """The strategy's flags, one field each."""
 
     place: RankInfo
-    """where this rank is: there before any of the following is called"""
+    """which rank this is; set before any of the following is called on a rank"""
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         """`DDP(bucket_mb=5)`, which is `DDP(DDP.Options(bucket_mb=5))`."""
         self.options: Any = self.Options(**given) if options is None else options
-
-    @classmethod
-    def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
-        """In the notebook: what was typed, with what the number of nodes says where nothing was."""
-        return options
-
-    def share(self, rank: int, world_size: int) -> tuple[int, int]:
-        """(index, count) of the batches this rank sees, for every loader. Ranks of one index draw the same random
-        numbers, too, so that what a cell does with a batch is the same on each of them."""
-        return rank, world_size
-
-    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
-        """How `set_up` is to find tensors that have no content yet (`nbtrain.empty()`). Filled in; or as they are, on
-        the device meta; or hollow, with one number in memory. In the last two cases each rank gets what it keeps of
-        them afterwards, so that no rank ever has the whole."""
-        return "filled"
-
-    def estimate(self, profile: Profile, world: World) -> Estimate | None:
-        """What the rank with the most will hold, and what one rank sends, with these options. None: that is not known.
-        Arithmetic only: it is asked in the notebook, before there are ranks (and `place`). Raises a `UsageError` where
-        the model cannot be trained like that."""
-        return None
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`).
@@ -232,8 +224,24 @@ class Strategy:
         been entered yet."""
         return Prepared(component)
 
+    def share(self, rank: int, world_size: int) -> tuple[int, int]:
+        """(index, count) of the batches this rank sees, for every loader. Ranks with the same index also draw the same
+        random numbers, so that a cell does the same with a batch on each of them."""
+        return rank, world_size
+
     def enter(self) -> None:
         """Before each cell, whatever it uses, and before any `Prepared.enter`. Collective."""
 
     def leave(self) -> None:
         """After each cell, however it ended, and after every `Prepared.leave`. Not collective."""
+
+    @classmethod
+    def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
+        """In the notebook: the options that were typed, with defaults that depend on the number of nodes."""
+        return options
+
+    def estimate(self, profile: Profile, world: World) -> Estimate | None:
+        """What the rank with the most will hold, and what one rank sends, with these options. None: that is not known.
+        Arithmetic only: it is asked in the notebook, before there are ranks (and `place`). Raises a `UsageError` where
+        the model cannot be trained like that."""
+        return None

@@ -174,7 +174,7 @@ class BackwardAndStep:
                 if self.autograd_gradients.open:
                     self.autograd_gradients.settle()
                 for prepared in self.components.prepared:
-                    prepared.clip_value(parameters, args[0] if args else kwargs.get("clip_value", 0.0))
+                    prepared.before_clip_value(parameters)
             return old(parameters, *args, **kwargs)
 
         return clip

@@ -623,7 +623,7 @@ def refused(rank: int) -> dict[str, str]:
         with noted(f"another norm {stage}"):
             one.clip(list(inner.parameters()), 1.0, 1.0)
         with noted(f"clip value {stage}"):
-            one.clip_value(list(inner.parameters()), 1.0)
+            one.before_clip_value(list(inner.parameters()))
         with noted(f"some set to None {stage}"):
             inner.scale.grad = None
             one.parts.user.step()

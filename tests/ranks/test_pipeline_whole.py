@@ -176,7 +176,7 @@ def _left(rank: int, known: bool) -> tuple[bool, list[Any]]:
     compared = not calls.known
     torch.manual_seed(1)
     random.seed(1)
-    prepared.place.stream.begin()
+    prepared.place.random_state.begin()
     with prepared.backward():
         model(x).square().mean().backward()
     prepared.leave()
@@ -188,7 +188,7 @@ def _left(rank: int, known: bool) -> tuple[bool, list[Any]]:
         list(mine.seen),
         [m.training for m in model.modules()],
         torch.get_rng_state().tolist(),
-        [state.tolist() for state in prepared.place.stream.states],
+        [state.tolist() for state in prepared.place.random_state.states],
         random.getstate(),
         prepared.place.inside,
     ]
@@ -213,7 +213,7 @@ def _known(rank: int, name: str) -> dict[Any, bool]:
     prepared = staged(model)
     with torch.autocast("cpu", enabled="autocast" in name), prepared.backward():
         model(torch.randn(16, 6)).float().sum().backward()
-    mine = [p for p in model.parameters() if not prepared.holding.foreign(p)]
+    mine = [p for p in model.parameters() if not prepared.stage_parameters.foreign(p)]
     assert all(p.grad is not None for p in mine)  # autocast has kept no weight that the comparison made
     model(torch.randn(1, 6))
     prepared.leave()

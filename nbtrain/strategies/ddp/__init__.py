@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.allreduce import AllReduce, Sending
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.profile_arithmetic import by_wire, replicated
+from nbtrain.strategies.kit.profile_arithmetic import replicated, width_sent
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
@@ -26,7 +26,7 @@ class DDP(Strategy):
         """How gradients travel."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
-        return replicated(profile, world, self.options.bucket_mb, by_wire(self.options.comm_dtype, world))
+        return replicated(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with

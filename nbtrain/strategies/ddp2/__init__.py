@@ -27,7 +27,7 @@ from nbtrain.strategies.kit.allreduce import AllReduce, Sending
 from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.kit.own_random import OwnRandom
-from nbtrain.strategies.kit.profile_arithmetic import Sent, by_wire, divided, estimate, output, replicated, ring
+from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -65,12 +65,14 @@ def _stand() -> list[torch.Tensor]:
 class InNode(Replicated):
     """A component whose models are called in parts by the ranks of a node."""
 
-    def __init__(self, component: Component, bucket_mb: float, wire: AllReduce, place: RankInfo, group: Any) -> None:
-        super().__init__(component, bucket_mb, wire)
+    def __init__(
+        self, component: Component, bucket_mb: float, all_reduce: AllReduce, place: RankInfo, group: Any
+    ) -> None:
+        super().__init__(component, bucket_mb, all_reduce)
         self.place = place
         self.group = group
         self.count = place.world_size // place.nodes
-        self.stream = OwnRandom(place.local_rank + 1)  # none goes on with the one outside: that stays equal on all
+        self.random_state = OwnRandom(place.local_rank + 1)  # 0 would draw from the one that stays equal on all
         self.drew = False
         """a model has drawn random numbers in this cell"""
         self.calls = CutCalls("ddp2", self.count, self._run, place.device.startswith("cuda"))
@@ -78,7 +80,7 @@ class InNode(Replicated):
 
     def enter(self) -> None:
         super().enter()
-        self.stream.begin()
+        self.random_state.begin()
         self.drew = False
         self.calls.on(self.component.modules.values())
 
@@ -108,7 +110,7 @@ class InNode(Replicated):
             agree(Offer(), self.place, call)
             return call.plain()
         args, kwargs = call.form.rebuild(cut(call.tensors, call.batch, call.sizes)[index])
-        with self.stream():
+        with self.random_state():
             before = _stand()
             returned = layers.call_as_torch_does(call.module, *args, **kwargs)
             drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
@@ -143,7 +145,7 @@ class DDP2(Strategy):
         return rank * nodes // world_size, nodes
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
-        travels = by_wire(self.options.comm_dtype, world)
+        travels = width_sent(self.options.comm_dtype, world)
         parts = world.ranks // world.nodes
         if parts == 1:
             return replicated(profile, world, self.options.bucket_mb, travels)
@@ -159,13 +161,13 @@ class DDP2(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):
             return Prepared(component)
-        wire = AllReduce(self.options.comm_dtype)
+        all_reduce = AllReduce(self.options.comm_dtype)
         if self.place.world_size == self.place.nodes:  # one rank in each: that is ddp
-            return Replicated(component, self.options.bucket_mb, wire)
-        return InNode(component, self.options.bucket_mb, wire, self.place, self._group())
+            return Replicated(component, self.options.bucket_mb, all_reduce)
+        return InNode(component, self.options.bucket_mb, all_reduce, self.place, self._group())
 
     def _group(self) -> Any:
-        """Of this node's ranks. Collective when the group of all is another one than before."""
+        """The group of this node's ranks. Collective when the group of all ranks is a new one."""
         if self.place.nodes == 1:
             return None
         if self._made is None or self._made[0] is not dist.group.WORLD:

@@ -117,7 +117,7 @@ def _said(sign: Sequence[float]) -> str:
 
 
 def _together(ranks: Sequence[Sequence[float]]) -> Agreed | None:
-    """Of one node."""
+    """What the ranks of one node have agreed on."""
     first = ranks[0]
     if not first[0] or any(other[:FORM] != first[:FORM] for other in ranks):
         return None

@@ -72,9 +72,7 @@ class DeepSpeed(Strategy):
     def __init__(self, options: Any = None, **given: Any) -> None:
         super().__init__(options, **given)
         self.scale = LossScale()
-
-    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
-        return "hollow" if self.options.stage == 3 else "filled"
+        self.empty_weights = "hollow" if self.options.stage == 3 else "filled"
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(self.options, profile, world)

@@ -61,7 +61,7 @@ class EngineCalls:
             return call_plainly(module, name, args, kwargs)
         parts.inside = True
         parts.core.target = module
-        self.reader.aside()
+        self.reader.suspend()
         try:
             (out,) = parts.engine(name, args, kwargs)
             if isinstance(out, dict):
@@ -74,7 +74,7 @@ class EngineCalls:
             parts.tell_of_layers(error)
             raise
         finally:
-            self.reader.back()
+            self.reader.resume()
             parts.inside = False
             parts.core.target = None
 

@@ -71,7 +71,7 @@ def _load(make: Any, old: Callable[..., Any], folder: Path, progress: CompilePro
 
 
 class CompileProgress:
-    """Of one op. Rank 0 says it, whichever rank compiles."""
+    """Shows how far one op is compiled. Rank 0 shows it, whichever rank compiles."""
 
     def __init__(self, name: str) -> None:
         self.name = name

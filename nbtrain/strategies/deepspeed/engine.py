@@ -89,7 +89,7 @@ class EngineComponent(Prepared):
     def enter(self) -> None:
         if self.parts.entered:
             return
-        held = self.gradients.aside is not None
+        held = self.gradients.paused is not None
         if not held and [p.requires_grad for p in self.parts.parameters] != self.parts.requires:
             self.close()
             self._build(self.parts.user)
@@ -102,20 +102,20 @@ class EngineComponent(Prepared):
                 self._build(self.parts.user)
         self._put_on()
         self.gradients.enter()
-        self.surround()
+        self.enter_contexts()
         try:
             self.calls.enter()
         except BaseException:
-            self.surroundings.close()
+            self.contexts.close()
             raise
         self.parts.entered = True
 
-    def surround(self) -> None:
+    def enter_contexts(self) -> None:
         with ExitStack() as put_on:
-            self._surround(put_on)
-            self.surroundings = put_on.pop_all()
+            self._enter_contexts(put_on)
+            self.contexts = put_on.pop_all()
 
-    def _surround(self, put_on: ExitStack) -> None:
+    def _enter_contexts(self, put_on: ExitStack) -> None:
         """What is there while a cell runs. Where a part of it fails, nothing stays."""
         parts = self.parts
         asked.on(parts)
@@ -139,11 +139,11 @@ class EngineComponent(Prepared):
     def leave(self) -> None:
         parts = self.parts
         if not parts.entered:
-            if self.gradients.aside is not None:  # it was to go on, and does not
+            if self.gradients.paused is not None:  # it was to go on, and does not
                 self.gradients.leave()
             return
         parts.entered = False
-        self.surroundings.close()
+        self.contexts.close()
         self.calls.leave()
         parts.weights.follow_edits(parts.trained)
         self.gradients.leave()
@@ -161,7 +161,7 @@ class EngineComponent(Prepared):
         if parts.has_another_layer():
             raise NotSupported(error_texts.ANOTHER_LAYER)
         parts.entered = False
-        self.surroundings.close()
+        self.contexts.close()
         self.calls.pause()
         parts.weights.follow_edits(parts.trained)
         self.gradients.pause()
@@ -185,7 +185,7 @@ class EngineComponent(Prepared):
         parts = self.parts
         entered = parts.entered
         if entered:  # between cells nothing of this is on
-            self.surroundings.close()
+            self.contexts.close()
             parts.attachments.take_off()
         take_back = release_modules(self, parts, self.gradients)
 
@@ -193,7 +193,7 @@ class EngineComponent(Prepared):
             owner = take_back()
             if owner is not None and entered:
                 owner.parts.attachments.put_back()
-                owner.surround()
+                owner.enter_contexts()
             return owner
 
         return hold_again
@@ -208,7 +208,7 @@ class EngineComponent(Prepared):
         """Around a backward: yields what the loss is to be multiplied by; what DeepSpeed cannot do is said in words."""
         return self.gradients.backward()
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         """`clip_grad_value_`: refused where these are the engine's."""
         mine = {id(p) for p in self.parts.trained}
         if any(id(p) in mine for p in parameters):
@@ -236,9 +236,7 @@ class EngineComponent(Prepared):
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.parts.stage == 3 or self.precision in LOW:
             return
-        for where, module in self.component.modules.items():
-            for name, p in module.named_parameters():
-                yield f"{where}.{name}", p
+        yield from self.component.named_parameters()
 
     # -- the end -------------------------------------------------------------------------
 
@@ -263,7 +261,7 @@ class EngineComponent(Prepared):
         if same and list(map(id, component.optimizers.values())) == [id(user)] and self.knows(user):
             self.component = self.parts.component = component
             return True
-        if not same or self.gradients.aside is None or not component.optimizers:
+        if not same or self.gradients.paused is None or not component.optimizers:
             return False
         name = [*component.optimizers][-1]
         chosen = replace(component, optimizers={name: component.optimizers[name]})

@@ -56,7 +56,7 @@ def setting(q: Quantities, name: str) -> int:
 
 
 def _capacity(q: Quantities) -> int:
-    """Of the bucket of gradients: it is not made larger than them all."""
+    """Bytes of the bucket of gradients, which is not larger than all of them."""
     return min(int(q.zero["reduce_bucket_size"]), q.numel) * q.width
 
 

@@ -33,7 +33,7 @@ MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "
 
 
 class Held(GradientStandIn):
-    """Of a gradient. To zero it is to throw the engine's gradient away."""
+    """Stands in for a gradient. Zeroing it discards the engine's gradient."""
 
     text = "a gradient that DeepSpeed's engine holds"
     refusal = READ
@@ -54,7 +54,7 @@ class Held(GradientStandIn):
 
 
 class HeldState(StandIn):
-    """Of a tensor of the optimizer's state, in a cell."""
+    """Stands in for a tensor of the optimizer's state, in a cell."""
 
     @classmethod
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -65,7 +65,7 @@ class EngineGradients:
         """of a clip, until the step"""
         self.clipping = float(self.zero.clip_grad)
         self.stand_ins = [Held.of(p, _dtype(parts, p)) for p in self.trained]
-        self.aside: list[torch.Tensor | None] | None = None
+        self.paused: list[torch.Tensor | None] | None = None
         """what each parameter's grad was, in a pause"""
         self.scaled = parts.precision.startswith("16")
         self._warned = False
@@ -78,12 +78,12 @@ class EngineGradients:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Of the engine: parameters are what DeepSpeed takes them for."""
-        self.reader.aside()
+        """While the engine computes, parameters have the class that DeepSpeed expects."""
+        self.reader.suspend()
         try:
             yield
         finally:
-            self.reader.back()
+            self.reader.resume()
 
     # -- the engine's own hooks ----------------------------------------------------------
 
@@ -179,22 +179,22 @@ class EngineGradients:
 
     def enter(self) -> None:
         self.weights.remember(self.trained)
-        if self.aside is None:
+        if self.paused is None:
             self.handle.put_on()
             return
-        for p, grad in zip(self.trained, self.aside, strict=True):
+        for p, grad in zip(self.trained, self.paused, strict=True):
             p.grad = grad
-        self.aside = None
+        self.paused = None
 
     def pause(self) -> None:
         """The optimizer stays the engine's handle: what the cell has put around its `step` since is not to be lost."""
-        self.aside = [p.grad for p in self.trained]
+        self.paused = [p.grad for p in self.trained]
         for p in self.trained:  # in the notebook's form they have another dtype
             p.grad = None
 
     def used_up(self) -> set[int]:
         """In a pause: the parameters whose gradients a step has used up, and nobody has thrown away."""
-        pairs = zip(self.trained, self.aside or (), strict=False)
+        pairs = zip(self.trained, self.paused or (), strict=False)
         return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
 
     def go_on(self, used: set[int]) -> None:
@@ -202,10 +202,10 @@ class EngineGradients:
         self.handle.put_on()
         self.stepped = bool(used)
         self.taken = not used
-        self.aside = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
+        self.paused = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
 
     def leave(self) -> None:
-        self.aside = None
+        self.paused = None
         self.handle.take_off()
         for p in self.trained:
             p.grad = None

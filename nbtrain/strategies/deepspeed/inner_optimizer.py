@@ -149,7 +149,7 @@ def check(user: Optimizer) -> str:
 
 
 def adam_kind(user: Optimizer) -> bool | None:
-    """Of torch's Adam and AdamW, without extras: whether the weight decay is decoupled. None: another optimizer."""
+    """For torch's Adam and AdamW without extras: whether the weight decay is decoupled. None: another optimizer."""
     if type(user) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
     if any(g.get("amsgrad") or g.get("maximize") or g.get("differentiable") for g in user.param_groups):

@@ -49,7 +49,7 @@ _readers: dict[int, ParameterAccess] = {}
 
 
 class ParameterAccess:
-    """Of one engine. `begin` and `end` with each cell; `aside` while the engine is at work."""
+    """Lets a cell read and write one engine's parameters. `suspend` it while the engine computes."""
 
     def __init__(self, weights: EngineWeights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
@@ -57,15 +57,15 @@ class ParameterAccess:
         self.parameters = [p for p in parameters if type(p) is nn.Parameter]
         self.views: WeakSet[WholeView] = WeakSet()
         self.depth = 1
-        """how many have put it aside"""
+        """how many have suspended it"""
 
     def begin(self) -> None:
         for p in self.parameters:
             _readers[id(p)] = self
-        self.back()
+        self.resume()
 
     def end(self) -> None:
-        self.aside()
+        self.suspend()
         for p in self.parameters:
             _readers.pop(id(p), None)
         for view in list(self.views):
@@ -73,13 +73,13 @@ class ParameterAccess:
                 view.settle()
         self.views.clear()
 
-    def aside(self) -> None:
+    def suspend(self) -> None:
         self.depth += 1
         if self.depth == 1:
             for p in self.parameters:
                 p.__class__ = nn.Parameter
 
-    def back(self) -> None:
+    def resume(self) -> None:
         self.depth -= 1
         if self.depth == 0:
             for p in self.parameters:

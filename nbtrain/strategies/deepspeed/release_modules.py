@@ -45,8 +45,8 @@ def release_modules(owner: Owner, parts: EngineParts, gradients: EngineGradients
         if owner is None or parts is None:
             scale.holding.discard(number)
             if (optimizer := user()) is not None:  # what it held of the engine's means nothing any more
-                if (worn := handle()) is not None:
-                    worn.take_off()
+                if (found := handle()) is not None:
+                    found.take_off()
                 for p in (p for group in optimizer.param_groups for p in group["params"]):
                     p.grad = None
                 if steps:

@@ -20,7 +20,7 @@ KINDS = ("cpu", "cuda")
 
 
 class ThreadContext:
-    """Of this thread, to be had in another one."""
+    """This thread's autograd and autocast state, to be set in another thread."""
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -108,7 +108,7 @@ class Threads:
         jobs: list[_Job] = []
         for work, device in zip(works[1:], self.devices[1:], strict=False):
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            jobs.append(_Job(_surrounded(work, here, device, stream), cores))
+            jobs.append(_Job(_in_context(work, here, device, stream), cores))
         for job, worker in zip(jobs, self._workers, strict=False):
             worker.jobs.put(job)
         try:
@@ -148,7 +148,7 @@ class Threads:
             worker.thread.join(PATIENCE)
 
 
-def _surrounded(work: Callable[[], Any], here: ThreadContext, device: torch.device, stream: Any) -> Callable[[], Any]:
+def _in_context(work: Callable[[], Any], here: ThreadContext, device: torch.device, stream: Any) -> Callable[[], Any]:
     def run() -> Any:
         with ExitStack() as around:
             here.enter(around, device, stream)

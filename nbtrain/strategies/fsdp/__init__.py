@@ -39,7 +39,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
-from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.fsdp import estimate, full_values, functional_call
@@ -48,7 +47,7 @@ from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, 
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
 from nbtrain.strategies.fsdp.refusals import Refusals, refuse_hooks
 from nbtrain.strategies.fsdp.unshardable import check, kept_whole
-from nbtrain.strategies.kit.gradient_average import GradientAverage, replicas_of
+from nbtrain.strategies.kit.gradient_average import GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
     as_parameter,
@@ -66,7 +65,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
 RANKS = "nbtrain_replicas", "nbtrain_ranks"
-"""dimensions of the mesh; see `alongside.MESH`"""
+"""dimensions of the mesh; see `MESH` in kit/collective_calls.py"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 MIDST = (
@@ -101,26 +100,20 @@ class ShardedComponent(Prepared):
             new |= self._shard(root, kept)
         for optimizer in component.optimizers.values():
             self.replaced += rebind(optimizer, new, cut_state)
-        norms = {
-            id(part): part
-            for root in roots
-            for part in root.modules()
-            if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)
-        }
-        self.sync = GradientAverage(kept, norms=norms.values())
+        self.sync = GradientAverage(kept, norms=norms_of(roots))
         self.whole = kept
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.handles: list[Any] = []
         for tree in self.trees:
-            tree.undress()
+            tree.take_off()
 
     # --- setting up ------------------------------------------------------------------------------
 
     def _shard(
         self, root: nn.Module, kept: list[torch.Tensor], cut_already: dict[int, Any] | None = None
     ) -> dict[int, torch.Tensor]:
-        """One tree; returns old parameter → new one. It is dressed afterwards. `cut_already`: what the new ones are to
-        be, by the ids of the old ones."""
+        """Sets up one tree, and returns old parameter → new one. What torch puts on modules is on them afterwards.
+        `cut_already`: what the new ones are to be, by the ids of the old ones."""
         known = set(map(id, kept))
         before = [place for place in places([root]) if id(place[2]) not in known]
         for _, _, p in before:
@@ -194,8 +187,8 @@ class ShardedComponent(Prepared):
         self.ids = {number for tree in self.trees for number in tree.ids}
 
     def release_modules(self) -> Callable[[], Prepared]:
-        # A unit that is dressed holds its tree.
-        trees = [(ref(tree), None if tree.dress.worn else tree) for tree in self.trees]
+        # A unit with its attachments on holds its tree.
+        trees = [(ref(tree), None if tree.attachments.attached else tree) for tree in self.trees]
         norms = [ref(norm) for norm in self.sync.norms]
         self.trees, self.sync.norms = [], []
 
@@ -213,7 +206,7 @@ class ShardedComponent(Prepared):
         if self.handles:
             return
         for tree in self.trees:
-            tree.dress.on()
+            tree.attachments.on()
         self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.refusals.on()
         functional_call.on(self)
@@ -229,7 +222,7 @@ class ShardedComponent(Prepared):
         self._stop()
         for tree in self.trees:
             tree.reset()
-            tree.undress()
+            tree.take_off()
         self.sync.reset()
 
     def pause(self) -> None:
@@ -238,7 +231,7 @@ class ShardedComponent(Prepared):
         self._stop()
         for tree in self.trees:
             tree.reshard()
-            tree.undress()
+            tree.take_off()
 
     def _stop(self) -> None:
         if self.handles:
@@ -252,7 +245,7 @@ class ShardedComponent(Prepared):
 
     def reset(self) -> None:
         for tree in self.trees:
-            if tree.dress.worn:
+            if tree.attachments.attached:
                 tree.reset()
         self.sync.reset()
 
@@ -325,7 +318,7 @@ class ShardedComponent(Prepared):
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.differentiated(parameters)
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
@@ -399,6 +392,8 @@ class ShardedComponent(Prepared):
 class FSDP(Strategy):
     """Every rank holds a part of the model, and sees a share of the batches."""
 
+    empty_weights = "meta"
+
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
         sharding: Sharding = "FULL_SHARD"
@@ -432,9 +427,6 @@ class FSDP(Strategy):
     def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
         hybrid = options.get("sharding") == "HYBRID_SHARD" and "replicas" not in options
         return {**options, "replicas": nodes} if hybrid else options
-
-    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
-        return "meta"
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate.estimate(self.options, profile, world)

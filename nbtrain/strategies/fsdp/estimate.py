@@ -102,7 +102,7 @@ class StepWalk:
     # -- forth -----------------------------------------------------------------------------------
 
     def _arriving(self, number: int, back: bool = False) -> int:
-        """Of units that are gathered before it is their turn."""
+        """Bytes of units that are gathered before it is their turn."""
         if self.among == 1:
             return 0
         ahead = range(number - self.ahead, number) if back else range(number + 1, number + self.ahead)

@@ -81,8 +81,8 @@ def _number(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _text(tensor: DTensor) -> str:
-    """Of numbers only: what is shown of larger ones says itself that it is a part, and so does `repr`, which tracebacks
-    and debuggers call on one rank."""
+    """The full value for scalars only: what is shown of larger ones says itself that it is a part, and so does `repr`,
+    which tracebacks and debuggers call on one rank."""
     return str(complete(tensor)) if tensor.ndim == 0 and not tensor.is_meta else repr(tensor)
 
 

@@ -42,27 +42,27 @@ from nbtrain.strategies.kit.collective_calls import together
 from nbtrain.strategies.kit.library_attachments import LibraryAttachments
 from nbtrain.strategies.kit.row_shards import cut, rows
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
-from nbtrain.strategies.kit.shared_random import one_stream
+from nbtrain.strategies.kit.shared_random import shared_random_state
 
 NOT_THROUGH = frozenset({"forward", "extra_repr"})
 """methods that need nothing gathered: torch does it for the first, and the second says shapes"""
 
 
 class ShardedTree:
-    """One root with its units. When made it is dressed, and ready to be trained."""
+    """One root with its units. When made it is ready to be trained."""
 
     def __init__(self, root: nn.Module, units: list[nn.Module], options: Callable[[bool], dict[str, Any]]) -> None:
         """`units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or another."""
         self.root = root
         self.units = units
-        self.dress = LibraryAttachments()
+        self.attachments = LibraryAttachments()
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         """what `copy.deepcopy` of a unit gives"""
         self.ids: set[int] = set()
         """of its parameters, as they are in pieces"""
         self.parts = set(map(id, root.modules()))
-        """ids of its modules; the dress keeps them alive"""
-        self.dress.start(root.modules())
+        """ids of its modules; `attachments` keeps them alive"""
+        self.attachments.start(root.modules())
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
         for unit in units:
@@ -93,12 +93,12 @@ class ShardedTree:
                 part.register_forward_hook(leave, always_call=True)
             for name, method in _methods_with_parameters(unit, nested):
                 vars(unit)[name] = _through(unit, state, method, self.usage)
-        self.dress.finish()
+        self.attachments.finish()
 
-    def undress(self) -> None:
-        """Modules look as the notebook knows them."""
-        if self.dress.worn:
-            self.dress.off()
+    def take_off(self) -> None:
+        """Take off what torch and nbtrain put on modules: they look as the notebook knows them."""
+        if self.attachments.attached:
+            self.attachments.off()
             self.flat_weights.put_back()
 
     def groups(self) -> Iterator[Any]:
@@ -125,12 +125,12 @@ class ShardedTree:
         self.usage.forget()
 
     def forget(self) -> None:
-        """Have torch forget that these were ever set up. The dress is off."""
-        self.undress()
+        """Take everything off, and have torch forget that these were ever set up."""
+        self.take_off()
         self.flat_weights.put_back()
         for unit in self.units:
             fsdp2.forget(unit)
-        self.dress = LibraryAttachments()
+        self.attachments = LibraryAttachments()
         self.flat_weights = FlatWeights(())
 
 
@@ -262,7 +262,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Use
         stood = [_versions(weight) for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
         drawn = writes and not args and not kwargs  # `reset_parameters()`, not a forward with dropout
         try:
-            with one_stream(stood_on) if drawn else nullcontext():
+            with shared_random_state(stood_on) if drawn else nullcontext():
                 output = method(self, *args, **kwargs)
             if writes:
                 for group in fsdp2.groups(state):
@@ -280,7 +280,7 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Use
 
 
 def _versions(weight: Any) -> tuple[int, int]:
-    """Of the part, and of what is gathered: they grow with what is written."""
+    """The versions of the part and of what is gathered, which grow with each write."""
     return tensors.version(local_part(fsdp2.sharded(weight))), tensors.version(fsdp2.gathered(weight))
 
 

@@ -43,16 +43,17 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
         module, weights = called_with(args, kwargs)
         parts = set(map(id, module.modules())) if isinstance(module, nn.Module) else set()
-        trees = [tree for owner in _while.owners for tree in owner.trees if tree.dress.worn and tree.parts & parts]
+        known = (tree for owner in _while.owners for tree in owner.trees)
+        trees = [tree for tree in known if tree.attachments.attached and tree.parts & parts]
         if trees:
             args, kwargs = with_weights(args, kwargs, tree_map_only(DTensor, whole_of, weights))
         for tree in trees:
             tree.reshard()
-            tree.undress()
+            tree.take_off()
         try:
             return old(*args, **kwargs)
         finally:
             for tree in trees:
-                tree.dress.on()
+                tree.attachments.on()
 
     return functional_call

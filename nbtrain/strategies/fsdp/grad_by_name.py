@@ -67,7 +67,7 @@ def gradients(
 
 
 def _means(pairs: list[tuple[torch.Tensor, torch.Tensor | None]], kwargs: Any) -> list[torch.Tensor | None]:
-    """Of all ranks' gradients, by (weight, this rank's gradient); None where no rank has one. Collective."""
+    """The mean of all ranks' gradients, by (weight, this rank's gradient); None where no rank has one. Collective."""
     if not pairs:
         return []
     used = torch.tensor([float(gradient is not None) for _, gradient in pairs], device=pairs[0][0].device)

@@ -211,19 +211,19 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_ranks(gradient: torch.Tensor) -> torch.Tensor:
-    """Of what each rank has whole. Collective."""
+    """The mean of tensors that each rank has whole. Collective."""
     mean = gradient.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(mean)
     return mean.div_(dist.get_world_size())
 
 
 def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """Of the same on all ranks, in pieces as that is."""
+    """This rank's part of a tensor that is the same on all ranks, in pieces as `like` is."""
     return _gradient(whole.to(like.device_mesh.device_type), like.device_mesh, like.placements, local_part(like).device)
 
 
 def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.device) -> DTensor:
-    """Of the part that each rank has; of a sum, each summand's is the sum's."""
+    """The gradient of the part that each rank has; that of a summand is that of the sum."""
     there = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     there = there.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in placements])
     moved: Any = there if local_part(there).device == device else there.to(device)
@@ -329,7 +329,7 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
 
 
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of the whole. What is written to it would be lost."""
+    """The memory of the whole tensor. What is written to it would be lost."""
     tensor = args[0]
     found = func(put_together(tensor).requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
     if hasattr(found, "flags"):

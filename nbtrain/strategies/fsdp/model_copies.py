@@ -28,17 +28,17 @@ Modules = dict[str, nn.Module]
 
 
 def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree], shard: Shard) -> nn.Module:
-    """`trees`: those in which `module` may be; dressed. `shard(root, whole, pieces)`: sets up another root, all of
-    whose parameters but the `whole` ones are without memory; `pieces` are to stand in their places, by their ids. They
-    are the very copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
+    """`trees`: those in which `module` may be, with their attachments on. `shard(root, whole, pieces)`: sets up another
+    root, all of whose parameters but the `whole` ones are without memory; `pieces` take their places, by their ids.
+    They are the very copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
     for tree in trees:
         tree.reshard()
-        tree.undress()
+        tree.take_off()
     try:
         twin = copy.deepcopy(module, memo)
     finally:
         for tree in trees:
-            tree.dress.on()
+            tree.attachments.on()
     held = [(part, name, p) for part, name, p in places([twin]) if isinstance(p, DTensor)]
     shells: dict[int, nn.Parameter] = {}
     for part, name, p in held:
@@ -60,8 +60,8 @@ def add_copy(modules: Modules, twin: nn.Module, number: int) -> int:
 
 
 def let_copies_go(modules: Modules, trees: list[ShardedTree]) -> list[ShardedTree]:
-    """Those that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. They are dressed, and `trees`
-    is held by nobody but the caller; it is emptied. Returns the trees that are left."""
+    """Drop the copies that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. Their attachments are
+    on. Only the caller holds `trees`, which is emptied. Returns the trees that are left."""
     held = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]
     left = [tree for tree in trees if not any(tree.root is alive() for _, alive in held)]
     trees.clear()

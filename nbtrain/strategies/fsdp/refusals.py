@@ -19,7 +19,7 @@ from nbtrain.strategies.kit.call_arguments import kept, listed
 
 
 class Refusals:
-    """Of one strategy's component, in `torch.autograd.backward` and `torch.autograd.grad` while a cell runs."""
+    """Refuses what `torch.autograd.backward` and `grad` cannot do for one component, while a cell runs."""
 
     def __init__(
         self, strategy: str, mine: Callable[[torch.Tensor], bool], in_graphs: Callable[[torch.Tensor], Any]

@@ -28,7 +28,7 @@ class FlatWeights:
                 self.lists.append((module, held))
 
     def flatten_never(self) -> None:
-        """While a cell runs: on a GPU it would put the weights where nobody gathers them to. Part of the dress."""
+        """While a cell runs: on a GPU it would put the weights where nobody gathers them to."""
         for module, _ in self.lists:
             vars(module)["flatten_parameters"] = _nothing
 

@@ -27,7 +27,7 @@ WORDS = 2**24
 
 
 class UsedParameters:
-    """Of one tree."""
+    """Tracks which parameters of one tree this backward used."""
 
     def __init__(self, states: list[Any], device: str) -> None:
         self.groups = [group for state in states for group in fsdp2.groups(state)]

@@ -25,8 +25,8 @@ class ByHorovod(Replicated):
     """A component that is whole on every rank."""
 
     def __init__(self, component: Component, options: Horovod.Options, session: HorovodSession, number: int) -> None:
-        wire = HorovodAllReduce(session, str(number), options.compression == "fp16")
-        super().__init__(component, options.bucket_mb, wire)
+        all_reduce = HorovodAllReduce(session, str(number), options.compression == "fp16")
+        super().__init__(component, options.bucket_mb, all_reduce)
 
 
 class Horovod(Strategy):

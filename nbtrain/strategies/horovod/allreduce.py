@@ -17,7 +17,7 @@ class HorovodAllReduce(AllReduce):
     torch's, of one number, which is watched over as every other is. Then all have sent what they have to send."""
 
     def __init__(self, session: HorovodSession, name: str, half: bool) -> None:
-        """`name`: no other wire of the session's has it, and it is the same on all ranks."""
+        """`name`: no other all-reduce of the session's has it, and it is the same on all ranks."""
         super().__init__()
         self.session = session
         self.name = name

@@ -53,7 +53,7 @@ def with_closure(args: Args, kwargs: Named, make: Callable[[Any], Any]) -> tuple
 
 
 def listed(tensors: Any) -> list[Any]:
-    """Of a backward or a gradient: what it starts from, or is to be of."""
+    """A list of the tensors that a backward starts from, or that gradients are asked for."""
     if isinstance(tensors, dict):
         return list(tensors.values())
     if isinstance(tensors, torch.Tensor | GradientEdge) or not hasattr(tensors, "__iter__"):

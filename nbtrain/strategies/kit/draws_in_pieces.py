@@ -4,7 +4,7 @@ torch's DTensor knows most operations by pieces. While a cell runs, these are co
 whole is put together, the operation runs on it, and each rank takes its part of what was written.
 
 - Random numbers: torch would draw on each rank for its own rows, from the same numbers. All ranks draw the whole, from
-  the stream of one process (`shared_random.py`).
+  the random state of one process (`shared_random.py`).
 - Operations that torch has no rule for.
 - New tensors (`p.new_zeros(3)`) are ordinary ones: nobody divides them.
 
@@ -24,7 +24,7 @@ from nbtrain.compat import dtensor
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit.shared_random import one_stream
+from nbtrain.strategies.kit.shared_random import shared_random_state
 
 
 def put(listeners: Listeners, around: Callable[[Any], Any]) -> None:
@@ -90,7 +90,7 @@ def _draw(op: Any, args: Any, kwargs: Any) -> Any:
     if _is_meta(like):
         return dtensor.plainly(op, args, kwargs)
     given = kwargs.get("generator") is not None
-    with nullcontext() if given else one_stream(local_part(like).device):
+    with nullcontext() if given else shared_random_state(local_part(like).device):
         found = computed(op, args, kwargs)
     if isinstance(found, DTensor) and found.shape == like.shape and not dtensor.written(op, args, kwargs):
         found = found.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in like.placements])

@@ -58,11 +58,11 @@ class GradientAverage:
         bucket_mb: float = 25,
         norms: Iterable[NormLayer] = (),
         comm_dtype: Dtype = "none",
-        wire: AllReduce | None = None,
+        all_reduce: AllReduce | None = None,
     ) -> None:
         """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model.
-        `comm_dtype`: what gradients are averaged in, where it is not what they are in. `wire`: by what, otherwise."""
-        self.wire = wire or AllReduce(comm_dtype)
+        `comm_dtype`: what gradients are averaged in, where it is not what they are in. `all_reduce`: what does it."""
+        self.all_reduce = all_reduce or AllReduce(comm_dtype)
         self.parameters = list(parameters)
         self.norms = list(norms)
         self.ids = frozenset(map(id, self.parameters))
@@ -114,7 +114,7 @@ class GradientAverage:
 
     def reset(self) -> None:
         """Forget a backward under way: at its end, or because it raised."""
-        self.wire.forget()
+        self.all_reduce.forget()
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         self.got: set[int] = set()
         self.spent = set()
@@ -159,7 +159,7 @@ class GradientAverage:
                 p.new_zeros(p.shape) if g is None or g.is_sparse else g
                 for p, g in zip(bucket.parameters, grads, strict=True)
             ]
-        self.under_way.append((bucket, self.wire.average([*grads, flags]), whole))
+        self.under_way.append((bucket, self.all_reduce.average([*grads, flags]), whole))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -226,7 +226,7 @@ class GradientAverage:
         grad = p.grad
         assert grad is not None
         if not grad.is_sparse:
-            grad.copy_(self.wire.average([grad.detach()])().view(grad.shape))
+            grad.copy_(self.all_reduce.average([grad.detach()])().view(grad.shape))
         elif dist.get_backend() == "gloo" and not grad.is_cuda:
             thin = grad.coalesce()
             dist.all_reduce(thin)
@@ -321,11 +321,12 @@ class Averaged(Prepared):
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.differentiated(parameters)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""
         self.sync.catch_up(parameters)
+        return None
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -339,13 +340,13 @@ class Averaged(Prepared):
 
 
 class Replicated(Averaged):
-    """`wire`: by what gradients travel."""
+    """A component that is whole on every rank. `all_reduce`: what averages gradients."""
 
     averages_before_step = True
 
-    def __init__(self, component: Component, bucket_mb: float, wire: AllReduce) -> None:
+    def __init__(self, component: Component, bucket_mb: float, all_reduce: AllReduce) -> None:
         norms = norms_of(component.modules.values())
-        super().__init__(component, GradientAverage(component.parameters(), bucket_mb, norms, wire=wire))
+        super().__init__(component, GradientAverage(component.parameters(), bucket_mb, norms, all_reduce=all_reduce))
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         return replicas_of(self.component)

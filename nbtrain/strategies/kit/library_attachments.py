@@ -17,11 +17,11 @@ Entries = list[tuple[Any, Any]]
 
 
 class Attachment:
-    """What one object wears. Tables are the dicts in its `__dict__` whose names say that they hold hooks."""
+    """What a library has put on one object. Tables are the dicts in its `__dict__` that hold hooks."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.plain = self.dressed = type(owner)
+        self.own_class = self.library_class = type(owner)
         self.before = {key: dict(value) if _is_table(key, value) else value for key, value in vars(owner).items()}
         self.attributes: dict[str, tuple[Any, Any]] = {}
         """name → (what was there, what is there now)"""
@@ -29,9 +29,9 @@ class Attachment:
         """table → entries that the library put before those that were there"""
         self.back: dict[str, Entries] = {}
 
-    def measure(self) -> None:
-        """The library is done."""
-        self.dressed = type(self.owner)
+    def record(self) -> None:
+        """After the library has done its work: note what it has added."""
+        self.library_class = type(self.owner)
         for key, value in vars(self.owner).items():
             old = self.before.get(key, MISSING)
             if _is_table(key, value) and isinstance(old, dict):
@@ -56,12 +56,12 @@ class Attachment:
             for name, hook in entries:
                 if own[key].get(name) is hook:
                     del own[key][name]
-        if type(self.owner) is self.dressed:
-            self.owner.__class__ = self.plain
+        if type(self.owner) is self.library_class:
+            self.owner.__class__ = self.own_class
 
     def on(self) -> None:
         own = vars(self.owner)
-        self.plain = type(self.owner)
+        self.own_class = type(self.owner)
         renamed: dict[Any, Any] = {}
         for key in self.front:
             table = own.setdefault(key, {})
@@ -77,37 +77,37 @@ class Attachment:
         for key, (_, new) in self.attributes.items():
             self.attributes[key] = (own.get(key, MISSING), new)
             own[key] = new
-        self.owner.__class__ = self.dressed
+        self.owner.__class__ = self.library_class
 
 
 class LibraryAttachments:
-    """What several objects wear."""
+    """What a library has put on several objects."""
 
     def __init__(self) -> None:
-        self.garments: list[Attachment] = []
-        self.worn = False
+        self.attachments: list[Attachment] = []
+        self.attached = False
 
     def start(self, owners: Iterable[Any]) -> None:
         """Before the library does its work."""
-        self.garments = [Attachment(owner) for owner in {id(owner): owner for owner in owners}.values()]
+        self.attachments = [Attachment(owner) for owner in {id(owner): owner for owner in owners}.values()]
 
     def finish(self) -> None:
-        """It is done."""
-        for garment in self.garments:
-            garment.measure()
-        self.worn = True
+        """After it."""
+        for attachment in self.attachments:
+            attachment.record()
+        self.attached = True
 
     def off(self) -> None:
-        if self.worn:
-            self.worn = False
-            for garment in self.garments:
-                garment.off()
+        if self.attached:
+            self.attached = False
+            for attachment in self.attachments:
+                attachment.off()
 
     def on(self) -> None:
-        if not self.worn:
-            self.worn = True
-            for garment in self.garments:
-                garment.on()
+        if not self.attached:
+            self.attached = True
+            for attachment in self.attachments:
+                attachment.on()
 
 
 def _is_table(key: str, value: Any) -> bool:

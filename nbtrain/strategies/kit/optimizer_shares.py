@@ -5,10 +5,6 @@ While a cell runs, who touches one of them between two steps has it whole (owned
 state, or puts into it, is seen before the next step: all ranks do the same, so each can tell by itself.
 What an owner's optimizer has made they are told after the first step with a gradient, and whenever it may be other than
 it was: for torch's own optimizers that can be known on every rank alike, of others the owners say so after each step.
-
-A rank steps its share: during a step an optimizer's groups hold the rank's own parameters, outside of it all. So the
-user's own optimizer does the work, whatever class it is of; schedulers, clipping, closures and what is hooked to its
-step find the groups that they know.
 """
 
 from __future__ import annotations
@@ -22,10 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbtrain.compat import tensors
-from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.owned_reads import FetchedTensor, Shared, bring, hand_out, put_away, take_back
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, stand_in
@@ -44,7 +37,7 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Ledger:
-    """What all ranks know of one optimizer's state."""
+    """What all ranks know about one optimizer's state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.plain = type(optimizer).__module__.startswith("torch.optim")
@@ -66,7 +59,7 @@ class Ledger:
 
 
 class OptimizerShares:
-    """Of one component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
+    """Divides the state of a component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
 
     def __init__(self, strategy: str, owner: Callable[[torch.Tensor], int | None]) -> None:
         self.strategy = strategy
@@ -283,7 +276,7 @@ class OptimizerShares:
         return self.ledgers[optimizer]
 
     def _entries(self, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
-        """Of parameters that have an owner, in the same order on all ranks."""
+        """(parameter, key, value) of parameters that have an owner, in the same order on all ranks."""
         for p in held_by(optimizer):
             state = optimizer.state.get(p)
             if state and self.owner(p) is not None:
@@ -343,110 +336,3 @@ def _options(optimizer: Optimizer) -> Any:
     return [
         [(key, value) for key, value in group.items() if isinstance(value, PLAIN)] for group in optimizer.param_groups
     ]
-
-
-METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
-
-
-class ShareSteps:
-    """Of one component's optimizers. `send(optimizer)`: called after a step, has all ranks take the owners' parameters.
-    `ready(optimizer)`: called before it. Both are collective."""
-
-    def __init__(
-        self,
-        state: OptimizerShares,
-        send: Callable[[Optimizer], None],
-        ready: Callable[[Optimizer], None] = lambda _: None,
-    ) -> None:
-        self.state, self.send, self.ready = state, send, ready
-        self._trimmed: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
-        """groups that hold less than they should, and what they should hold"""
-        self._covered: list[tuple[Optimizer, str]] = []
-        """methods that see whole groups meanwhile"""
-        self._handles: list[Any] = []
-        self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
-        """of each optimizer: they have to be the last before a step, and the first after it"""
-        self._changed = False
-        self._plain: Any = None
-        """the context in which an owner's state is of ordinary tensors: that of a step"""
-
-    def enter(self, optimizers: Iterable[Optimizer]) -> None:
-        self._handles.append(register_optimizer_step_pre_hook(self._arrange))
-        optimizers = list(optimizers)
-        self.state.enter(optimizers)
-        for optimizer in optimizers:
-            before = optimizer.register_step_pre_hook(self._trim)
-            after = optimizer.register_step_post_hook(self._stepped)
-            self._hooks[optimizer] = before, after
-            loaded = optimizer.register_load_state_dict_post_hook(self.state.renew)
-            self._handles += [before, after, loaded]
-
-    def leave(self) -> None:
-        self.restore()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._hooks.clear()
-        self.state.leave()
-
-    def restore(self) -> None:
-        """Groups are complete. Called before a backward and a clipping, too: a step may have raised, and the loop gone
-        on."""
-        if self._plain is not None:
-            self._plain.__exit__(None, None, None)
-            self._plain = None
-        while self._trimmed:
-            group, parameters = self._trimmed.pop()
-            group["params"] = parameters
-        while self._covered:
-            optimizer, name = self._covered.pop()
-            vars(optimizer).pop(name, None)
-
-    def _arrange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if hooks := self._hooks.get(optimizer):
-            before, after = hooks
-            call_last_before_step(optimizer, before)
-            call_first_after_step(optimizer, after)
-
-    def _trim(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self.restore()
-        self.ready(optimizer)
-        self.state.put_away()
-        if self.state.edited(optimizer):
-            self.state.renew(optimizer)
-        self._changed = self.state.stepping(optimizer)
-        self._keep_mine(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            return None
-
-        whole = self._on_whole(optimizer, closure)
-        return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
-
-    def _keep_mine(self, optimizer: Optimizer) -> None:
-        self._plain = tensors.as_plain_tensors()
-        self._plain.__enter__()
-        mine = (self.state.rank, None)
-        for group in optimizer.param_groups:
-            self._trimmed.append((group, group["params"]))
-            group["params"] = [p for p in group["params"] if self.state.owner(p) in mine]
-        for name in METHODS:  # a step may raise, and the loop catch it: no hook of torch's says so
-            if name not in vars(optimizer):
-                vars(optimizer)[name] = self._on_whole(optimizer, getattr(optimizer, name))
-                self._covered.append((optimizer, name))
-
-    def _on_whole(self, optimizer: Optimizer, function: Callable[..., Any]) -> Callable[..., Any]:
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            self.restore()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._keep_mine(optimizer)
-
-        return whole
-
-    @torch.no_grad()
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.restore()
-        self.send(optimizer)
-        self.state.stepped(optimizer, self._changed)

@@ -13,10 +13,10 @@ import torch
 
 
 class OwnRandom:
-    """torch's default stream is this one inside of `with stream():`, and afterwards what it was."""
+    """Inside of `with random_state():` torch draws from this state, and afterwards from the one it had."""
 
     def __init__(self, number: int) -> None:
-        """`number`: of this rank among those that see the same batch; 0 goes on with the stream that there is."""
+        """`number`: of this rank among those that see the same batch; 0 draws from the state that there is."""
         self.number = number
         self.states: list[torch.Tensor] = []
 

@@ -77,17 +77,17 @@ def bring(tensor: torch.Tensor, shared: Shared) -> None:
     """Its numbers to every rank, in place. Collective."""
     rank = dist.get_rank()
     mine = tensor if shared.owner == rank else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    wire = mine.detach().contiguous().view(-1).to(shared.device)
-    if wire.numel():
+    sent = mine.detach().contiguous().view(-1).to(shared.device)
+    if sent.numel():
         try:
-            dist.broadcast(wire.view(torch.uint8), shared.owner)
+            dist.broadcast(sent.view(torch.uint8), shared.owner)
         except NotSupported as error:
             raise NotSupported(
                 f"{error}. Under {shared.strategy} an optimizer's state is divided among the ranks, and what reads or "
                 f"edits it needs every rank: {TOGETHER}, or take --strategy ddp"
             ) from None
     if shared.owner != rank:
-        mine.copy_(wire.view(mine.shape))
+        mine.copy_(sent.view(mine.shape))
         tensor.data = mine
 
 

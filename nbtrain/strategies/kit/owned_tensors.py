@@ -32,7 +32,7 @@ def name_of(func: Any) -> str:
 
 
 def stand_in(like: torch.Tensor) -> torch.Tensor:
-    """Of this shape and type, one number in memory: not a number, so that who computes with it sees that."""
+    """A tensor of the same shape and dtype, one number in memory: NaN, so that computing with it shows."""
     empty = math.nan if like.is_floating_point() or like.is_complex() else 0
     return torch.full((), empty, dtype=like.dtype, device=like.device).expand(like.shape)
 

@@ -42,9 +42,9 @@ def estimate(
     sent: float = 0,
     notes: Iterable[str] = (),
 ) -> Estimate:
-    """Of a rank that has the whole model. `gradients`: of these it has so many when the backward has ended, where that
-    is not all. `activations`: bytes of them here, of so many in one process. `after`: bytes needed for a moment once
-    the optimizer has stepped."""
+    """The estimate for a rank that has the whole model. `gradients`: bytes that it has when the backward has ended,
+    where that is not all. `activations`: bytes of them here, of so many in one process. `after`: bytes needed for a
+    moment once the optimizer has stepped."""
     model = profile.parameters + profile.buffers
     kept = profile.gradients if gradients is None else gradients
     state = profile.state if optimizer is None else optimizer
@@ -145,8 +145,8 @@ class Sent:
         return found + (self.cast if found else 0)
 
 
-def by_wire(dtype: str, world: World) -> Width:
-    """As `AllReduce` has it; gloo adds up halves as float32."""
+def width_sent(dtype: str, world: World) -> Width:
+    """What `AllReduce` sends of a number; gloo adds up halves as float32."""
     if dtype in DTYPES:
         return lambda _: DTYPES[dtype].itemsize
     return lambda size: max(size, 4) if world.kind == "cpu" else size
@@ -164,7 +164,7 @@ def replicated(profile: Profile, world: World, bucket_mb: float, travels: Width)
 
 
 def largest_share(weights: Sequence[Weight], owners: Sequence[int], bytes: Callable[[Weight], int]) -> int:
-    """Of the owner that has the most."""
+    """The bytes of the owner that has the most."""
     held: dict[int, int] = {}
     for weight, owner in zip(weights, owners, strict=True):
         held[owner] = held.get(owner, 0) + bytes(weight)

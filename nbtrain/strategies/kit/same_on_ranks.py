@@ -14,7 +14,7 @@ ODD, ODDER = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 def differing(
     tensors: Sequence[torch.Tensor], device: torch.device | str, number: Callable[[torch.Tensor], object] | None = None
 ) -> list[bool]:
-    """Of each of them whether it differs between ranks. Collective: one small reduction on this device, for as many
+    """For each tensor, whether it differs between ranks. Collective: one small reduction on this device, for as many
     tensors on every rank. `number`: another one than `digest` makes."""
     if not tensors:
         return []

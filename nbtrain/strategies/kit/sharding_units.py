@@ -129,8 +129,8 @@ def _is_rule(part: Any) -> bool:
 
 
 def _classes_of(part: Any) -> tuple[type, ...] | None:
-    """Of a ModuleWrapPolicy, or of a transformer_auto_wrap_policy: they are looked up as classes of the line are, so
-    that one that was defined anew is found, and one that the model does not have is named."""
+    """The classes of a ModuleWrapPolicy or transformer_auto_wrap_policy. They are looked up as classes of the line are,
+    so that one that was defined anew is found, and one that the model does not have is named."""
     if isinstance(part, str | int | float | type):
         return None
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy

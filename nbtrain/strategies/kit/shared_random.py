@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-Stream = Callable[[torch.device], AbstractContextManager[None]]
-_streams: list[Stream] = []
+RandomState = Callable[[torch.device], AbstractContextManager[None]]
+_states: list[RandomState] = []
 
 
-def draw_from(stream: Stream) -> None:
-    """`training` knows where one process would stand: `with stream(device):` torch's default stream stands there."""
-    _streams[:] = [stream]
+def draw_from(state: RandomState) -> None:
+    """`state` is set by `training`: inside of `with state(device):` torch draws what one process would draw."""
+    _states[:] = [state]
 
 
-def one_stream(device: torch.device) -> AbstractContextManager[None]:
-    """Around a draw; as the ranks' streams stand, where nobody has said more."""
-    return _streams[0](device) if _streams else nullcontext()
+def shared_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Around a draw. Without `draw_from` the ranks' own random states are used, which are equal."""
+    return _states[0](device) if _states else nullcontext()

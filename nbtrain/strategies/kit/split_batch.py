@@ -70,7 +70,7 @@ class CutCall:
 
 
 class CutCalls:
-    """Of one component. `on` while a cell runs."""
+    """Cuts the calls of a component's models along the batch. `on` while a cell runs."""
 
     def __init__(self, strategy: str, parts: int, run: Callable[[CutCall], Any], cuda: bool) -> None:
         """`run`: what happens instead of a call; its plan says whether it can be cut."""
@@ -193,7 +193,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Of a value without its tensors."""
+    """What a value is made of, apart from its tensors."""
 
     key: Any
     """equal for two values of the same form, with the same plain values in it"""

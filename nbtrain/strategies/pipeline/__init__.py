@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -97,8 +97,8 @@ class Staged(Prepared):
         self.stepping = False
         """a closure's backward runs inside of a step"""
         self.asked = AutogradRefusals(component.parameters(), self._inside)
-        self.placing = StageTensors(self.place.rank, self._inside, device)
-        self.place.lifted, self.place.plain = self.placing.lifted, self.placing.plain
+        self.stage_tensors = StageTensors(self.place.rank, self._inside, device)
+        self.place.own_plain, self.place.all_plain = self.stage_tensors.own_plain, self.stage_tensors.all_plain
         self.steps: list[Any] = []
         """what ends with a step that is under way"""
         self._hold()
@@ -109,16 +109,17 @@ class Staged(Prepared):
         component, place = self.component, self.place
         self.hooks.look()
         self.owners = find_owners(self.lines, component.parameters(), component.buffers(), self.promoted)
-        self.holding = StageParameters(self.owners, component.optimizers.values(), place.rank, self.placing)
-        self.holding.hide()
-        self.dicts = StateDicts(self.holding)
-        foreign = [p for p in component.parameters() if self.holding.foreign(p)]
+        owners, optimizers = self.owners, component.optimizers.values()
+        self.stage_parameters = StageParameters(owners, optimizers, place.rank, self.stage_tensors)
+        self.stage_parameters.hide()
+        self.dicts = StateDicts(self.stage_parameters)
+        foreign = [p for p in component.parameters() if self.stage_parameters.foreign(p)]
         place.accumulates = lambda: self.asked.accumulates
         units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
         accumulates = place.accumulates
-        self.one_by_one = ByParts(units, place.rank, self._busy, place.stream, accumulates, self._look)
-        self.one_by_one.lifted, self.one_by_one.failures = self.placing.lifted, place.failures
-        own = [p for p in component.parameters() if not self.holding.foreign(p)]
+        self.one_by_one = ByParts(units, place.rank, self._busy, place.random_state, accumulates, self._look)
+        self.one_by_one.own_plain, self.one_by_one.failures = self.stage_tensors.own_plain, place.failures
+        own = [p for p in component.parameters() if not self.stage_parameters.foreign(p)]
         self.shared = TiedGradients(
             self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
         )
@@ -126,15 +127,15 @@ class Staged(Prepared):
 
     def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
-        self.placing.off()
-        self.holding.gather(needed)
+        self.stage_tensors.off()
+        self.stage_parameters.gather(needed)
         self.promoted |= {id(t) for t in needed}
         self._hold_anew()
 
     def _move(self, line: Line, counts: list[int]) -> None:
         """The stages are these from now on. Collective; in the middle of a cell."""
-        self.placing.off()
-        self.holding.gather()
+        self.stage_tensors.off()
+        self.stage_parameters.gather()
         line.counts = counts
         self._hold_anew()
         if self.place.rank == 0:
@@ -142,8 +143,8 @@ class Staged(Prepared):
 
     def _reorder(self, line: Line, order: list[int]) -> None:
         """The parts are called in this order; those that are not come last. Collective; in the middle of a cell."""
-        self.placing.off()
-        self.holding.gather()
+        self.stage_tensors.off()
+        self.stage_parameters.gather()
         left = [number for number in range(len(line.parts)) if number not in set(order)]
         line.parts = [line.parts[number] for number in (*order, *left)]
         if not self.options.balance[:1].isdigit():
@@ -179,8 +180,8 @@ class Staged(Prepared):
 
     def _place(self) -> None:
         """From now on tensors of one rank are read and written on all."""
-        self.placing.on(self.holding.places())
-        self.placing.learn(self.holding.states())
+        self.stage_tensors.on(self.stage_parameters.places())
+        self.stage_tensors.add(self.stage_parameters.states())
 
     def _busy(self) -> bool:
         """Units are called as they are."""
@@ -222,9 +223,9 @@ class Staged(Prepared):
     def enter(self) -> None:
         if self.handles:
             return
-        self.holding.hide_states()
-        self.holding.tell_gradients(self.place.device)
-        self.place.stream.begin()
+        self.stage_parameters.hide_states()
+        self.stage_parameters.tell_gradients(self.place.device)
+        self.place.random_state.begin()
         self.dicts.on()
         self.asked.on()
         self.functional.on()
@@ -243,7 +244,7 @@ class Staged(Prepared):
     def leave(self) -> None:
         self._stop()
         self.reset()
-        self.holding.let_gradients_go()
+        self.stage_parameters.let_gradients_go()
 
     def pause(self) -> None:
         if self._inside():
@@ -254,7 +255,7 @@ class Staged(Prepared):
         while self.handles:
             self.handles.pop().remove()
         self.steps.clear()
-        self.placing.off()
+        self.stage_tensors.off()
         if self.loss is not None:
             self.loss.leave()
         for calls in self.calls:
@@ -269,55 +270,55 @@ class Staged(Prepared):
         self.place.inside = self.stepping = False
         self.place.channel.forget()
         self.place.failures.forget()
-        self.holding.put_back()
+        self.stage_parameters.put_back()
 
     # --- the loop --------------------------------------------------------------------------------
 
     @contextmanager
     def backward(self) -> Iterator[float]:
-        self.holding.check_half(self.place.device)
-        self.holding.set_aside()
+        self.stage_parameters.check_half(self.place.device)
+        self.stage_parameters.set_aside()
         try:
             with self.shared.backward():
                 yield 1.0
         except Exception as error:
             if is_everywhere(error):  # a cell may catch it, and look at what gradients there are
-                self.holding.put_back()
-                self.holding.tell_gradients(self.place.device)
-                self.holding.half = self.holding.own_gradients()
+                self.stage_parameters.put_back()
+                self.stage_parameters.tell_gradients(self.place.device)
+                self.stage_parameters.half = self.stage_parameters.own_gradients()
             raise
         finally:
-            self.holding.put_back()
-        self.holding.tell_gradients(self.place.device)
+            self.stage_parameters.put_back()
+        self.stage_parameters.tell_gradients(self.place.device)
         if self.stepping:
-            self.holding.set_aside()
+            self.stage_parameters.set_aside()
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         held = list(parameters)
         if not any(id(p) in self.owners.of for p in held):
             return None
-        foreign = {id(p) for p in self.owners.owned if self.holding.foreign(p)}
+        foreign = {id(p) for p in self.owners.owned if self.stage_parameters.foreign(p)}
         with tensors.as_plain_tensors():
             return clip_norm(held, set(self.owners.of), foreign, max_norm, norm_type, self.place.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.holding.knows(optimizer):
-            self.holding.check_half(self.place.device)
-            self.holding.missed(optimizer)
-        if self.holding.learns(optimizer) and self._per_parameter(optimizer):
+        if self.stage_parameters.knows(optimizer):
+            self.stage_parameters.check_half(self.place.device)
+            self.stage_parameters.missed(optimizer)
+        if self.stage_parameters.learns(optimizer) and self._per_parameter(optimizer):
             self.stepping = True
-            self.holding.set_aside()
-            lifted = self.placing.lifted(lambda: self.holding.stepped(optimizer))
-            lifted.__enter__()
-            self.steps.append((optimizer, lifted))
+            self.stage_parameters.set_aside()
+            own_plain = self.stage_tensors.own_plain(lambda: self.stage_parameters.stepped(optimizer))
+            own_plain.__enter__()
+            self.steps.append((optimizer, own_plain))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.holding.knows(optimizer):
+        if self.stage_parameters.knows(optimizer):
             if self.steps and self.steps[-1][0] is optimizer:
                 self.steps.pop()[1].__exit__(None, None, None)
             self.stepping = False
-            self.holding.put_back()
-            self.holding.tell_states(optimizer, self.place.device)
+            self.stage_parameters.put_back()
+            self.stage_parameters.tell_states(optimizer, self.place.device)
 
     def _per_parameter(self, optimizer: torch.optim.Optimizer) -> bool:
         """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
@@ -329,7 +330,7 @@ class Staged(Prepared):
     # --- between cells ---------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        return self.holding.pieces()
+        return self.stage_parameters.pieces()
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.owners.shared}
@@ -345,12 +346,12 @@ class Staged(Prepared):
             return False
         _check(component)
         self.component = component
-        self.holding.optimizers = list(component.optimizers.values())
-        self.holding.hide_states()
+        self.stage_parameters.optimizers = list(component.optimizers.values())
+        self.stage_parameters.hide_states()
         return True
 
     def close(self) -> None:
-        self.holding.gather()
+        self.stage_parameters.gather()
         self.drop()
 
     def drop(self) -> None:
@@ -360,6 +361,8 @@ class Staged(Prepared):
 
 class Pipeline(Strategy):
     """A model in stages."""
+
+    empty_weights = "hollow"
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
@@ -397,9 +400,6 @@ class Pipeline(Strategy):
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         """Every rank sees every batch: it is the model that is divided."""
         return 0, 1
-
-    def wants_blanks(self) -> Literal["filled", "hollow", "meta"]:
-        return "hollow"
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(self.options, profile, world)

@@ -31,7 +31,7 @@ BY_NAME = (
 
 
 class AutogradRefusals:
-    """Of one component, in `torch.autograd.backward` and `torch.autograd.grad`, between `on` and `off`."""
+    """Refuses what `torch.autograd.backward` and `grad` cannot do for one component, between `on` and `off`."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], inside: Callable[[], bool]) -> None:
         """`inside`: what runs now is a stage's own backward."""

@@ -59,7 +59,7 @@ class ByParts:
         units: Iterable[tuple[nn.Module, int]],
         rank: int,
         busy: Callable[[], bool],
-        stream: OwnRandom,
+        random_state: OwnRandom,
         accumulates: Callable[[], bool] = lambda: True,
         look: Callable[[], None] = lambda: None,
     ) -> None:
@@ -69,44 +69,44 @@ class ByParts:
         self.units: dict[int, tuple[nn.Module, int]] = {}
         self.rank = rank
         self.busy = busy
-        self.stream = stream
+        self.random_state = random_state
         self.accumulates = accumulates
         self.look = look
         self.inside = False
         """this rank runs a unit of its own, or its backward"""
-        self.lifted: Callable[[], Any] = nullcontext
+        self.own_plain: Callable[[], Any] = nullcontext
         """this rank's weights are ordinary tensors meanwhile"""
         self.failures = StageErrors(rank)
-        self._worn: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+        self._replaced_classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
         self.take(units)
 
     def take(self, units: Iterable[tuple[nn.Module, int]]) -> None:
         """These are the units from now on."""
-        worn = bool(self._worn)
+        entered = bool(self._replaced_classes)
         self.leave()
-        # Without anything to hold, a module is none of a rank's: it is run by all, in the stream of all.
+        # Without anything to hold, a module is none of a rank's: it is run by all, with the random state of all.
         self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
         self.numbers = {number: i for i, number in enumerate(self.units)}
-        if worn:
+        if entered:
             self.enter()
 
     def enter(self) -> None:
         self.leave()
         for module, _ in self.units.values():
             plain = type(module)
-            dress = self._dress(plain)
-            module.__class__ = dress
-            self._worn.append((module, plain, dress))
+            unit_class = self._unit_class(plain)
+            module.__class__ = unit_class
+            self._replaced_classes.append((module, plain, unit_class))
 
     def leave(self) -> None:
         """Forgives a cell that was cut short in the middle of a unit."""
         self.inside = False
-        while self._worn:
-            module, plain, dress = self._worn.pop()
-            if type(module) is dress:
+        while self._replaced_classes:
+            module, plain, unit_class = self._replaced_classes.pop()
+            if type(module) is unit_class:
                 module.__class__ = plain
 
-    def _dress(self, plain: type[nn.Module]) -> type[nn.Module]:
+    def _unit_class(self, plain: type[nn.Module]) -> type[nn.Module]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return plain.__call__(module, *args, **kwargs)
 
@@ -246,13 +246,13 @@ class PartCall:
         if refused:
             raise NotSupported(refused)
         sizes = [one.bytes for one in layouts]
-        wire = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        parts = wire.split(sizes)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = buffer.split(sizes)
         if self.mine:
             for part, out, layout in zip(parts, outputs, layouts, strict=True):
                 part.copy_(layout.flat(out).view(torch.uint8))
-        if wire.numel():
-            self.units.share(wire, self.owner)
+        if buffer.numel():
+            self.units.share(buffer, self.owner)
         if not self.mine:
             outputs = [layout.of_bytes(part) for part, layout in zip(parts, layouts, strict=True)]
         return outputs, [layout.has_gradient for layout in layouts]
@@ -264,7 +264,7 @@ class PartCall:
         units.inside = True
         try:
             # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
-            with units.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), units.stream():
+            with units.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), units.random_state():
                 handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
@@ -335,15 +335,15 @@ class PartCall:
         sizes = [layout.bytes for wants, layout in wanted if wants]
         if not sizes:
             return [None] * len(wanted)
-        wire = torch.zeros(len(sizes) + sum(sizes), dtype=torch.uint8, device=self.device)
-        there, *parts = wire.split([len(sizes), *sizes])
+        buffer = torch.zeros(len(sizes) + sum(sizes), dtype=torch.uint8, device=self.device)
+        there, *parts = buffer.split([len(sizes), *sizes])
         if self.mine:
             pairs = [(g, layout) for g, (wants, layout) in zip(found, wanted, strict=True) if wants]
             there.copy_(torch.tensor([g is not None for g, _ in pairs], dtype=torch.uint8))
             for part, (g, layout) in zip(parts, pairs, strict=True):
                 if g is not None:
                     part.copy_(layout.flat(g.to_dense() if g.is_sparse else g).view(torch.uint8))
-        self.units.share(wire, self.owner)
+        self.units.share(buffer, self.owner)
         flags = iter(there.tolist())
         bytes_of = iter(parts)
         taken: list[torch.Tensor | None] = []
@@ -360,7 +360,7 @@ class PartCall:
         ends, given = [o for o, _ in pairs], [g for _, g in pairs]
         units.inside = True
         try:
-            with units.lifted(), units.stream():  # what it draws, in a part computed again say, it draws alone
+            with units.own_plain(), units.random_state():  # a part that is computed again draws the rank's own numbers
                 return self._found(ends, given, starts, again)
         finally:
             units.inside = False
@@ -433,10 +433,10 @@ class MemoryLayout:
             tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
-    def of_bytes(self, wire: torch.Tensor) -> torch.Tensor:
-        # Of its own: the wire may hold several, and what is edited in place is not to be the next one's.
-        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=wire.device)
-        found.as_strided((found.numel(),), (1,)).view(torch.uint8).copy_(wire)
+    def of_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
+        # Of its own: the buffer may hold several, and what is edited in place is not to be the next one's.
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=buffer.device)
+        found.as_strided((found.numel(),), (1,)).view(torch.uint8).copy_(buffer)
         return found
 
 

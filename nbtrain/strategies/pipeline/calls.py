@@ -54,7 +54,7 @@ MOST = 64
 
 
 class StageCalls:
-    """Of one model. `enter` and `leave` with each cell."""
+    """Sends calls of one model through its stages, while a cell runs."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class StageCalls:
             return None
         before, self.place.inside = self.place.inside, True
         try:
-            with self.place.plain():
+            with self.place.all_plain():
                 return record(self.line, given, tree, self.is_owned)
         except NeedsWhole as error:
             tensors = error.tensors

@@ -76,7 +76,7 @@ class PendingOutput(torch.Tensor):
         if self.found is None:
             if not self.loss.on:  # the cell is over: one rank would compute alone
                 raise NotSupported(NEVER)
-            with self.flow.surroundings():
+            with self.flow.autocast_of_call():
                 self.found = pytree.tree_map_only(torch.Tensor, _raised, call(self.flow))
         return self.found
 
@@ -232,7 +232,7 @@ class OneByTurns:
 
     def _forward(self, number: int) -> Stretch:
         flow, place = self.flow, self.flow.place
-        with flow.surroundings():
+        with flow.autocast_of_call():
             stretch, result = flow.stages[number].forward(flow.slices[number])
         if place.rank == place.last and place.failures.found is None:
             try:

@@ -39,7 +39,7 @@ class Line:
         return list(itertools.accumulate(self.counts))
 
     def stage_of(self, number: int) -> int:
-        """Of the part with this number."""
+        """The stage of the part with this number."""
         return next(stage for stage, end in enumerate(self.ends) if number < end)
 
     def stages(self) -> list[list[nn.Module]]:
@@ -139,7 +139,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def links(chain: nn.Module) -> Iterator[nn.Module]:
-    """Of a Sequential, and of those in it."""
+    """The parts of a Sequential, and of those in it."""
     for child in modules.children(chain).values():
         if child is not None and is_chain(child) and not _hooked(child):
             yield from links(child)
@@ -183,7 +183,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Owners:
-    """Of a component's tensors."""
+    """Which rank has which of a component's tensors."""
 
     of: dict[int, int]
     """id of a parameter or buffer → the rank that has it"""

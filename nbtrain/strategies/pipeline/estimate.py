@@ -129,7 +129,7 @@ def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) ->
 
 
 def _passing(profile: Profile, order: list[int]) -> Iterator[tuple[int, int]]:
-    """Of each unit, what there is in its backward besides the activations that wait."""
+    """For each unit, what its backward needs besides the activations that wait."""
     waiting = sum(unit.activations for unit in profile.units)
     came = 0
     for unit in reversed(order):

@@ -174,7 +174,7 @@ def _of_stage(stage: int, steps: list[Step], maker: dict[int, Step], wanted: Ite
 
 
 def chain_program(line: Line) -> Program:
-    """Of a Sequential."""
+    """The program of a Sequential."""
     steps = [
         Step(part, (ValueRef(number),), {}, whole=number + 1, part=number, fixed=True)
         for number, part in enumerate(line.parts)

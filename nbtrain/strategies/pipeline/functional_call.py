@@ -14,7 +14,7 @@ from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.kit.call_arguments import called_with
-from nbtrain.strategies.kit.stage_tensors import is_placed
+from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
 
 WRAPPED = (
     "torch.func.grad, or vmap, was given weights of the model, which under pipeline lie on one rank each, so that it "
@@ -24,7 +24,7 @@ WRAPPED = (
 
 
 class FunctionalCall:
-    """Of one component, between `on` and `off`."""
+    """Handles `functional_call` with a component's models, between `on` and `off`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.models = list(models)
@@ -70,4 +70,4 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_lost(tensor: Any) -> bool:
     """A transform holds it, and looks at the numbers that this rank has."""
-    return not is_placed(tensor) and is_placed(autograd_engine.unwrapped(tensor, mapped=True))
+    return not is_stage_tensor(tensor) and is_stage_tensor(autograd_engine.unwrapped(tensor, mapped=True))

@@ -85,10 +85,10 @@ def _through(place: StagePlace, program: Program, given: list[Any]) -> Any:
             found = f"{type(error).__name__}: {error}"
     if rank != place.last:
         try:
-            wires = packed(found)
+            message = packed(found)
         except NotSupported as error:  # the call itself is about to say so
-            wires = packed(str(error))
-        place.channel.put(wires, rank + 1)
+            message = packed(str(error))
+        place.channel.put(message, rank + 1)
     return found
 
 
@@ -115,7 +115,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of what has the same form."""
+    """Whether values of the same structure are equal."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(alike([_coarse(a), _coarse(b)]) for a, b in pairs if isinstance(a, torch.Tensor))
 
@@ -131,7 +131,7 @@ def _nothing_stays(place: StagePlace, root: nn.Module) -> Iterator[None]:
     """No random number, no print, no buffer or attribute. Where the user has hooks, nothing is compared."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None
-    stream, place.stream.states = place.stream.states, list(place.stream.states)
+    random_state, place.random_state.states = place.random_state.states, list(place.random_state.states)
     attributes = attributes_of(root)
     with tensors.as_plain_tensors():
         buffers = [(b, tensors.version(b), b.detach().clone()) for b in root.buffers()]
@@ -152,7 +152,7 @@ def _nothing_stays(place: StagePlace, root: nn.Module) -> Iterator[None]:
             for buffer, version, numbers in buffers:
                 if tensors.version(buffer) != version:
                     buffer.copy_(numbers)
-        place.stream.states = stream
+        place.random_state.states = random_state
         random.setstate(drawn)
         if numpy:
             numpy.random.set_state(drawn_too)

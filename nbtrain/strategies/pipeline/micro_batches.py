@@ -41,7 +41,7 @@ class Cut:
         return sum(self.sizes)
 
     def apply(self, leaf: Any) -> list[Any]:
-        """Of one thing that the model is given."""
+        """One argument of the model, for each micro-batch."""
         whole = not (isinstance(leaf, torch.Tensor) and self.cuts(leaf))
         return [leaf] * len(self.sizes) if whole else list(leaf.split(self.sizes))
 
@@ -107,7 +107,7 @@ def shares(cut: Cut) -> list[float]:
 
 
 def gradients(grads: list[Any], cut: Cut) -> list[list[Any]]:
-    """Of each micro-batch's outputs, from those of the whole's."""
+    """The gradients of each micro-batch's outputs, from those of the whole batch."""
     columns: list[list[Any]] = []
     for grad in grads:
         if grad is None:

@@ -15,7 +15,7 @@ from nbtrain.strategies.pipeline.cut_stages import Line
 
 
 class PartHooks:
-    """Of the models of a component."""
+    """The users' hooks on parts of a component's models."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.roots = [line.root for line in lines]

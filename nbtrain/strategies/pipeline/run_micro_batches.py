@@ -22,7 +22,7 @@ from nbtrain.strategies.pipeline.forward_program import Program
 from nbtrain.strategies.pipeline.micro_batches import Cut, Joined, gradients, join
 from nbtrain.strategies.pipeline.stage import Stage, StagePlace, Stretch
 from nbtrain.strategies.pipeline.stage_errors import StageFailure
-from nbtrain.strategies.pipeline.stage_messages import Wires, packed
+from nbtrain.strategies.pipeline.stage_messages import Packed, packed
 
 APART = (
     "the ranks have called {name} with different batches: under pipeline every rank is to see the same ones. Let "
@@ -60,7 +60,7 @@ class MicroBatchFlow:
         kind = place.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
-    def surroundings(self) -> AbstractContextManager[Any]:
+    def autocast_of_call(self) -> AbstractContextManager[Any]:
         """What the model was called in, for what computes later."""
         kind, dtype, enabled = self.autocast
         return torch.autocast(kind, dtype=dtype, enabled=enabled)
@@ -81,16 +81,16 @@ class MicroBatchFlow:
             self.stretches.append(stretch if graph else None)
             results.append(result)
         said: Any = place.failures.found
-        wires: Wires | None = None
+        message: Packed | None = None
         if place.rank == place.last and said is None:
             try:
                 found = join(results, self.cut, self.name)
                 said = found.output, found.differ
-                wires = packed(said)
+                message = packed(said)
             except NotSupported as error:  # the others wait for what is shared
                 said = place.failures.take(error)
         place.channel.settle()
-        said = self.agreed(place.channel.share(said, place.last, wires))
+        said = self.agreed(place.channel.share(said, place.last, message))
         self.joined = joined = Joined(*said)
         return joined
 

@@ -36,7 +36,7 @@ _names: dict[int, tuple[CodeType, tuple[str, ...], frozenset[str]]] = {}
 
 
 def form_of(line: Line, leaves: list[Any], tree: Any) -> Any:
-    """Of a call of the model with these."""
+    """What must be equal for two calls of the model to have the same program."""
     given = tuple(
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else _given(leaf)
         for leaf in leaves

@@ -20,7 +20,7 @@ from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
 from nbtrain.strategies.pipeline.forward_program import Program, Step
 from nbtrain.strategies.pipeline.stage_errors import StageErrors
-from nbtrain.strategies.pipeline.stage_messages import StageChannel, Wires, packed
+from nbtrain.strategies.pipeline.stage_messages import Packed, StageChannel, packed
 
 
 class StagePlace:
@@ -31,14 +31,14 @@ class StagePlace:
         self.device = device
         self.channel = StageChannel(device)
         self.failures = StageErrors(self.rank)
-        self.stream = OwnRandom(self.rank + 1)
+        self.random_state = OwnRandom(self.rank + 1)
         self.inside = False
         """a stage computes, or its backward does"""
         self.accumulates: Callable[[], bool] = lambda: True
         """a backward leaves gradients in parameters"""
-        self.lifted: Callable[[], Any] = nullcontext
+        self.own_plain: Callable[[], Any] = nullcontext
         """this rank's weights are ordinary tensors meanwhile"""
-        self.plain: Callable[[], Any] = nullcontext
+        self.all_plain: Callable[[], Any] = nullcontext
         """all ranks' are"""
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
@@ -52,7 +52,7 @@ class StagePlace:
         before, self.inside = self.inside, True
         try:
             # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
-            with self.lifted(), torch.set_grad_enabled(graph), saved_as_they_are(), self.stream():
+            with self.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), self.random_state():
                 yield
         finally:
             self.inside = before
@@ -115,17 +115,17 @@ class Stage:
         incoming = place.channel.receive(place.rank - 1) if place.rank else []
         place.failures.know(incoming)
         result: Any = None
-        wires: Wires | None = None
+        message: Packed | None = None
         if place.failures.found is None:
             try:
-                result, wires = self._compute(given, incoming, stretch)
+                result, message = self._compute(given, incoming, stretch)
             except Exception as error:  # whatever the user's modules raise
                 place.failures.take(error)
         if place.rank != place.last:
-            place.channel.put(wires or packed(place.failures.found), place.rank + 1)
+            place.channel.put(message or packed(place.failures.found), place.rank + 1)
         return stretch, result
 
-    def _compute(self, given: list[Any], incoming: list[Any], stretch: Stretch) -> tuple[Any, Wires | None]:
+    def _compute(self, given: list[Any], incoming: list[Any], stretch: Stretch) -> tuple[Any, Packed | None]:
         """What the last stage returns; what others send."""
         place = self.place
         values: dict[int, Any] = {}
@@ -159,15 +159,15 @@ class Stage:
         if grads is None:
             grads = place.channel.receive(place.rank + 1, back=True)
         place.failures.know(grads)
-        wires: Wires | None = None
+        message: Packed | None = None
         if place.failures.found is None:
             try:
                 self._backward(stretch, grads, again)
-                wires = packed([box.grad for box in stretch.boxes]) if place.rank else None
+                message = packed([box.grad for box in stretch.boxes]) if place.rank else None
             except Exception as error:  # a hook's, or an autograd function's of the user's
                 place.failures.take(error)
         if place.rank:
-            place.channel.put(wires or packed(place.failures.found), place.rank - 1, back=True)
+            place.channel.put(message or packed(place.failures.found), place.rank - 1, back=True)
             for box in stretch.boxes:
                 box.grad = None
 

@@ -24,7 +24,7 @@ THIN = (
 )
 
 
-Wires = tuple[bytes, list[torch.Tensor]]
+Packed = tuple[bytes, list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +50,27 @@ class StageChannel:
     def send(self, value: Any, to: int, back: bool = False) -> None:
         self.put(packed(value), to, back)
 
-    def put(self, wires: Wires, to: int, back: bool = False) -> None:
-        for wire in (*self._heads(wires[0]), *wires[1]):
-            if wire.numel():
-                work = dist.isend(wire, to, group=self._group(back), tag=int(back))
-                self._under_way.append((work, wire))
+    def put(self, message: Packed, to: int, back: bool = False) -> None:
+        for tensor in (*self._heads(message[0]), *message[1]):
+            if tensor.numel():
+                work = dist.isend(tensor, to, group=self._group(back), tag=int(back))
+                self._under_way.append((work, tensor))
 
     def receive(self, source: int, back: bool = False) -> Any:
-        def get(wire: torch.Tensor) -> None:
-            dist.recv(wire, source, group=self._group(back), tag=int(back))
+        def get(tensor: torch.Tensor) -> None:
+            dist.recv(tensor, source, group=self._group(back), tag=int(back))
 
         return self._receive(get)
 
-    def share(self, value: Any, source: int, wires: Wires | None = None) -> Any:
-        """From one rank to all. `wires`: it is packed already."""
+    def share(self, value: Any, source: int, message: Packed | None = None) -> Any:
+        """From one rank to all. `message`: it is packed already."""
         if dist.get_rank() == source:
-            said, tensors = wires or packed(value)
-            for wire in (*self._heads(said), *tensors):
-                if wire.numel():
-                    dist.broadcast(wire.reshape(-1).view(torch.uint8), source)
+            said, tensors = message or packed(value)
+            for tensor in (*self._heads(said), *tensors):
+                if tensor.numel():
+                    _share(tensor, source)
             return value
-        return self._receive(lambda wire: _share(wire, source))
+        return self._receive(lambda tensor: _share(tensor, source))
 
     def settle(self) -> None:
         """What was sent has arrived."""
@@ -116,11 +116,11 @@ class StageChannel:
         return self._back[1]
 
 
-def _share(wire: torch.Tensor, source: int) -> None:
-    dist.broadcast(wire.reshape(-1).view(torch.uint8), source)
+def _share(tensor: torch.Tensor, source: int) -> None:
+    dist.broadcast(tensor.reshape(-1).view(torch.uint8), source)
 
 
-def packed(value: Any) -> Wires:
+def packed(value: Any) -> Packed:
     """As it is sent. Raises where it cannot be."""
     tensors: list[torch.Tensor] = []
 
@@ -148,7 +148,7 @@ def pickled(value: Any) -> bytes:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Of a tensor that an object holds only the numbers would arrive, and the stages before would learn nothing."""
+    """Refuses tensors inside objects: only their content would arrive, and no gradient would go back."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

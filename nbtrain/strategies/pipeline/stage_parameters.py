@@ -19,7 +19,8 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, stand_in
-from nbtrain.strategies.kit.stage_tensors import StageTensors, gradient_elsewhere, is_placed
+from nbtrain.strategies.kit.stage_tensors import StageTensors
+from nbtrain.strategies.kit.tensor_spots import gradient_elsewhere, is_stage_tensor
 from nbtrain.strategies.pipeline.cut_stages import Owners
 
 TOGETHER = (
@@ -37,10 +38,10 @@ Layout = list[tuple[Any, Any]] | None
 
 
 class StageParameters:
-    """Of one component, on one rank."""
+    """The parameters, gradients and optimizer state of one component, on the rank that owns them or elsewhere."""
 
-    def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int, placing: StageTensors) -> None:
-        self.owners, self.rank, self.placing = owners, rank, placing
+    def __init__(self, owners: Owners, optimizers: Iterable[Optimizer], rank: int, stage_tensors: StageTensors) -> None:
+        self.owners, self.rank, self.stage_tensors = owners, rank, stage_tensors
         self.strides: dict[int, Any] = {}
         """id → strides on its rank, of those that are not contiguous there"""
         self._optimizers = [ref(optimizer) for optimizer in optimizers]
@@ -72,7 +73,7 @@ class StageParameters:
             if self.foreign(tensor) and _is_whole(tensor):
                 tensor.data = stand_in(tensor.data)
                 if tensor.grad is not None:
-                    tensor.grad = gradient_elsewhere(tensor, self.placing, self.owners.of[id(tensor)])
+                    tensor.grad = gradient_elsewhere(tensor, self.stage_tensors, self.owners.of[id(tensor)])
             elif not self.foreign(tensor) and not tensor.is_contiguous() and not _is_whole(tensor):
                 tensor.data = tensor.data.contiguous()  # what was made hollow
         for p in self.owners.shared:
@@ -91,8 +92,8 @@ class StageParameters:
                         if _is_whole(value):
                             value.data = stand_in(value.data)
                     self._told[id(optimizer), id(p)] = _layout(state)
-        if self.placing.open:
-            self.placing.learn(self.states())
+        if self.stage_tensors.open:
+            self.stage_tensors.add(self.states())
 
     def _of(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The owned parameters that it holds, in its order."""
@@ -141,8 +142,8 @@ class StageParameters:
             for p, there in zip(self.trained, flags.tolist(), strict=True):
                 if self.foreign(p) and not there:
                     p.grad = None
-                elif self.foreign(p) and not is_placed(p.grad):
-                    p.grad = gradient_elsewhere(p, self.placing, self.owners.of[id(p)], there > 1)
+                elif self.foreign(p) and not is_stage_tensor(p.grad):
+                    p.grad = gradient_elsewhere(p, self.stage_tensors, self.owners.of[id(p)], there > 1)
 
     def own_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with tensors.as_plain_tensors():
@@ -191,8 +192,8 @@ class StageParameters:
         """After a step: what has come to the states. Collective."""
         with tensors.as_plain_tensors():
             self._tell_states(optimizer, device)
-        if self.placing.open:
-            self.placing.learn(self.states())
+        if self.stage_tensors.open:
+            self.stage_tensors.add(self.states())
 
     def _tell_states(self, optimizer: Optimizer, device: torch.device) -> None:
         held = self._of(optimizer)

@@ -15,10 +15,10 @@ from nbtrain.strategies.pipeline.stage_parameters import StageParameters
 
 
 class StateDicts:
-    """Of one component, while a cell runs."""
+    """Follows what a cell loads into one component."""
 
-    def __init__(self, holding: StageParameters) -> None:
-        self.holding = holding
+    def __init__(self, stage_parameters: StageParameters) -> None:
+        self.stage_parameters = stage_parameters
 
     def on(self) -> None:
         _while.on(self)
@@ -39,8 +39,8 @@ def _optimizer_load(old: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = old(optimizer, *args, **kwargs)
         for dicts in _open:
-            dicts.holding.learns(optimizer)
-            dicts.holding.hide_states()
+            dicts.stage_parameters.learns(optimizer)
+            dicts.stage_parameters.hide_states()
         return result
 
     return load_state_dict

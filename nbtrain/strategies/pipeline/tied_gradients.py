@@ -104,15 +104,15 @@ class TiedGradients:
 
     @torch.no_grad()
     def _sum(self, brought: list[torch.Tensor | None], roots: list[torch.Tensor]) -> None:
-        wires = self._wires(brought, self._loss(roots))
-        for _, wire, _ in wires:
-            _together(wire)
-        (_, _, first), *_ = wires
+        buffers = self._buffers(brought, self._loss(roots))
+        for _, buffer, _ in buffers:
+            _together(buffer)
+        (_, _, first), *_ = buffers
         losses, used, (failed,) = (part.tolist() for part in first[-3:])
         if failed:
             self.failures.agree()
         self._compare(losses, roots)
-        for places, _, views in wires:
+        for places, _, views in buffers:
             for place, view, some in zip(places, views, used, strict=False):
                 if some:
                     _add(self.parameters[place], view)
@@ -140,7 +140,7 @@ class TiedGradients:
             why = NAN if nans else ""
             raise NotSupported(DIFFERENT.format(losses=", ".join(f"{loss:.6g}" for loss in losses), why=why))
 
-    def _wires(self, brought: list[torch.Tensor | None], losses: torch.Tensor) -> list[Any]:
+    def _buffers(self, brought: list[torch.Tensor | None], losses: torch.Tensor) -> list[Any]:
         """(places, what is sent, what it holds), by type and device; losses and marks go with the first."""
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, p in enumerate(self.parameters):
@@ -148,20 +148,20 @@ class TiedGradients:
         used = [float(brought[place] is not None) for group in groups.values() for place in group]
         if not any(dtype.is_floating_point for dtype, _ in list(groups)[:1]):
             groups = {(torch.float32, self.device): [], **groups}
-        wires = []
+        buffers = []
         for number, ((dtype, device), places) in enumerate(groups.items()):
             held = [_dense(brought[place], self.parameters[place], dtype) for place in places]
             if not number:
                 marks = used, [float(self.failures.found is not None)]
                 held += [losses.to(device, dtype), *(torch.tensor(m, dtype=dtype, device=device) for m in marks)]
             flat = tensors.flatten(held)
-            wires.append((places, flat, tensors.unflatten(flat, held)))
-        return wires
+            buffers.append((places, flat, tensors.unflatten(flat, held)))
+        return buffers
 
 
-def _together(wire: torch.Tensor) -> None:
+def _together(buffer: torch.Tensor) -> None:
     try:
-        dist.all_reduce(wire)
+        dist.all_reduce(buffer)
     except NotSupported as error:
         raise NotSupported(f"{error}. {ALONE}") from None
 

@@ -23,25 +23,23 @@ from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.kit.allreduce import AllReduce
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.gradient_average import GradientAverage, Replicated, norms_of, replicas_of
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, Replicated, norms_of, replicas_of
+from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import estimate, largest_share, ring, step_bytes, trainable
+from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import ReduceToOwner
 
 
-class Fair(Prepared):
+class Fair(Averaged):
     """One component. Parameters that FairScale cannot divide are whole on every rank, as under ddp."""
-
-    hooks_see_own_gradients = True
 
     divides_gradients = True
 
     def __init__(self, component: Component, kinds: list[list[torch.Tensor]]) -> None:
-        super().__init__(component)
         oss, parallel = library()
         self.rank = dist.get_rank()
         self.oss = [make_oss(oss, parameters) for parameters in kinds]
@@ -49,7 +47,7 @@ class Fair(Prepared):
         self.owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
         rest = [p for p in component.parameters() if id(p) not in self.owners]
         self.norms = GradientAverage([], norms=norms_of(component.modules.values()))
-        self.sync = GradientAverage(rest)
+        super().__init__(component, GradientAverage(rest))
         for p in self.parameters:
             p.grad = None
         self.reducing = ReduceToOwner(
@@ -108,11 +106,8 @@ class Fair(Prepared):
         super().rescale(held, factor)
         self.reducing.rescale(held, factor)
 
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.sync.differentiated(parameters)
-
     @torch.no_grad()
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         parameters = list(parameters)
         self.sync.catch_up(parameters)
         self.reducing.catch_up(parameters)

@@ -26,7 +26,7 @@ REDUCED = "nbtrain_reduced"
 
 
 class ReduceToOwner:
-    """Of one ShardedDataParallel."""
+    """Reduces the gradients of one ShardedDataParallel to their owners."""
 
     def __init__(
         self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: GradientAverage

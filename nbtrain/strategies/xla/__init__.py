@@ -2,7 +2,7 @@
 
 A tensor of XLA cannot take a CPU tensor's place (`p.data = …` is refused by torch), so parameters, buffers and the
 optimizer's state become others on the ranks; to the notebook they are kept elsewhere, and come home by way of the CPU.
-Written against torch_xla's documented calls; see `_xla.library`. It was run on XLA's CPU device, and on no TPU.
+Written against torch_xla's documented calls; see library.py. It was run on XLA's CPU device, and on no TPU.
 """
 
 from __future__ import annotations

@@ -22,18 +22,19 @@ from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.allreduce import AllReduce, Sending
 from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, ShareSteps, as_bytes, held_by
+from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, as_bytes, held_by
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, dealt_out
 from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
-    by_wire,
     estimate,
     largest_share,
     ring,
     step_bytes,
     trainable,
     width,
+    width_sent,
 )
+from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 
 AHEAD = 3
@@ -45,8 +46,8 @@ Parcels = list[tuple[int, list[torch.Tensor]]]
 class Shares(Replicated):
     """A component whose parameters and gradients are whole on every rank."""
 
-    def __init__(self, component: Component, bucket_mb: float, wire: AllReduce) -> None:
-        super().__init__(component, bucket_mb, wire)
+    def __init__(self, component: Component, bucket_mb: float, all_reduce: AllReduce) -> None:
+        super().__init__(component, bucket_mb, all_reduce)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         parameters = component.parameters()
         self.owners: dict[int, int] = {}
@@ -199,7 +200,7 @@ class Zero1(Strategy):
         weights = trainable(profile)
         owners = dealt_out([weight.numel for weight in weights], world.ranks)
         share = largest_share(weights, owners, lambda weight: weight.state)
-        sent = Sent(profile, world, self.options.bucket_mb, by_wire(self.options.comm_dtype, world))
+        sent = Sent(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))
         parcels = _parcels(weights, owners, int(self.options.bucket_mb * 2**20))
         return estimate(
             profile,

@@ -240,7 +240,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if gradient is not None:
         tensor.grad = None
     data = tensor.data
-    if tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded: `Strategy.wants_blanks`
+    if tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded: `Strategy.empty_weights`
         tensor.data = data[(0,) * data.dim()].to(dtype).expand(data.shape)
     else:
         tensor.data = data.to(dtype)

@@ -227,7 +227,7 @@ class Components:
             for kept in old:
                 self.close(kept)
             blanks = MetaInit.of(component)
-            wanted = self.strategy.wants_blanks()
+            wanted = self.strategy.empty_weights
             if blanks is not None and wanted == "filled":
                 self._tell(blanks.fill(self.device))
             elif blanks is not None and wanted == "hollow":

@@ -80,7 +80,8 @@ class Pieces:
         """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
         strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
         from nbtrain.strategies.kit.row_shards import RowShards, by_rows, whole
-        from nbtrain.strategies.kit.stage_tensors import is_placed, whole_of
+        from nbtrain.strategies.kit.stage_tensors import whole_of
+        from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
 
         known = set(known)
         held = {id(tensor): piece for tensor, piece in self.strays}
@@ -91,7 +92,7 @@ class Pieces:
         left: list[Any] = [one.tensor for one in self._held if is_divided(one.tensor) and id(one.tensor) not in known]
         found |= {id(t): t for t in left if self.table.find(t) is not None and by_rows(t)}
         self.strays = [(t, held.get(id(t)) or RowShards(t)) for t in found.values()]
-        return [(t, whole_of(t) if is_placed(t) else whole(t)) for t in others if id(t) not in found]
+        return [(t, whole_of(t) if is_stage_tensor(t) else whole(t)) for t in others if id(t) not in found]
 
     def put_together(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the

@@ -17,12 +17,12 @@ import torch.distributed as dist
 def find_strays(values: Mapping[str, Any], known: set[int], world_size: int) -> tuple[list[Any], list[Any]]:
     """Below these names, the same on all ranks: those that are divided by rows, and all others. Collective. `known`:
     ids of those that are passed by."""
-    if not {"torch.distributed.tensor", "nbtrain.strategies.kit.stage_tensors"} & sys.modules.keys():
+    if not {"torch.distributed.tensor", "nbtrain.strategies.kit.tensor_spots"} & sys.modules.keys():
         return [], []
     from nbtrain.strategies.kit.row_shards import by_rows as rows
 
     def by_rows(tensor: Any) -> bool:
-        return not _is_placed(tensor) and rows(tensor)
+        return not _on_one_rank(tensor) and rows(tensor)
 
     found = {name: [t for t in parted_tensors([value]) if id(t) not in known] for name, value in values.items()}
     mine = {name: [(tuple(t.shape), str(t.dtype), by_rows(t)) for t in held] for name, held in found.items() if held}
@@ -48,7 +48,7 @@ def parted_tensors(values: Iterable[Any]) -> list[Any]:
     todo = list(values)[::-1]
     while todo:
         value = todo.pop()
-        if isinstance(value, DTensor) or _is_placed(value):
+        if isinstance(value, DTensor) or _on_one_rank(value):
             found.setdefault(id(value), value)
         elif id(value) not in seen:
             if isinstance(value, dict):
@@ -64,10 +64,10 @@ def parted_tensors(values: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _is_placed(value: Any) -> bool:
-    """It lies on one rank, as views of weights do under pipeline that a cell has kept."""
-    placed = sys.modules.get("nbtrain.strategies.kit.stage_tensors")
-    return placed is not None and placed.is_placed(value)
+def _on_one_rank(value: Any) -> bool:
+    """As views of weights do that a cell under pipeline has kept."""
+    spots = sys.modules.get("nbtrain.strategies.kit.tensor_spots")
+    return spots is not None and spots.is_stage_tensor(value)
 
 
 def _pattern(names: list[str], identities: dict[str, list[int]]) -> list[int]:

@@ -18,17 +18,17 @@ def test_a_hook_that_came_under_the_same_number_stays() -> None:
         return lambda *_: heard.append(name)
 
     layer = nn.Linear(1, 1)
-    dress = LibraryAttachments()
-    dress.start([layer])
+    attachments = LibraryAttachments()
+    attachments.start([layer])
     library = layer.register_forward_hook(says("library"))
-    dress.finish()
-    dress.off()
+    attachments.finish()
+    attachments.off()
     RemovableHandle.next_id = library.id  # the notebook's process counts by itself
     layer.register_forward_hook(says("notebook"))
-    dress.on()
+    attachments.on()
     layer(torch.ones(1, 1))
     assert sorted(heard) == ["library", "notebook"]
     heard.clear()
-    dress.off()
+    attachments.off()
     layer(torch.ones(1, 1))
     assert heard == ["notebook"]
