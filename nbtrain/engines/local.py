@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import nbtrain.machine.devices as devices
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
+import nbtrain.machine.host as host
 from nbtrain.awake_time import Patience
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
@@ -48,9 +49,9 @@ class LocalPool:
         global _generations
         _generations += 1
         self.spec = spec
-        if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
+        if spec.start == "fork" and (why := fork_safety.why_not_fork()) is not None:
             raise UsageError(why)
-        threads = devices.threads_per_rank(spec.world_size, probes.cores_allowed())
+        threads = devices.threads_per_rank(spec.world_size, host.cores_allowed())
         in_node = spec.world_size // spec.nodes
         self.ranks = tuple(
             RankInfo(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
 from nbtrain.compat import cuda, python
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class CudaWatch:
     loaded is not known at all. Costs one look at the process's open files per cell.
     """
 
-    def __init__(self, shell: InteractiveShell, *, initialised: Callable[[], Any] = probes.cuda_initialised) -> None:
+    def __init__(
+        self, shell: InteractiveShell, *, initialised: Callable[[], Any] = fork_safety.cuda_initialised
+    ) -> None:
         self.origin: Origin | None = None
         self._shell = shell
         self._initialised = initialised

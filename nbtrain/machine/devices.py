@@ -15,10 +15,12 @@ from pathlib import Path
 
 import psutil
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
+import nbtrain.machine.gpus as gpus
+import nbtrain.machine.host as host
 from nbtrain.errors import DeviceError
+from nbtrain.machine.gpus import Gpu
 from nbtrain.machine.leases import Lease
-from nbtrain.machine.probes import Gpu
 
 Spec = int | str | Sequence[int] | None
 
@@ -113,12 +115,12 @@ def here() -> Machine:
     """The machine that this process runs on."""
     children = psutil.Process().children(recursive=True)
     return Machine(
-        cores=probes.cores_allowed(),
-        gpus=probes.gpus(),
+        cores=host.cores_allowed(),
+        gpus=gpus.gpus(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         mine=frozenset([os.getpid(), *(child.pid for child in children)]),
-        cuda_here=probes.cuda_initialised() is not None,
-        tpus=probes.tpus(),
+        cuda_here=fork_safety.cuda_initialised() is not None,
+        tpus=gpus.tpus(),
     )
 
 

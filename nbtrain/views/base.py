@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.humanize import quantity, size
 from nbtrain.watch.figures import Figures, RankFigures
 
@@ -73,7 +73,7 @@ class CellOutput:
 def own_version(widget: Any) -> dict[str, str]:
     """A Jupyter server's anywidget may be another version than the kernel's, and the two understand each other. Other
     front ends fetch the one they are told."""
-    if probes.environment() not in FETCH:
+    if host.environment() not in FETCH:
         return {}
     from nbtrain.compat.kernel import MODEL_VERSION, VIEW_VERSION  # of IPython, and a run's record is read without it
 

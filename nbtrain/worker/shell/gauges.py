@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.events import Memory, Use
 
 LIGHT = 1000
@@ -45,7 +45,7 @@ class Gauges:
         process = self._process()
         if torch is None:
             if self._machine is None:
-                self._machine = probes.memory().limit
+                self._machine = host.memory().limit
             return Memory(rank=self.rank, time=time.time(), process=process, limit=self._machine)
         return Memory(
             rank=self.rank,
@@ -63,7 +63,7 @@ class Gauges:
         now = self._clock()
         if now >= self._due:
             began = time.thread_time()
-            self._private, self._written = probes.private_memory(os.getpid()) or 0, _written()
+            self._private, self._written = host.private_memory(os.getpid()) or 0, _written()
             self._due = now + LIGHT * (time.thread_time() - began)
         return max(0, self._private + _written() - self._written)
 
