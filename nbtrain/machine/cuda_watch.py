@@ -1,4 +1,4 @@
-"""Which cell wakes CUDA in the kernel, and at which line: forks of the kernel and its memory depend on it."""
+"""Finds the cell and line that initialise CUDA in the kernel: after that the kernel cannot be forked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CudaWatch:
         self._shell = shell
         self._initialised = initialised
         self._unnumbered = False
-        """the origin is in the cell that is running; its number comes with its result"""
+        """the origin is in the running cell, whose number comes with its result"""
         self._torch: Any = None
         """`torch.cuda`, once the function is queued there"""
         self.too_late = initialised() is not None

@@ -1,4 +1,4 @@
-"""Which devices the ranks get: what the user wrote, read against the cards and cores that are there.
+"""Resolves `--devices` to one device per rank, from the cards and cores that are there.
 
 An int counts, a string lists indices (`3` is the first three GPUs, `"3"` is GPU 3). Indices count
 within CUDA_VISIBLE_DEVICES, as torch counts. `auto` and `free:2` take cards that nobody else is using
@@ -237,7 +237,7 @@ def _cuda(indices: Sequence[int], cards: tuple[Gpu, ...], lease: Lease | None = 
 
 
 def _dealt(indices: Sequence[int], request: _Request, oversubscribe: bool, what: str = "") -> list[int]:
-    """As many as were asked for, round robin over `indices` where ranks may share a card."""
+    """The requested number of cards, round robin over `indices` where ranks may share one."""
     if request.count > len(indices) and not oversubscribe:
         have = f"{len(indices)} GPU{'s' if len(indices) != 1 else ''}"
         raise DeviceError(

@@ -36,7 +36,7 @@ def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(key for _, hook in table for key in keys_in(hook)) for table in hooks[:2])
 
 
-def hang(tensor: Any, hooks: Hooks | None) -> None:
+def install(tensor: Any, hooks: Hooks | None) -> None:
     """These and no others, but for the ones of the strategy."""
     if hooks is not None and hooks[2] is not None and tensor.requires_grad:
         hooks[2].update(hooks[0])  # torch takes no empty one, and its own content may come later

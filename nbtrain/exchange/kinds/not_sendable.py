@@ -71,8 +71,8 @@ class LogHandler(Instance):
         held = {key: value for key, value in vars(obj).items() if key != "lock"}
         return list(held), list(held.values())
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        made = super().make(args, arrival)
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        made = super().make(args, receiver)
         made.createLock()
         return made
 
