@@ -1,4 +1,4 @@
-"""What a local module's file made, as it was when it had been executed; and what has become of it since.
+"""Finds what changed in a local module since its file was executed.
 
 `take` is called when Python has executed a file. Lists, dicts, instances, tensors and models below the module's names
 are noted as the exchange notes what both sides have, so what was changed in them is found by the same walk.

@@ -1,4 +1,4 @@
-"""What belongs to one process: refused at once, with the reason, or found again over there by its name."""
+"""Objects that belong to one process: refused with the reason, or found by name on the other side."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SplitTensor:
-    """One of them."""
+    """A tensor in pieces, and how its whole content is fetched."""
 
     def __init__(
         self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, fetch: Callable[[SplitTensor], memoryview]
@@ -52,7 +52,7 @@ class MemoryPlace:
 
 
 class PlaceKind(Kind):
-    """Made as a storage there."""
+    """The kind of `MemoryPlace`; the other side makes a storage."""
 
     name = "place"
     sent_as = "storage"
@@ -72,7 +72,7 @@ class PlaceKind(Kind):
 
 
 class SplitTensorKind(Kind):
-    """Made as a tensor there."""
+    """The kind of a tensor in pieces; the other side makes an ordinary tensor."""
 
     name = "apart"
     sent_as = "tensor"
@@ -137,7 +137,7 @@ APART: Kind = SplitTensorKind()
 
 
 def part(table: Nodes, apart: SplitTensor) -> None:
-    """From here on its content is in pieces. What memory it had is let go."""
+    """From here on its content is in pieces, and its memory is released."""
     table.apart[id(apart.tensor)] = apart
     node = table.find(apart.tensor)
     if node is None:
