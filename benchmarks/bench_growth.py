@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.measure import Table, kernel, run, say
-from nbtrain.machine import probes
+from nbtrain.machine import host
 from nbtrain.planning.growth.growth import Growth, Point, Volume, fit, ring
 from tests.support.kernels import Kernel
 
@@ -67,7 +67,7 @@ def measured(k: Kernel, strategy: str, steps: int) -> Iterator[tuple[int, float]
 
 def growth(k: Kernel, strategy: str, steps: int) -> Growth:
     size = 4.0 * run(k, say("sum(p.numel() for p in model.parameters())"))
-    sent, cores = volume(strategy, size), probes.cores_allowed()
+    sent, cores = volume(strategy, size), host.cores_allowed()
     seconds: dict[int, list[float]] = {}
     for ranks, took in measured(k, strategy, steps):
         seconds.setdefault(ranks, []).append(took)
@@ -81,7 +81,7 @@ def growth(k: Kernel, strategy: str, steps: int) -> Growth:
 
 
 def main() -> None:
-    table = Table(f"growth on {probes.cores_allowed()} cores: what is predicted for 8 ranks from 1, 2 and 4")
+    table = Table(f"growth on {host.cores_allowed()} cores: what is predicted for 8 ranks from 1, 2 and 4")
     with kernel("%load_ext nbtrain") as k:
         for name, (model, batch, steps) in MODELS.items():
             for strategy in ("ddp", "fsdp"):

@@ -22,7 +22,7 @@ from benchmarks.tables_layout import Sheet, megabytes, spread, times
 from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
 from nbtrain import registry
-from nbtrain.machine import probes
+from nbtrain.machine import gpus, host
 from nbtrain.planning.compare.search import largest
 from tests.support.kernels import Kernel
 
@@ -186,12 +186,12 @@ def main() -> None:
 
 def _refuse(ranks: list[int], memory: float) -> None:
     """What would end in swapping, or on a system that does not say what a process has."""
-    if not probes.gpus() and not Path("/proc/self/clear_refs").exists():
+    if not gpus.gpus() and not Path("/proc/self/clear_refs").exists():
         raise SystemExit("without a GPU, memory is read from /proc, which only Linux has")
     if min(ranks) < 2:
         raise SystemExit(f"RANKS={min(ranks)}: there is nothing to divide; at least 2")
     # Doubling tries up to twice the budget, and the notebook has its own.
-    wanted, free = 3 * memory * MB * ranks[0], probes.memory().available
+    wanted, free = 3 * memory * MB * ranks[0], host.memory().available
     if wanted > free:
         raise SystemExit(
             f"MEMORY={memory:.0f} on {ranks[0]} ranks: {megabytes(wanted)} are tried; {megabytes(free)} are free"

@@ -19,7 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import nbtrain.machine.devices as devices
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
+import nbtrain.machine.gpus as gpus
+import nbtrain.machine.host as host
 import nbtrain.registry as registry
 from nbtrain.compat import strategy_packages
 from nbtrain.compat import versions as tried
@@ -77,11 +79,11 @@ def diagnose(
     return [
         *_place(),
         *check_versions(versions),
-        *check_host(machine.cores, probes.memory(root), probes.shared_memory(root / "dev/shm")),
-        *check_gpus(machine, probes.nvml_problem() if not machine.gpus else None),
-        *check_cuda(probes.cuda_initialised(), origin, watched=watch is not None and not watch.too_late),
+        *check_host(machine.cores, host.memory(root), host.shared_memory(root / "dev/shm")),
+        *check_gpus(machine, gpus.nvml_problem() if not machine.gpus else None),
+        *check_cuda(fork_safety.cuda_initialised(), origin, watched=watch is not None and not watch.too_late),
         *check_compiler(torch_cuda(), nvcc_version()),
-        *check_starts(probes.why_not_fork()),
+        *check_starts(fork_safety.why_not_fork()),
         *check_strategies(machine),
     ]
 
@@ -107,7 +109,7 @@ def report(findings: Iterable[ReportLine] | None = None) -> str:
 
 
 def _place() -> Iterator[ReportLine]:
-    place = probes.environment()
+    place = host.environment()
     system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield ReportLine("ok", "here", f"{place}, {system}")
     if place in PLACES:
@@ -159,7 +161,7 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[ReportLine]:
         yield ReportLine("ok", "versions", ", ".join(good))
 
 
-def check_host(cores: int, memory: probes.HostMemory, shm: probes.Space | None) -> Iterator[ReportLine]:
+def check_host(cores: int, memory: host.HostMemory, shm: host.Space | None) -> Iterator[ReportLine]:
     machine = os.cpu_count() or cores
     yield ReportLine("ok", "cores", f"{cores} allowed" + (f" of the machine's {machine}" if machine > cores else ""))
     limit = f", the cgroup allows {_size(memory.limit)} of them" if memory.limit < memory.host else ""

@@ -259,11 +259,11 @@ def to_install(needs: Needs, gone: list[str]) -> str:
 def lacking(needs: Needs) -> str | None:
     """Why it cannot be used on this machine."""
     # on use: it imports psutil, which is not needed to read the tables
-    import nbtrain.machine.probes as probes
+    import nbtrain.machine.gpus as gpus
 
     if reason := missing(needs):
         return reason
-    here = {"cpu", *(["cuda"] if probes.gpus() else []), *(["tpu"] if probes.tpus() else [])}
+    here = {"cpu", *(["cuda"] if gpus.gpus() else []), *(["tpu"] if gpus.tpus() else [])}
     return (
         None if here.intersection(needs.kinds) else f"runs on {' and '.join(needs.kinds)}, which this machine has not"
     )

@@ -44,7 +44,7 @@ class BeaconRecord:
 
     @classmethod
     def read(cls, folder: Path, kernel_id: str) -> BeaconRecord | None:
-        """None: there is none, or none to be believed."""
+        """The record in the file; None if there is no valid one."""
         if not KERNEL_ID.fullmatch(kernel_id) or not _is_ours(folder):
             return None
         try:
@@ -71,7 +71,7 @@ class BeaconRecord:
         return record if right else None
 
     def write(self, folder: Path) -> None:
-        """Whoever reads it finds the former one or this one, and never a half."""
+        """Replace the file atomically."""
         new = folder / f".{self.kernel_id}.{self.pid}"
         new.unlink(missing_ok=True)
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -93,12 +93,12 @@ class BeaconRecord:
 
     @property
     def elsewhere(self) -> bool:
-        """On another machine: neither reached from here nor to be judged."""
+        """Whether the kernel runs on another machine, where its process cannot be checked."""
         return self.host != platform.node()
 
     @property
     def alive(self) -> bool:
-        """Its kernel is there."""
+        """Whether its kernel lives."""
         if self.elsewhere or self.boot != boot():
             return False
         try:
@@ -111,7 +111,7 @@ class BeaconRecord:
 
     @property
     def listens(self) -> bool:
-        """There is a socket of this user's at its path."""
+        """Whether a socket of this user is at its path."""
         try:
             found = os.lstat(self.socket)
         except OSError:
@@ -123,7 +123,7 @@ _FIELDS: dict[str, type] = {"kernel_id": str, "pid": int, "socket": str, "host":
 
 
 def records(folder: Path) -> Iterator[BeaconRecord]:
-    """Of the kernels that live; what the dead have left is removed."""
+    """Records of the kernels that live; those of dead ones are removed."""
     for path in sorted(folder.glob("*.json")):
         record = BeaconRecord.read(folder, path.stem)
         if record is None or record.elsewhere:
@@ -136,7 +136,7 @@ def records(folder: Path) -> Iterator[BeaconRecord]:
 
 
 def make_folder(beside: Path) -> Path:
-    """Where records lie; OSError where it cannot be this user's alone."""
+    """The folder for records; OSError if it cannot be private to this user."""
     folder = beside / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_ours(folder):

@@ -1,10 +1,10 @@
-"""The kernel's side: a thread that answers who asks, and sends the run there is to who watches.
+"""The kernel's side: a thread that answers requests, and sends the messages of the run to watchers.
 
     {"command": "about"}                     → {"ok": true, "about": {...}}
     {"command": "run"}                       → {"ok": true, "run": everything known of the run, or null}
     {"command": "stop" | "stacks" | "kill"}  → {"ok": ..., "text": ...}
     {"command": "watch"}                     → {"about": {...}} whenever it changes, and the messages of the run
-    {"command": "again"}                     → to one who watches: everything once more, in its place among the messages
+    {"command": "again"}                     → to a watcher: everything once more, in order among the messages
 
 One JSON object a line. The kernel is never kept waiting: what a run says goes into a queue that the thread empties.
 """
@@ -33,17 +33,17 @@ COMMANDS = ("stop", "stacks", "kill")
 READERS = 64
 """Connections at a time; one more, and the oldest goes."""
 UNHEARD = 1000
-"""Messages of a run that may wait for the thread. Older ones are lost, which who reads the others notices."""
+"""Messages of a run that may wait for the thread. Older ones are lost, which their readers notice."""
 GRACE = 1.0
 """Seconds in which the thread ends."""
 LATELY = 2.0
-"""Seconds after which who watches is told of the ranks once more, if there is something new."""
+"""Seconds between looks whether `about` has changed."""
 FULL = 0.1
 """Seconds until the next try, when the process has as many files open as it may."""
 
 
 class FollowedRun(Protocol):
-    """What is followed: a feed."""
+    """A feed of a run's messages."""
 
     def everything(self) -> Message | None: ...
 
@@ -51,7 +51,7 @@ class FollowedRun(Protocol):
 
 
 class Beacon:
-    """One kernel's. All calls are quick, and may come from any thread."""
+    """Answers for one kernel. All calls are quick, and may come from any thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Beacon:
 
     @classmethod
     def start(cls, about: Callable[[], Message], do: Callable[[str], tuple[bool, str]]) -> Beacon | None:
-        """For the kernel that this is; None where there is none, or no place for the file and the socket."""
+        """A beacon for this kernel; None outside a kernel, or where file and socket cannot be made."""
         found = here()
         if found is None:
             return None
@@ -109,7 +109,7 @@ class Beacon:
             return None
 
     def follow(self, run: FollowedRun | None) -> None:
-        """What watchers are shown from now on."""
+        """Show this run to watchers from now on."""
         self._next = run
         self._ring_for_readers()
 
@@ -130,7 +130,7 @@ class Beacon:
             self._record.remove(self._folder)
 
     def _ring_for_readers(self) -> None:
-        """Whoever connects later finds it as it is then; a cell must not wake a thread that has nothing to do."""
+        """Wake the thread only if somebody is connected: a cell must not wake it for nothing."""
         if self._readers:
             self._ring()
 
@@ -218,7 +218,7 @@ class Beacon:
         self._ring()
 
     def _asked(self, ask: Callable[[], Message]) -> Message:
-        """What the kernel's parts raise is said, and ends nothing."""
+        """An error in the kernel's code becomes an answer, and does not end the thread."""
         try:
             return ask()
         except Exception as error:
@@ -230,7 +230,7 @@ class Beacon:
     # -- what watchers see -------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """What the others have left for this thread."""
+        """Send what other threads have queued."""
         watching = [reader for reader in self._readers if reader.watching]
         changed, self._changed = self._changed, False  # told after what the run has said before
         changed = changed or time.monotonic() >= self._due
@@ -278,7 +278,7 @@ class Beacon:
         return None
 
     def _look(self) -> None:
-        """Whether there is something new to tell of the ranks."""
+        """Ask `about` again, and keep the answer if it changed."""
         self._due = time.monotonic() + LATELY
         told = self._asked(lambda: {"about": self._who()})
         if "about" in told and told != self._told:
@@ -306,7 +306,7 @@ class Beacon:
             self._select(reader)
 
     def _select(self, reader: Reader) -> None:
-        """Heard of when he says something, and when he can take more of what waits for him."""
+        """Wait for requests, and while messages are unsent for room to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if reader.has_unread else 0)
         self._selector.modify(reader.connection, events, reader)
 
@@ -326,7 +326,7 @@ def _emptied(queue: deque[Any]) -> Iterator[Any]:
 
 
 def _listen(folder: Path) -> tuple[socket.socket, str]:
-    """In the folder, or where its path is too long or it takes no sockets, in one of its own."""
+    """Listen in the folder; in a temporary one where the path is too long or takes no sockets."""
     try:
         return _bind(folder / f"{os.getpid()}.sock")
     except OSError:

@@ -1,4 +1,4 @@
-"""One who has connected to the beacon. Nobody who reads slowly, or not at all, keeps the kernel waiting."""
+"""One connection to the beacon. A client that reads slowly, or not at all, does not keep the kernel waiting."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CHUNK = 1 << 16
 LONGEST = 4096
 """Bytes of a request."""
 WAITING = 64
-"""Messages that somebody may leave unread: some seconds of a run. One more, and he is dropped; he may come again."""
+"""Messages that a client may leave unread: some seconds of a run. One more, and it is dropped; it may connect again."""
 PEER = struct.Struct("iII")
 """What the system tells of who is at the other end: process, user, group."""
 
 
 class Gone(Exception):
-    """He has left, says what nobody can read, or does not read."""
+    """The client has left, sends nonsense, or does not read."""
 
 
 class Reader:
@@ -30,9 +30,9 @@ class Reader:
         self.connection = connection
         self.watching = False
         self.since = -1
-        """the number of the message he needs nothing older than"""
+        """number of the last message that it needs not be sent"""
         self.told: Mapping[str, Any] | None = None
-        """what he knows of the ranks"""
+        """the last `about` it was sent"""
         self._said = bytearray()
         self._waiting: deque[memoryview] = deque()
 
@@ -60,7 +60,7 @@ class Reader:
         self.flush()
 
     def flush(self) -> None:
-        """As much as he takes."""
+        """Send as much as the connection takes."""
         while self._waiting:
             try:
                 taken = self.connection.send(self._waiting[0])

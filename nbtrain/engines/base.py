@@ -1,4 +1,4 @@
-"""What a pool is: ranks that outlive cells."""
+"""The interface of a pool: ranks that outlive cells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Death:
     signal: int | None
     code: int | None
     said: str = ""
-    """why it could not start, in its own words"""
+    """what it printed, if it could not start"""
     peak: int = 0
     """bytes of memory that it had at most"""
     frames: tuple[Frame, ...] = ()
@@ -54,17 +54,17 @@ def frames_in(text: str) -> list[Frame]:
 
 
 class Pool(Protocol):
-    """Ranks that are there, or about to be. All calls come from the kernel's main thread."""
+    """Ranks that run or are starting. All calls come from the kernel's main thread."""
 
     spec: PoolSpec
     directory: str
     """private to the user, gone with the pool"""
     ranks: tuple[RankInfo, ...]
     board: Board
-    """what all ranks and this process see"""
+    """memory that all ranks and this process see"""
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
-        """Does not wait: a rank that is still starting finds it when it is there."""
+        """Does not wait: a rank that is still starting reads it later."""
 
     def poll(self, seconds: float) -> list[Event | Death]:
         """What has happened, in order; waits up to so many seconds for the first."""
@@ -76,7 +76,7 @@ class Pool(Protocol):
         """Raise KeyboardInterrupt in the cell these ranks run."""
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
-        """Where their main threads are, the innermost call first; nothing of a process that is stopped."""
+        """Stacks of their main threads, innermost call first; none of a stopped process."""
 
     def pids(self) -> dict[int, int]:
         """rank → process, of those that are alive."""

@@ -15,7 +15,7 @@ from nbtrain.specs import RankInfo, RunSpec
 
 
 class InProcess:
-    """Installs what runs around a strategy for one cell, and puts everything back."""
+    """Runs one cell in the kernel under a strategy, and puts everything back."""
 
     def __init__(self, info: RankInfo, strategy: Any) -> None:
         self.info = info
@@ -24,7 +24,7 @@ class InProcess:
     def run(
         self, spec: RunSpec, objects: Mapping[str, Any], body: Callable[[], None], emit: Callable[[Event], None]
     ) -> list[str]:
-        """Sentences for the user."""
+        """Run `body`; returns sentences for the user."""
         from nbtrain.training.runtime import Runtime
 
         runtime = Runtime(self.info, self.strategy, emit, precision=spec.precision)
@@ -46,7 +46,7 @@ class InProcess:
 
 @contextmanager
 def _names(names: Mapping[str, Any]) -> Iterator[None]:
-    """A rank's names, in builtins while the cell runs."""
+    """Put a rank's names into builtins while the cell runs."""
     missing = object()
     before = {name: getattr(builtins, name, missing) for name in names}
     for name, value in names.items():

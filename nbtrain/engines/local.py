@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import nbtrain.machine.devices as devices
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
+import nbtrain.machine.host as host
 from nbtrain.awake_time import Patience
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
@@ -33,7 +34,7 @@ from nbtrain.worker.process.start import RankConfig
 GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
 ANSWER = 0.02
-"""Seconds in which a running process has written where it is."""
+"""Seconds that a running process takes to write its stack."""
 NEWS = 5.0
 """Seconds in which the death of a process whose connection has ended is reported; the nursery may be importing."""
 LOOK_UP = 0.1
@@ -48,9 +49,9 @@ class LocalPool:
         global _generations
         _generations += 1
         self.spec = spec
-        if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
+        if spec.start == "fork" and (why := fork_safety.why_not_fork()) is not None:
             raise UsageError(why)
-        threads = devices.threads_per_rank(spec.world_size, probes.cores_allowed())
+        threads = devices.threads_per_rank(spec.world_size, host.cores_allowed())
         in_node = spec.world_size // spec.nodes
         self.ranks = tuple(
             RankInfo(
@@ -62,11 +63,11 @@ class LocalPool:
         self._closed = False
         self._ready: set[int] = set()
         self._said: dict[int, str] = {}
-        """rank → why it cannot start, or nothing; a rank that is not here has not spoken yet"""
+        """rank → why it cannot start, or ""; a rank that is missing has sent nothing yet"""
         self._heard: list[Event | Death] = []
-        """while ranks were replaced"""
+        """events that came while ranks were replaced"""
         self._generation = _generations
-        self._meetings = 0
+        self._groups_formed = 0
         self._stores: list[Segment] = []
         self._boxes: list[BlackBox] = []
         with contextlib.ExitStack() as undo:
@@ -103,10 +104,10 @@ class LocalPool:
         )  # fmt: skip
 
     def _new_store(self) -> str:
-        """Where a process group meets: an empty file. It is memory, for disks may be full; and there are two in turn,
-        because whoever leaves a group late still writes to its file, and waits for it if it is gone."""
-        self._meetings += 1
-        store = self._stores[self._meetings % len(self._stores)]
+        """An empty file for a process group's store. It is in memory, since disks may be full; two are used in turn:
+        a rank that leaves a group late still writes to its file, and waits for it if it is gone."""
+        self._groups_formed += 1
+        store = self._stores[self._groups_formed % len(self._stores)]
         os.ftruncate(store.fd, 0)
         return store.path
 
@@ -117,7 +118,7 @@ class LocalPool:
             self._processes.kill(alive)
             patience = Patience(GRACE)
             while alive & set(self._processes.pids()) and not patience.over:
-                # What the others say meanwhile is not for nothing, and what those would have said is.
+                # Events of the other ranks are kept, those of the replaced ones are not.
                 self._heard += [event for event in self._hear(0.005) if event.rank not in gone]
         for rank in gone:
             self._channel.expect(rank)
@@ -176,7 +177,7 @@ class LocalPool:
     def interrupt(self, ranks: Iterable[int]) -> None:
         pids = self.pids()
         for rank in ranks:
-            if rank in pids and rank in self._said:  # before that it has no ear for it, and would end
+            if rank in pids and rank in self._said:  # before that it has no handler, and would end
                 _signal(pids[rank], signal.SIGINT)
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
@@ -227,7 +228,7 @@ class LocalPool:
             processes.release()
 
     def _wait(self) -> None:
-        """Until no process is left, or patience is. A rank that is just being forked is waited for too."""
+        """Wait until no process is left, `GRACE` at most. This includes a rank that is just being forked."""
         patience = Patience(GRACE)
         while not self._processes.settled and not patience.over:
             self._channel.receive(0.01)

@@ -1,4 +1,4 @@
-"""What a local module's file made, as it was when it had been executed; and what has become of it since.
+"""Finds what changed in a local module since its file was executed.
 
 `take` is called when Python has executed a file. Lists, dicts, instances, tensors and models below the module's names
 are noted as the exchange notes what both sides have, so what was changed in them is found by the same walk.
@@ -177,7 +177,7 @@ def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
     yield from ((name, values[0]) for name, values in found.items() if len(values) == 1 and type(values[0]) in ATOMS)
 
 
-def by_hand(state: ModuleState) -> tuple[dict[str, Any], set[str], set[int]]:
+def changes_since_execution(state: ModuleState) -> tuple[dict[str, Any], set[str], set[int]]:
     """What is not as the file gave it: values by their paths, paths that are gone, and what changed inside of what the
     file made."""
     base = state.base
@@ -206,7 +206,7 @@ def look(
     said: list[str] = []
     for state in module_state.states():
         began = time.perf_counter()
-        changed, gone, _ = by_hand(state)
+        changed, gone, _ = changes_since_execution(state)
         state.seconds = time.perf_counter() - began
         if state.name in used:
             state.shared |= state.made.learning()
@@ -247,7 +247,7 @@ def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any
 def restore() -> None:
     """On a rank that forgets: everything is as the files gave it, or the file is to be executed again."""
     for state in module_state.states():
-        changed, gone, inside = by_hand(state)
+        changed, gone, inside = changes_since_execution(state)
         base = state.base or {}
         wanted = {path: base[path] for path in (*changed, *gone) if path in base}
         state.set(wanted, [path for path in changed if path not in base])
@@ -258,4 +258,4 @@ def restore() -> None:
 
 def kept_over(state: ModuleState) -> dict[str, Any]:
     """What is to be set again when the file was executed again because its text is another one."""
-    return {path: value for path, value in by_hand(state)[0].items() if path in state.shared}
+    return {path: value for path, value in changes_since_execution(state)[0].items() if path in state.shared}

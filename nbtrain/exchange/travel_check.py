@@ -40,7 +40,7 @@ class Finding:
 
 
 def refusal(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> CannotTravel:
-    """One error that names them all."""
+    """An error that names all of them."""
     return CannotTravel(told(findings(culprits, namespace, cells)))
 
 

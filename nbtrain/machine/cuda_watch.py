@@ -1,4 +1,4 @@
-"""Which cell wakes CUDA in the kernel, and at which line: forks of the kernel and its memory depend on it."""
+"""Finds the cell and line that initialise CUDA in the kernel: after that the kernel cannot be forked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
 from nbtrain.compat import cuda, python
 
 if TYPE_CHECKING:
@@ -46,12 +46,14 @@ class CudaWatch:
     loaded is not known at all. Costs one look at the process's open files per cell.
     """
 
-    def __init__(self, shell: InteractiveShell, *, initialised: Callable[[], Any] = probes.cuda_initialised) -> None:
+    def __init__(
+        self, shell: InteractiveShell, *, initialised: Callable[[], Any] = fork_safety.cuda_initialised
+    ) -> None:
         self.origin: Origin | None = None
         self._shell = shell
         self._initialised = initialised
         self._unnumbered = False
-        """the origin is in the cell that is running; its number comes with its result"""
+        """the origin is in the running cell, whose number comes with its result"""
         self._torch: Any = None
         """`torch.cuda`, once the function is queued there"""
         self.too_late = initialised() is not None

@@ -1,4 +1,4 @@
-"""Which devices the ranks get: what the user wrote, read against the cards and cores that are there.
+"""Resolves `--devices` to one device per rank, from the cards and cores that are there.
 
 An int counts, a string lists indices (`3` is the first three GPUs, `"3"` is GPU 3). Indices count
 within CUDA_VISIBLE_DEVICES, as torch counts. `auto` and `free:2` take cards that nobody else is using
@@ -15,10 +15,12 @@ from pathlib import Path
 
 import psutil
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
+import nbtrain.machine.gpus as gpus
+import nbtrain.machine.host as host
 from nbtrain.errors import DeviceError
+from nbtrain.machine.gpus import Gpu
 from nbtrain.machine.leases import Lease
-from nbtrain.machine.probes import Gpu
 
 Spec = int | str | Sequence[int] | None
 
@@ -113,12 +115,12 @@ def here() -> Machine:
     """The machine that this process runs on."""
     children = psutil.Process().children(recursive=True)
     return Machine(
-        cores=probes.cores_allowed(),
-        gpus=probes.gpus(),
+        cores=host.cores_allowed(),
+        gpus=gpus.gpus(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         mine=frozenset([os.getpid(), *(child.pid for child in children)]),
-        cuda_here=probes.cuda_initialised() is not None,
-        tpus=probes.tpus(),
+        cuda_here=fork_safety.cuda_initialised() is not None,
+        tpus=gpus.tpus(),
     )
 
 
@@ -235,7 +237,7 @@ def _cuda(indices: Sequence[int], cards: tuple[Gpu, ...], lease: Lease | None = 
 
 
 def _dealt(indices: Sequence[int], request: _Request, oversubscribe: bool, what: str = "") -> list[int]:
-    """As many as were asked for, round robin over `indices` where ranks may share a card."""
+    """The requested number of cards, round robin over `indices` where ranks may share one."""
     if request.count > len(indices) and not oversubscribe:
         have = f"{len(indices)} GPU{'s' if len(indices) != 1 else ''}"
         raise DeviceError(

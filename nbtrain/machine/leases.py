@@ -1,4 +1,4 @@
-"""Which cards this user's notebooks have taken, so that two of them do not both take one.
+"""Leases cards, so that two notebooks of one user do not both take the same.
 
 A lease is a locked file, one a card, in a directory private to the user. The lock goes with the process that
 holds it, however that ends.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.machine import probes
+from nbtrain.machine import host
 from nbtrain.magics import trial_options
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.resolve import Chosen
@@ -37,7 +37,7 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
         ranks = f"{count} rank{'s' * (count > 1)}"
         ways.append(replace(trial_options.way(state, ranks, Request(given=given, own=line.own), base), keeps_name=True))
     # The same number of threads for each, or the speed of torch's threads would be measured.
-    threads = devices.threads_per_rank(max(counts), probes.cores_allowed())
+    threads = devices.threads_per_rank(max(counts), host.cores_allowed())
     question = replace(trial_options.question(request), goal="growth", threads=threads)
     found = trial_options.show(state, cell, ways, question)
     done = [at for at, row in enumerate(found.rows) if row.state == "done"]
@@ -52,7 +52,7 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
 def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
     from nbtrain.planning.growth.growth import Point
 
-    cores = probes.cores_allowed() if spec.pool.kind == "cpu" else 0
+    cores = host.cores_allowed() if spec.pool.kind == "cpu" else 0
     return Point(
         ranks=count,
         seconds=row.step,

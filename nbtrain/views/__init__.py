@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.views.base import BUNDLE, Controls, Screen, View
@@ -61,7 +61,7 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
 
 def no_widget() -> str:
     """Why a widget cannot be shown; empty where it can."""
-    where = probes.environment()
+    where = host.environment()
     if where in WITHOUT_WIDGETS:
         return f"{where} shows no widgets of other packages"
     if not BUNDLE.is_file():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.humanize import quantity, size
 from nbtrain.watch.figures import Figures, RankFigures
 
@@ -72,7 +72,7 @@ class CellOutput:
 
 def own_version(widget: Any) -> dict[str, str]:
     """The anywidget version to tell front ends that fetch it. A Jupyter server has its own, which may differ."""
-    if probes.environment() not in FETCH:
+    if host.environment() not in FETCH:
         return {}
     from nbtrain.compat.kernel import MODEL_VERSION, VIEW_VERSION  # imports IPython, which reading history must not
 

@@ -1,8 +1,8 @@
 """A rank: one process that runs cells.
 
-rank.py     what a rank does from its first to its last message
-process/    its process: how it starts, its environment and process group, its end of the channel, how it is told to end
-shell/      the IPython shell that runs the cell, what it writes, and what it says of itself meanwhile
-home/       its side of the exchange: parcels opened, what a cell changed on its way home, what differs between ranks
-modules/    local modules, loaded again when their file changed; installed packages
+rank.py     the main loop of a rank, from its first to its last message
+process/    its process: start, environment, process group, its end of the channel, interrupts
+shell/      the IPython shell that runs the cell, its output, and its meters
+home/       its side of the exchange: opens parcels, packs what a cell changed, compares ranks
+modules/    reloads local modules whose file changed; watches installed packages
 """

@@ -11,15 +11,15 @@ import sys
 from contextlib import suppress
 
 LOOK_UP = 0.5
-"""Seconds between looks at whether the kernel lives: a copy of it that the notebook has forked holds the pipe too."""
+"""Seconds between checks whether the kernel lives: a process that the notebook has forked holds the pipe too."""
 BOTH = 0.5
 """Seconds after a rank's end in which its kernel may end of the same cause."""
 
 
 def _guard(lifeline: int, directory: str) -> None:
-    """Leave a process beside this one that ends it when the kernel ends, with all that it has started.
+    """Start a process that kills this rank, and all that it has started, when the kernel ends.
 
-    No thread could: it would have to wait while modules are imported, and for ever in a rank that is stopped.
+    A thread could not: it waits while modules are imported, and for ever in a stopped rank.
     """
     rank, kernel = os.getpid(), os.getppid()
     ends, ours = os.pipe()
@@ -37,7 +37,7 @@ def _guard(lifeline: int, directory: str) -> None:
 
 
 def _watch(lifeline: int, ends: int, rank: int, kernel: int, directory: str) -> None:
-    """Nothing is ever written to these pipes: one can be read when the kernel has ended, one when the rank has."""
+    """Nothing is written to these pipes: one becomes readable when the kernel ends, the other when the rank does."""
     while _lives(kernel):
         ready, _, _ = select.select([lifeline, ends], [], [], LOOK_UP)
         if lifeline in ready:

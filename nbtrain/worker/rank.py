@@ -1,4 +1,4 @@
-"""What a rank does from its first to its last message."""
+"""The main loop of a rank: answers the kernel's messages, from the first to the last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nbtrain.worker.process.malloc_trim import give_back
 from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_channel import Link
-from nbtrain.worker.process.rank_environment import PythonsOwn, Taken, settle, surround
+from nbtrain.worker.process.rank_environment import BuiltinsGuard, NotebookEnvironment, apply_environment, bind_device
 from nbtrain.worker.process.stack_dump import answer_in
 from nbtrain.worker.process.start import RankConfig
 from nbtrain.worker.shell.meters import Meters
@@ -58,7 +58,7 @@ class Rank:
         shell.worth_showing = self._worth_showing
         self.group = RankGroup(self.info, config.backend, self.board)
         self.libraries = OtherTrainers(self.info)
-        self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._given_up)
+        self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._look_for_abort)
         self.twins = RankSide(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
             self.twins.inherit(table)
@@ -71,28 +71,28 @@ class Rank:
         self._last: tuple[RunCell, dict[str, Any]] | None = None
         """the last run, and the names it was given"""
         self._lead = 0
-        """whose changes come home"""
+        """the rank whose changes come home"""
         self._notes: tuple[str, ...] = ()
-        """of the last run"""
+        """the last run's"""
         self._replaced: str | None = None
-        """what it had replaced of Python's own names"""
+        """a sentence about builtins that the last cell replaced"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
         self._trial_steps: TrialSteps | None = None
-        """the cell that runs is only tried"""
+        """set while a trial runs"""
         self._broken = False
-        """the end of the last cell has failed"""
+        """ending the last cell failed"""
         self._regrouped = False
-        """since the last cell: models that nobody holds any more may hold the old group, its threads and sockets"""
+        """since the last cell: unreferenced models may keep the old group's threads and sockets alive"""
 
-    # -- life ----------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------
 
     def serve(self) -> None:
         self.interrupts = Interrupts(self.board, self.info.rank)
         answer_in(self.config.stack)
         self._state("starting")
         try:
-            self._take_place()
+            self._set_up()
         except BaseException as error:  # an exit code alone would tell nobody why
             self._fail(error, self.failing.lines_of(error))
             raise
@@ -136,12 +136,12 @@ class Rank:
             self._regrouped = True
             self._state("ready")
 
-    def _take_place(self) -> None:
+    def _set_up(self) -> None:
         """Threads, device, process group: what makes this process a rank."""
         run_id = os.path.basename(self.config.directory)
-        own = surround(self.info, self.config.backend, self.config.environ, run_id)
-        self.taken = Taken(self.shell, own)
-        settle(self.info, self.config.directory)
+        own = apply_environment(self.info, self.config.backend, self.config.environ, run_id)
+        self.taken = NotebookEnvironment(self.shell, own)
+        bind_device(self.info, self.config.directory)
         self.group.form(self.config.store)
         self.libraries.listen()
 
@@ -158,7 +158,7 @@ class Rank:
             self.runtime = self._runs_as = None
 
     def _give_up_runtime(self) -> None:
-        """Its end has failed: what can be taken back is. It listens to nothing any more, whatever fails."""
+        """Its end has failed: take back what can be, and drop it, whatever fails."""
         with suppress(Exception):
             self._close_runtime(False)
         self.runtime = self._runs_as = self._found = None
@@ -170,14 +170,14 @@ class Rank:
             self._run_cell(run)
             return
         self._last = None  # what it holds would count for what was there before
-        self.shell.let_go_of_errors()
+        self.shell.clear_last_error()
         self._trial_steps = trial_steps(run.spec, self.info.device)
         try:
             with self._trial_steps.limited():
                 self._run_cell(run)
         finally:
             self._trial_steps = None
-            self.shell.let_go_of_errors()
+            self.shell.clear_last_error()
 
     def _run_cell(self, run: RunCell) -> None:
         self._last = None
@@ -235,8 +235,8 @@ class Rank:
             self._go_home(run, names, lead)
 
     def _end(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
-        """What the cell has failed of, if it has. An error here is one of ours, as a rule: the cell fails, and the next
-        one finds everything set up anew."""
+        """End the runtime's cell; returns the failure, if any. An error in here is usually nbtrain's own: the cell
+        fails, and the next one sets everything up anew."""
         try:
             said, self._replaced = self._replaced, None
             self._notes = (*self.runtime.end(failure is None), *filter(None, [said]))
@@ -247,12 +247,12 @@ class Rank:
         return failure, lines
 
     def _shares_pieces(self, run: RunCell) -> bool:
-        """No rank has a whole model to bring home."""
+        """Whether no rank has the whole model, so that all of them must help to bring it home."""
         several = len(run.ranks) == self.info.world_size > 1
         return several and bool(self.twins.pieces or self.runtime.components.pieces())
 
     def _go_home(self, run: RunCell, names: dict[str, Any], lead: bool) -> None:
-        """What the cell did counts."""
+        """Pack what the cell changed and send it."""
         try:
             limit = LIMIT if run.spec.pool.start != "fork" else math.inf
             if len(run.ranks) == self.info.world_size:
@@ -291,29 +291,28 @@ class Rank:
         return None
 
     def _conclude(self, lead: int) -> None:
-        """All ranks have come to the end of the cell; or it was cut short, and the notebook wants what it did all the
-        same."""
+        """Bring the cell home: all ranks have ended it, or it was cut short and the notebook recovers what it did."""
         if self._last is None:
             error = UsageError("what the cell had done is gone with its end, which failed in nbtrain's own code")
             return self._fail(error, self.failing.lines_of(error))
         run, names = self._last
         self._lead = lead
         if lead == self.info.rank != run.ranks[0]:
-            self.twins.lead_after_all()
+            self.twins.become_lead()
         self._go_home(run, names, lead == self.info.rank)
 
-    def _given_up(self, number: int) -> None:
-        """In the meters' thread, now and then: whether the peers of this run will not come."""
+    def _look_for_abort(self, number: int) -> None:
+        """Called in the meters' thread: give up the group once the kernel says that peers of this run will not come."""
         if self.board.head[ABORT] == number != self._gave_up:
             self._gave_up = number
             self.group.give_up()
 
     def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
-        """The user's code: the only time in which an interrupt is listened to."""
+        """Run the user's code. Only here are interrupts raised."""
         from nbtrain.training.ranks.collective_guard import only
 
         me = os.getpid()
-        own = PythonsOwn()
+        own = BuiltinsGuard()
         try:
             try:
                 self.interrupts.listen(run.number, run.sent)
@@ -328,9 +327,9 @@ class Rank:
                 self._replaced = own.put_back()
                 self._is_over()
                 self.outputs.take_back()
-        except KeyboardInterrupt as outside:  # it came before the cell's first line or after its last
+        except KeyboardInterrupt as interrupt:  # it came before the cell's first line or after its last
             self.interrupts.ignore()
-            return outside, []
+            return interrupt, []
 
     def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.environment)
@@ -373,7 +372,7 @@ class Rank:
             self.outputs.outlet.write("stderr", line + "\n")
 
     def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
-        """Everything that a strategy may want to prepare; found again only when something changed."""
+        """Every object that a strategy may prepare; searched again only when something changed."""
         from nbtrain.training.setup.components import PREPARABLE
 
         asked = frozenset((name, id(value)) for name, value in names.items())
@@ -428,13 +427,13 @@ class Rank:
         self._send(event)
 
     def _fail(self, error: BaseException, lines: list[str], number: int = 0) -> None:
-        """`number`: of the run whose code raised."""
+        """`number`: the run whose code raised."""
         failed = self.failing.told(error, lines, self._is_interruption(error))
         if number:
             pieces, intact = bool(self.twins.pieces), self.group.intact
             failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
         self._finish(failed)
-        self.shell.let_go_of_errors()
+        self.shell.clear_last_error()
 
     def _worth_showing(self, error: BaseException | None) -> bool:
         from nbtrain.strategies.fsdp.ungathered_call import explain
@@ -447,13 +446,13 @@ class Rank:
         return not self._is_interruption(error)
 
     def _is_over(self) -> None:
-        """The cell: what is still to come takes its time, and nobody has to free this rank from it."""
+        """The cell has ended: no more interrupts, and the kernel need not free this rank from a collective."""
         self.interrupts.ignore()
         part = self.board.parts[self.info.rank]
         part[OPEN] = -abs(part[OPEN])
 
     def _is_interruption(self, error: BaseException | None) -> bool:
-        """By the kernel; an error that comes once the peers were given up is one of having waited for them."""
+        """Whether the kernel caused this error: an interrupt, or a collective that failed once peers were given up."""
         if self._last is None:
             return False
         number = self._last[0].number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.machine import probes
+from nbtrain.machine import gpus
 from tests.support.kernels import Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -57,7 +57,7 @@ def test_two_ranks_share_a_card_over_gloo(kernel: Kernel) -> None:
     assert _train(kernel, line).split() == ["True", "cpu", "False", "16"]
 
 
-@pytest.mark.skipif(len(probes.gpus()) < 2, reason="NCCL takes one rank a card, and there are fewer than two cards")
+@pytest.mark.skipif(len(gpus.gpus()) < 2, reason="NCCL takes one rank a card, and there are fewer than two cards")
 def test_a_rank_on_each_card_over_nccl(kernel: Kernel) -> None:
     assert _train(kernel, "%%distributed --devices 2 --split-batches").split() == ["True", "cpu", "False", "16"]
     assert "nccl" in kernel.run("%distributed status").stdout
@@ -71,7 +71,7 @@ def test_a_model_that_is_on_the_card_stays_there(kernel: Kernel) -> None:
 
 
 def test_memory_of_the_card_is_read_without_waking_it(kernel: Kernel) -> None:
-    (card, *_) = probes.gpus()
+    (card, *_) = gpus.gpus()
     assert 0 < card.used < card.total
     assert kernel.run("%load_ext nbtrain\n%distributed doctor").stdout.count(card.name) >= 1
 

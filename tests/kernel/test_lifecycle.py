@@ -24,7 +24,7 @@ from nbtrain.engines.base import Death
 from nbtrain.engines.local import LocalPool
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, RankState
-from nbtrain.machine.probes import Gpu
+from nbtrain.machine.gpus import Gpu
 from nbtrain.magics.line.parse import parse
 from nbtrain.magics.line.resolve import Resolver
 from nbtrain.messages import KernelEnvironment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
@@ -55,7 +55,7 @@ def test_it_goes_on_while_the_rank_waits(kernel: Kernel) -> None:
     for rank in (0, 1):
         assert of("Throughput", rank)
         assert of("Memory", rank)[0]["process"] > 2**20
-        assert of("Memory", rank)[0]["limit"] == probes.memory().limit
+        assert of("Memory", rank)[0]["limit"] == host.memory().limit
         assert 0 <= of("Use", rank)[-1]["processor"] < 0.9, "it sleeps"
     order = json.loads(notebook("print(json.dumps([(kind, event.rank) for kind, event in heard]))").stdout)
     for rank in (0, 1):

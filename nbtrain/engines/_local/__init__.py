@@ -1,5 +1,6 @@
 """Local processes: how they are started, talked to and watched.
 
+blackbox.py        what can be read of a dead rank
 directory.py       the private directory of a pool
 kernel_channel.py  the kernel's end of the sockets
 nursery.py         the process that ranks are forked from, and its protocol

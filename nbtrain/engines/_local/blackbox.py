@@ -1,4 +1,4 @@
-"""What can still be read of a rank once it is dead.
+"""Reads the last output and the stack of a rank that is dead.
 
 The files behind a rank's file descriptors 1 and 2, and the one it writes its stack to, are the kernel's: a crash, a
 signal or the out-of-memory killer takes none of what stands in them.
@@ -22,7 +22,7 @@ FATAL = "Fatal Python error"
 
 
 class BlackBox:
-    """One rank's."""
+    """One rank's output and stack files, which belong to the kernel."""
 
     def __init__(self, rank: int, directory: str) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class BlackBox:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the streams."""
+        """Files of stdout and stderr."""
         return tuple(file.path for file in self._streams)
 
     @property
@@ -44,7 +44,7 @@ class BlackBox:
         return self._stack.path
 
     def empty(self, board: Board) -> None:
-        """Another process takes the rank's place."""
+        """Clear the files for a new process of this rank."""
         for number, file in enumerate((*self._streams, self._stack)):
             os.ftruncate(file.fd, 0)
             if number < len(STREAMS):
@@ -62,13 +62,13 @@ class BlackBox:
         return frames_in(_read(self._stack.fd, since, since + LONGEST))
 
     def crash(self) -> list[Frame]:
-        """Where it was when it died of a signal that Python hears of."""
+        """The stack that faulthandler wrote when a signal killed the rank."""
         size = os.fstat(self._stack.fd).st_size
         _, fatal, text = _read(self._stack.fd, size - LONGEST, size).partition(FATAL)
         return frames_in(text) if fatal else []
 
     def last_words(self, board: Board) -> list[Output]:
-        """What it did not come to send."""
+        """Output that the rank had written and not sent."""
         found = []
         for number, stream in enumerate(STREAMS):
             file, taken = self._streams[number], board.parts[self.rank][TAKEN + number]

@@ -1,8 +1,7 @@
-"""The private directory of a pool: sockets and the group's store lie in it.
+"""Makes the private directory of a pool, for its sockets, and removes those that killed kernels left behind.
 
-Whoever made it holds a lock on it, which the system takes away when that process ends, however it ends. So what a
-killed kernel has left behind is known, also in another container with the same `/tmp`, and whoever comes next clears
-it away.
+The process that makes one holds a lock on it, which the system releases when that process ends, however it ends. So
+a directory without a lock is known to be abandoned, also in another container with the same `/tmp`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ROOM = 1 << 16
 """Bytes that must be writable: sockets need less, but libraries that ranks import look for room themselves."""
 PREFIX = "nbtrain-"
 _locks: dict[str, int] = {}
-"""of this process's directories: descriptors that are closed with it"""
+"""directory of this process → descriptor that holds its lock"""
 
 
 def make() -> str:
@@ -63,8 +62,7 @@ def remove(path: str) -> None:
 
 
 def sweep() -> None:
-    """Remove what kernels have left behind that were killed. A notebook's own directory may hold a million files: what
-    lies there for want of any other place is not looked for."""
+    """Remove directories of killed kernels. The working directory, which may hold a million files, is not searched."""
     for base in _temporary():
         with suppress(OSError):
             for name in os.listdir(base):
@@ -74,7 +72,7 @@ def sweep() -> None:
 
 
 def _is_left(path: str) -> bool:
-    """Whether it is a pool's, and nobody has it any more. A pool has its socket only after its lock."""
+    """Whether it is a pool's directory that no process has locked. A pool makes its socket after its lock."""
     try:
         if os.lstat(path).st_uid != os.geteuid() or not stat.S_ISSOCK(os.lstat(address(path)).st_mode):
             return False
@@ -112,7 +110,7 @@ def _danger(base: str) -> str | None:
 
 
 def _stranger() -> int:
-    """Whom files seem to belong to, /tmp among them, in a container that does not know the host's users."""
+    """The user that files of unknown users, /tmp among them, seem to belong to in a container; 0 if there is none."""
     try:
         with open("/proc/self/uid_map") as table, open("/proc/sys/kernel/overflowuid") as number:
             everybody_is_known = table.read().split() == ["0", "0", str((1 << 32) - 1)]
@@ -138,7 +136,7 @@ def _problem(path: str) -> str | None:
 
 
 def unnamed() -> BinaryIO:
-    """A file for the words of processes that start: memory where that can be, for disks may be full."""
+    """An unnamed file for the output of starting processes; in memory on Linux, since disks may be full."""
     if sys.platform == "linux":
         fd = os.memfd_create("nbtrain-starting", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)  # Linux makes it for everybody

@@ -50,7 +50,7 @@ class Fork:
         os.close(ends)
 
     def _watch(self, ends: int, path: str) -> None:
-        """A process that outlives a killed kernel for as long as it takes to end what the ranks had started."""
+        """In a process of its own: when the kernel is killed, end the ranks and all that they started."""
         try:
             os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -31,7 +31,7 @@ STRANGERS = 64
 
 
 class Channel:
-    """Messages for a rank that is not there yet wait here until it is ready to read."""
+    """Sockets to all ranks. Messages for a rank that is still starting wait here."""
 
     def __init__(self, directory: str, world_size: int) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -48,7 +48,7 @@ class Channel:
         """events that came while something was sent"""
         self._waiting: dict[int, list[bytes]] = {}
         self.secrets: dict[int, bytes] = {}
-        """what each rank's process is to be given when it is born"""
+        """rank → the secret its process is given when it starts"""
         self.ended: set[int] = set()
         """ranks whose connection has ended, and that nobody has asked about yet"""
         for rank in range(world_size):
@@ -94,7 +94,7 @@ class Channel:
             connection.close()
 
     def _write(self, rank: int, data: bytes) -> None:
-        """Reads meanwhile: a rank that waits for us to hear it does not hear us."""
+        """Reads meanwhile: a rank that waits to send does not receive."""
         connection, sealer = self._ranks[rank]
         rest, patience = memoryview(sealer.frame(data)), Patience(PATIENCE)
         while rest:
@@ -112,7 +112,7 @@ class Channel:
                 return
 
     def _read(self, seconds: float) -> bool:
-        """Whether a rank spoke."""
+        """Read what has arrived; True if a rank sent something."""
         spoke = False
         ready = self._selector.select(seconds)
         with shielded():
@@ -146,7 +146,7 @@ class Channel:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _meet(self, connection: socket.socket) -> None:
-        """Nobody is believed to be a rank before his name's seal was found right."""
+        """Accept a connection as a rank's once the seal of its name is right."""
         said = self._strangers[connection]
         data = _received(connection, NAME.size - len(said))
         if data is None:

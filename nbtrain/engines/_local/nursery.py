@@ -139,11 +139,11 @@ class Nursery:
 
         for name in (compiler.MODULE, *PRELOADED):  # every optimizer would take a second for the first of them
             import_module(name)
-        from nbtrain.worker.modules.local_modules import at_birth
+        from nbtrain.worker.modules.local_modules import modules_at_start
         from nbtrain.worker.shell.shell import make_shell
 
         self.shell = make_shell()
-        at_birth()
+        modules_at_start()
         gc.collect()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
 

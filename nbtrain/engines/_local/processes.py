@@ -1,4 +1,4 @@
-"""What the three ways of starting local ranks have in common."""
+"""The interface of the three ways to start local ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Processes(Protocol):
 
     @property
     def settled(self) -> bool:
-        """None is alive, and none is about to be."""
+        """No process is alive or about to start."""
 
     def fileno(self) -> int | None:
-        """Readable when there is news; None: one has to look."""
+        """A descriptor that is readable when there is news; None if `news` must be polled."""
 
     def launch(self, configs: Iterable[RankConfig]) -> None:
         """Does not wait for them."""
 
     def news(self) -> list[Death]:
-        """Who has died since the last call. Does not wait."""
+        """Ranks that died since the last call. Does not wait."""
 
     def pids(self) -> dict[int, int]:
         """rank → process, of those that are alive."""
@@ -34,4 +34,4 @@ class Processes(Protocol):
         """End these, with whatever they have started."""
 
     def release(self) -> None:
-        """The pool is over, and every process of it."""
+        """End every process of the pool."""

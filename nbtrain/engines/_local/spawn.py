@@ -17,7 +17,7 @@ from nbtrain.engines.base import Death
 from nbtrain.worker.process.start import RankConfig
 
 LONGEST = 2000
-"""Bytes of the ranks' own words that are quoted."""
+"""Bytes of the ranks' output that are quoted."""
 
 
 class Spawn:
@@ -70,7 +70,7 @@ class Spawn:
         return deaths
 
     def _said(self) -> str:
-        """What they wrote before they were ranks that can speak for themselves."""
+        """What the processes wrote before they had a channel."""
         size = os.fstat(self._errors.fileno()).st_size
         return os.pread(self._errors.fileno(), LONGEST, max(0, size - LONGEST)).decode("utf-8", "replace").strip()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.defer_interrupts import shielded
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines.base import Death
@@ -41,7 +41,7 @@ def warm() -> Warm:
 
 def foresee() -> None:
     """Start the nursery before it is asked for, where the host has memory to spare: it imports torch meanwhile."""
-    available = probes.memory().available
+    available = host.memory().available
     if sys.platform == "linux" and available is not None and available > SPARE:
         warm()
 

@@ -1,4 +1,4 @@
-"""What a walk finds: what is to be sent, what cannot be, and what is to stay."""
+"""The result of a walk: what is sent, and what cannot be."""
 
 from __future__ import annotations
 

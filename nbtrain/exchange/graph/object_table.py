@@ -16,7 +16,7 @@ class ObjectTable:
         self.nodes: dict[int, Node] = {}
         self.by_id: dict[int, Node] = {}
         self.apart: dict[int, Any] = {}
-        """id → the tensor of that id, in pieces (`kinds.apart`)"""
+        """id → the tensor of that id, in pieces (`exchange/kinds/split_tensors.py`)"""
         self.bulk = Bulk()
         self.last_key = first_key
         self.step = step

@@ -34,24 +34,24 @@ class Array(Kind):
         where = walk.buffer(_bytes(array, order), node)
         return None, (array.dtype, array.shape, order, where), array.flags.writeable, node.seen
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import numpy as np
 
         owner, form, writeable, _ = args
         if owner is not None:
             dtype, shape, strides, offset = form
-            array = np.ndarray(shape, dtype, _memory(arrival.decode(owner)), offset, strides)
+            array = np.ndarray(shape, dtype, _memory(receiver.decode(owner)), offset, strides)
         else:
             dtype, shape, order, where = form
-            array = np.ndarray(shape, dtype, arrival.buffer(where), order=order)
+            array = np.ndarray(shape, dtype, receiver.buffer(where), order=order)
         if not writeable:
             array.flags.writeable = False
         return array
 
-    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
+    def made(self, node: Node, args: Any, receiver: Receiver) -> None:
         owner, form, _, seen = args
         node.seen = form if owner is not None else seen
-        node.fixed = [] if owner is None else [arrival.node(owner.key)]
+        node.fixed = [] if owner is None else [receiver.node(owner.key)]
 
     def look(self, node: Node, walk: Sender) -> Any:
         array, before = node.obj, node.seen
@@ -73,15 +73,15 @@ class Array(Kind):
         order = _order(array)
         return seen, order, walk.buffer(_bytes(array, order), node), array.flags.writeable
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         import numpy as np
 
         seen, order, where, writeable = state
         array = node.obj
-        if _order(array) != order or not arrival.renew(where, array.ctypes.data):
+        if _order(array) != order or not receiver.renew(where, array.ctypes.data):
             if not array.flags.writeable:
                 array.flags.writeable = True
-            array[...] = np.ndarray(seen[0], seen[1], arrival.buffer(where), order=order)
+            array[...] = np.ndarray(seen[0], seen[1], receiver.buffer(where), order=order)
         if array.flags.writeable != writeable:
             array.flags.writeable = writeable
         node.seen = seen
@@ -100,20 +100,20 @@ class ObjectArray(Kind):
         node.seen = _view(array, owner)
         return walk.encode(owner), node.seen
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import numpy as np
 
         owner, form = args
         if owner is None:
             return np.empty(form, dtype=object)
         _, shape, strides, offset = form
-        cells = arrival.decode(owner).reshape(-1, order="A")[offset // np.dtype(object).itemsize :]
+        cells = receiver.decode(owner).reshape(-1, order="A")[offset // np.dtype(object).itemsize :]
         return np.lib.stride_tricks.as_strided(cells, shape, strides)
 
-    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
+    def made(self, node: Node, args: Any, receiver: Receiver) -> None:
         owner, form = args
         if owner is not None:
-            node.seen, node.fixed = form, [arrival.node(owner.key)]
+            node.seen, node.fixed = form, [receiver.node(owner.key)]
 
     def look(self, node: Node, walk: Sender) -> Any:
         owner = _shown(node.obj)
@@ -128,13 +128,13 @@ class ObjectArray(Kind):
         node.seen = shape, items
         return shape, list(map(walk.encode, items))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         shape, items = state
         if node.obj.shape != shape:
             node.obj.resize(shape, refcheck=False)
         node.obj.flat = [None] * len(items)
         for index, value in enumerate(items):
-            node.obj.flat[index] = arrival.decode(value)
+            node.obj.flat[index] = receiver.decode(value)
         node.seen = None
 
 
@@ -150,7 +150,7 @@ class Memmap(Kind):
             raise CannotTravel("this view of a memory map has no file of its own; send the map and slice it there")
         return str(array.filename), array.dtype, array.mode, array.offset, array.shape
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import numpy as np
 
         name, dtype, mode, offset, shape = args

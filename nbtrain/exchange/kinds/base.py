@@ -207,18 +207,18 @@ class Kind:
         """How the other side makes it, without what it holds. In the sender."""
         return None
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         """The twin, from what `shell` said. In the receiver."""
         raise TypeError(f"{self.name} is not made on its own")
 
-    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
+    def made(self, node: Node, args: Any, receiver: Receiver) -> None:
         """In the receiver: what both sides know now, where `args` say it."""
 
     def look(self, node: Node, walk: Sender) -> Any:
         """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""
         raise TypeError(f"{self.name} has no state")
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         """Edit the twin so that it holds `state`."""
         raise TypeError(f"{self.name} cannot be edited")
 
@@ -269,7 +269,7 @@ class Nodes(Protocol):
 
     nodes: dict[int, Node]
     apart: dict[int, Any]
-    """id → the tensor of that id, in pieces (`kinds.apart`)"""
+    """id → the tensor of that id, in pieces (`exchange/kinds/split_tensors.py`)"""
 
     def find(self, obj: Any) -> Node | None: ...
 

@@ -42,19 +42,19 @@ class Class(Kind):
         bases = tuple(map(walk.encode, bases))
         return False, bases, (walk.encode(meta), name, keywords, _slots(cls))
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         is_enum, bases, rest = args
-        bases = tuple(map(arrival.decode, bases))
+        bases = tuple(map(receiver.decode, bases))
         if is_enum:
             name, qualname, keys, values, module = rest
-            members = dict(zip(keys, map(arrival.decode, values), strict=True))
+            members = dict(zip(keys, map(receiver.decode, values), strict=True))
             return pickling.make_enum(bases, name, qualname, members, module)
         meta, name, keywords, slots = rest
-        body = {key: arrival.decode(value) for key, value in keywords}
+        body = {key: receiver.decode(value) for key, value in keywords}
         if slots is not None:
             body["__slots__"] = slots
         with _muted(bases):
-            made = pickling.make_class(arrival.decode(meta), name, bases, body)
+            made = pickling.make_class(receiver.decode(meta), name, bases, body)
         if isinstance(made, abc.ABCMeta):  # its methods come later, its instances need not wait for them
             made.__abstractmethods__ = frozenset()
         return made
@@ -88,11 +88,11 @@ class Class(Kind):
         held = [(name, walk.encode(value)) for name, value in members]
         return items, None if registry is None else list(map(walk.encode, registry)), held
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         cls = node.obj
         items, registry, members = state
         held = vars(cls)
-        body = {name: arrival.decode(value) for name, value in items}
+        body = {name: receiver.decode(value) for name, value in items}
         cls.__qualname__ = body.pop("__qualname__")
         for name in set(self._body(cls)) - set(body) - {python.ABC_REGISTRY}:
             if name in held:
@@ -101,8 +101,8 @@ class Class(Kind):
             if name not in held or held[name] is not value:
                 type.__setattr__(cls, name, value)
         for sub in registry or ():
-            cls.register(arrival.decode(sub))
-        there = {name: arrival.decode(value) for name, value in members}
+            cls.register(receiver.decode(sub))
+        there = {name: receiver.decode(value) for name, value in members}
         for name, attribute in [name for name, _ in _members(cls) if name not in there]:
             del vars(cls.__members__[name])[attribute]
         for (name, attribute), value in there.items():

@@ -45,10 +45,10 @@ class ContainerSubclass(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj)), getattr(node.obj, "maxlen", None) if self.base is deque else None
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         cls, length = args
         new: Any = self.base.__new__
-        obj = new(arrival.decode(cls))
+        obj = new(receiver.decode(cls))
         if self.base is deque:
             deque.__init__(obj, (), length)
         return obj
@@ -69,19 +69,19 @@ class ContainerSubclass(Kind):
         node.seen = now.seen, keys, values
         return state, keys, list(map(walk.encode, values))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         items, keys, values = state
         if type(items) is bytes:
             held = pickle.loads(items)
         elif issubclass(self.base, dict):
-            held = list(zip(map(arrival.decode, items[0]), map(arrival.decode, items[1]), strict=True))
+            held = list(zip(map(receiver.decode, items[0]), map(receiver.decode, items[1]), strict=True))
         else:
-            held = list(map(arrival.decode, items))
+            held = list(map(receiver.decode, items))
         self.fill(node.obj, held.items() if type(held) is dict else held)
         if self.base is defaultdict:
-            node.obj.default_factory = arrival.decode(values[0])
+            node.obj.default_factory = receiver.decode(values[0])
             keys, values = keys[1:], values[1:]
-        INSTANCE.put(node, (keys, values), arrival)
+        INSTANCE.put(node, (keys, values), receiver)
 
 
 def _fill_list(obj: Any, items: Any) -> None:

@@ -66,7 +66,7 @@ class Sequence(Kind):
 
     name = "list"
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return []
 
     def look(self, node: Node, walk: Sender) -> Any:
@@ -82,13 +82,13 @@ class Sequence(Kind):
         node.seen = list(obj)
         return node.seen if atomic(obj) else list(map(walk.encode, node.seen))
 
-    def values(self, state: Any, arrival: Receiver) -> list[Any]:
+    def values(self, state: Any, receiver: Receiver) -> list[Any]:
         if type(state) is bytes:
             return pickle.loads(state)  # type: ignore[no-any-return]
-        return list(map(arrival.decode, state))
+        return list(map(receiver.decode, state))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
-        node.obj[:] = self.values(state, arrival)
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        node.obj[:] = self.values(state, receiver)
         node.seen = Block(state) if type(state) is bytes else None
 
 
@@ -98,11 +98,11 @@ class Deque(Sequence):
     def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.maxlen
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return collections.deque(maxlen=args)
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
-        values = self.values(state, arrival)
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        values = self.values(state, receiver)
         node.obj.clear()
         node.obj.extend(values)
         node.seen = Block(state) if type(state) is bytes else None
@@ -114,11 +114,11 @@ class Set(Sequence):
     def turn(self, obj: Any) -> int:
         return 1
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return set()
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
-        values = self.values(state, arrival)
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        values = self.values(state, receiver)
         node.obj.clear()
         node.obj.update(values)
         node.seen = Block(state) if type(state) is bytes else None
@@ -132,7 +132,7 @@ class Mapping(Kind):
     def turn(self, obj: Any) -> int:
         return 1
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return {}
 
     def look(self, node: Node, walk: Sender) -> Any:
@@ -149,12 +149,12 @@ class Mapping(Kind):
         node.seen = keys, values
         return list(map(walk.encode, keys)), list(map(walk.encode, values))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         if type(state) is bytes:
             items = list(pickle.loads(state).items())
             node.seen = Block(state)
         else:
-            items = list(zip(map(arrival.decode, state[0]), map(arrival.decode, state[1]), strict=True))
+            items = list(zip(map(receiver.decode, state[0]), map(receiver.decode, state[1]), strict=True))
             node.seen = None
         node.obj.clear()
         for key, value in items:
@@ -164,7 +164,7 @@ class Mapping(Kind):
 class Counter(Mapping):
     name = "Counter"
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return collections.Counter()
 
 
@@ -174,8 +174,8 @@ class Default(Mapping):
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.default_factory)
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        return collections.defaultdict(arrival.decode(args))
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        return collections.defaultdict(receiver.decode(args))
 
 
 class WeakKeys(Mapping):
@@ -183,21 +183,21 @@ class WeakKeys(Mapping):
 
     name = "WeakKeyDictionary"
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return weakref.WeakKeyDictionary()
 
 
 class WeakValues(Mapping):
     name = "WeakValueDictionary"
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return weakref.WeakValueDictionary()
 
 
 class Bytes(Kind):
     name = "bytearray"
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return bytearray()
 
     def look(self, node: Node, walk: Sender) -> Any:
@@ -207,7 +207,7 @@ class Bytes(Kind):
         node.seen = seen
         return bytes(node.obj)
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         node.obj[:] = state
         node.seen = zlib.crc32(state), len(state)
 

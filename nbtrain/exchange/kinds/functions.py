@@ -65,16 +65,16 @@ class Function(Kind):
         known = {name: fn.__globals__[name] for name in ("__name__", *names) if name in fn.__globals__}
         return [(name, walk.encode(value)) for name, value in known.items()]
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         code, where, name, cells = args
         if where == NAMESPACE:
-            globals_ = arrival.namespace
+            globals_ = receiver.namespace
         elif isinstance(where, types.ModuleType):
             globals_ = vars(where)
         else:
-            globals_ = {key: arrival.decode(value) for key, value in where}
+            globals_ = {key: receiver.decode(value) for key, value in where}
             globals_["__builtins__"] = __builtins__
-        return types.FunctionType(code, globals_, name, None, tuple(map(arrival.decode, cells)) or None)
+        return types.FunctionType(code, globals_, name, None, tuple(map(receiver.decode, cells)) or None)
 
     def _fields(self, fn: types.FunctionType) -> tuple[Any, ...]:
         extra = (getattr(fn, "__type_params__", ()),) if sys.version_info >= (3, 12) else ()
@@ -94,19 +94,19 @@ class Function(Kind):
         attributes = list(zip(rest[:count], map(walk.encode, rest[count : 2 * count]), strict=True))
         return encoded, attributes, tuple(map(walk.encode, rest[2 * count :]))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         fn: types.FunctionType = node.obj
         (*fields, code, fn.__name__), attributes, type_params = state
         if fn.__code__ is not code:
             fn.__code__ = code
-        decoded = tuple(map(arrival.decode, fields))
+        decoded = tuple(map(receiver.decode, fields))
         fn.__qualname__, fn.__module__, fn.__doc__, fn.__defaults__, fn.__kwdefaults__ = decoded[:5]
         if decoded[5] is not None:
             fn.__annotations__ = decoded[5]
         fn.__dict__.clear()
-        fn.__dict__.update((name, arrival.decode(value)) for name, value in attributes)
+        fn.__dict__.update((name, receiver.decode(value)) for name, value in attributes)
         if type_params and type_params[0]:
-            fn.__type_params__ = arrival.decode(type_params[0])
+            fn.__type_params__ = receiver.decode(type_params[0])
         node.seen = None
 
 
@@ -116,7 +116,7 @@ class ClosureVariable(Kind):
     name = "cell"
     lasting = True
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return types.CellType()
 
     def look(self, node: Node, walk: Sender) -> Any:
@@ -129,9 +129,9 @@ class ClosureVariable(Kind):
         node.seen = now
         return tuple(map(walk.encode, now))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         if state:
-            node.obj.cell_contents = arrival.decode(state[0])
+            node.obj.cell_contents = receiver.decode(state[0])
         else:
             del node.obj.cell_contents
         node.seen = None
@@ -212,8 +212,8 @@ class Cached(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        return functools.lru_cache(**dict(args[1]))(arrival.decode(args[0]))
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        return functools.lru_cache(**dict(args[1]))(receiver.decode(args[0]))
 
     def look(self, node: Node, walk: Sender) -> Any:
         return None
@@ -227,8 +227,8 @@ class Partial(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.func)
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        return functools.partial(arrival.decode(args))
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        return functools.partial(receiver.decode(args))
 
     def look(self, node: Node, walk: Sender) -> Any:
         made = node.obj
@@ -239,10 +239,10 @@ class Partial(Kind):
         fields = [[(key, walk.encode(value)) for key, value in held.items()] for held in (made.keywords, vars(made))]
         return tuple(map(walk.encode, made.args)), *fields
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         args, *fields = state
-        keywords, held = ({key: arrival.decode(value) for key, value in field} for field in fields)
-        node.obj.__setstate__((node.obj.func, tuple(map(arrival.decode, args)), keywords, held))
+        keywords, held = ({key: receiver.decode(value) for key, value in field} for field in fields)
+        node.obj.__setstate__((node.obj.func, tuple(map(receiver.decode, args)), keywords, held))
         node.seen = None
 
 
@@ -255,9 +255,9 @@ class NewType(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.__name__, node.obj.__module__, walk.encode(node.obj.__supertype__)
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         new: Any = typing.NewType
-        made = new(args[0], arrival.decode(args[2]))
+        made = new(args[0], receiver.decode(args[2]))
         made.__module__ = args[1]
         return made
 

@@ -30,14 +30,14 @@ def encoded(tensor: Any, walk: Sender) -> Hooks | None:
 
 
 def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:
-    """By which both sides know them."""
+    """Keys of the hooks' nodes."""
     if hooks is None:
         return NONE
     return tuple(tuple(key for _, hook in table for key in keys_in(hook)) for table in hooks[:2])
 
 
-def hang(tensor: Any, hooks: Hooks | None) -> None:
-    """These and no others, but for the ones of the strategy."""
+def install(tensor: Any, hooks: Hooks | None) -> None:
+    """Make these the tensor's only hooks, beside those of the strategy."""
     if hooks is not None and hooks[2] is not None and tensor.requires_grad:
         hooks[2].update(hooks[0])  # torch takes no empty one, and its own content may come later
         if tensors.hook_table(tensor, TABLES[0]) is not hooks[2]:

@@ -29,9 +29,9 @@ class LongConstant(Kind):
             return "bytes", walk.buffer(memoryview(obj))
         return "other", walk.buffer(memoryview(pickle.dumps(obj, 5)))
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         form, where = args
-        data = arrival.buffer(where)
+        data = receiver.buffer(where)
         return bytes(data) if form == "bytes" else pickle.loads(data)
 
     def look(self, node: Node, walk: Sender) -> Any:

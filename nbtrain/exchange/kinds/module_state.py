@@ -55,7 +55,7 @@ class ModuleState:
         self.base: dict[str, Any] | None = None
         """what there was when the file had been executed: `lr`, `Config.lr`; None: nobody saw it"""
         self.made: Any = None
-        """of what the file made: see `exchange.baseline`"""
+        """what the file made (`exchange/module_baseline.py`)"""
         self.places: dict[tuple[Any, ...], Any] = {}
         """way → what the file made there"""
         self.shared: set[str] = set()
@@ -193,7 +193,7 @@ class ModuleChanges(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.name
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         if args not in sys.modules:
             with suppress(Exception):  # then it cannot be imported here by anybody else either, who will say so
                 importlib.import_module(args)
@@ -209,10 +209,10 @@ class ModuleChanges(Kind):
         node.seen = paths, values, gone
         return paths, list(map(walk.encode, values)), gone
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         paths, values, gone = state
         own: ModuleState = node.obj
-        own.entries = dict(zip(paths, map(arrival.decode, values), strict=True))
+        own.entries = dict(zip(paths, map(receiver.decode, values), strict=True))
         own.shared.update(paths, gone)
         own.set(own.entries, gone)
         node.seen = None

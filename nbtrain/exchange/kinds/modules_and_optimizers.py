@@ -28,10 +28,10 @@ class Module(Kind):
         cls = type(node.obj)
         return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import torch
 
-        cls = arrival.decode(args)
+        cls = receiver.decode(args)
         obj = cls.__new__(cls)
         torch.nn.Module.__init__(obj)
         return obj
@@ -58,13 +58,13 @@ class Module(Kind):
         own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
         return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         own, boxes = state
         obj = node.obj
         held = vars(obj)
-        fields = {key: arrival.decode(value) for key, value in own}
+        fields = {key: receiver.decode(value) for key, value in own}
         if _own_setstate(obj):
-            inner = [{key: arrival.decode(value) for key, value in box} for box in boxes]
+            inner = [{key: receiver.decode(value) for key, value in box} for box in boxes]
             fresh = dict(zip(modules.TABLES, inner, strict=True))
             obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
             node.seen = None
@@ -77,7 +77,7 @@ class Module(Kind):
         held.update(fields)
         for name, box in zip(modules.TABLES, boxes, strict=True):
             held[name].clear()
-            held[name].update((key, arrival.decode(value)) for key, value in box)
+            held[name].update((key, receiver.decode(value)) for key, value in box)
         node.seen = None
 
     def settle(self, node: Node) -> None:
@@ -138,17 +138,17 @@ class Optimizer(Instance):
         held = {k: v for k, v in vars(obj).items() if k != "step" and not _empty_hook(k, v)}
         return list(held), list(held.values())
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         held = vars(node.obj)
         tables = {key: value for key, value in held.items() if modules.is_hook_table(key)}
-        super().put(node, state, arrival)
+        super().put(node, state, receiver)
         for key, table in tables.items():
             if key not in state[0]:  # the handles of those who come to hang there know this table
                 table.clear()
                 held[key] = table
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        cls = arrival.decode(args)
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        cls = receiver.decode(args)
         obj = cls.__new__(cls)
         optimizers.make_hook_tables(obj)
         return obj
@@ -170,8 +170,8 @@ class HookHandle(Instance):
         extra = [ref() for ref in obj.extra_dict_ref]
         return ["id", "table", *map(str, range(len(extra)))], [obj.id, obj.hooks_dict_ref(), *extra]
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
-        node.obj.id, table, *extra = map(arrival.decode, state[1])
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        node.obj.id, table, *extra = map(receiver.decode, state[1])
         node.obj.hooks_dict_ref = _weakly(table)
         node.obj.extra_dict_ref = tuple(map(_weakly, extra))
         node.seen = None
@@ -204,9 +204,9 @@ class Loader(Instance):
         held.setdefault(loaders.RUNNING, None)
         return list(held), [None if k == loaders.RUNNING else v for k, v in held.items()]
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         running = vars(node.obj).get(loaders.RUNNING)
-        super().put(node, state, arrival)
+        super().put(node, state, receiver)
         vars(node.obj)[loaders.RUNNING] = running
 
 
@@ -221,7 +221,7 @@ class Compiled(Opaque):
         node.seen = self._seen(node)
         return made
 
-    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
+    def made(self, node: Node, args: Any, receiver: Receiver) -> None:
         node.seen = self._seen(node)
 
     def _seen(self, node: Node) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What belongs to one process: refused at once, with the reason, or found again over there by its name."""
+"""Objects that belong to one process: refused with the reason, or found by name on the other side."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class LogHandler(Instance):
         held = {key: value for key, value in vars(obj).items() if key != "lock"}
         return list(held), list(held.values())
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        made = super().make(args, arrival)
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        made = super().make(args, receiver)
         made.createLock()
         return made
 

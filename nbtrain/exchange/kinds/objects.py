@@ -34,8 +34,8 @@ class Instance(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj))
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
-        cls = arrival.decode(args)
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        cls = receiver.decode(args)
         return cls.__new__(cls)
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
@@ -57,9 +57,9 @@ class Instance(Kind):
         node.seen = keys, values
         return keys, list(map(walk.encode, values))
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         obj = node.obj
-        fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
+        fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
         slots = slots_of(type(obj))
         for slot in slots:
             if slot in fields:
@@ -108,8 +108,8 @@ class Stateful(Instance):
         except Exception as error:  # the user's own method may raise anything
             raise CannotTravel(f"its __getstate__ raised {type(error).__name__}: {error}") from error
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
-        fields = dict(zip(state[0], map(arrival.decode, state[1]), strict=True))
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
         if hasattr(node.obj, "__setstate__"):
             node.obj.__setstate__(fields)
         else:
@@ -236,11 +236,11 @@ class _Pickler(cp.Pickler):
     """
 
     def __init__(self, file: io.BytesIO, walk: Sender, top: Any, buffers: list[memoryview]) -> None:
-        def aside(buffer: pickle.PickleBuffer) -> bool:
+        def collect(buffer: pickle.PickleBuffer) -> bool:
             buffers.append(buffer.raw())
             return False  # not in the stream
 
-        super().__init__(file, protocol=5, buffer_callback=aside)
+        super().__init__(file, protocol=5, buffer_callback=collect)
         self.walk = walk
         self.top = top
 
@@ -262,18 +262,18 @@ class _Pickler(cp.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, buffers: list[memoryview], arrival: Receiver) -> None:
+    def __init__(self, data: bytes, buffers: list[memoryview], receiver: Receiver) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
-        self.arrival = arrival
+        self.receiver = receiver
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "twin" and module == __name__:
-            return self.arrival.whole_twin
+            return self.receiver.whole_twin
         if module == "__main__":
             top, *inner = name.split(".")
-            if top not in self.arrival.namespace:
+            if top not in self.receiver.namespace:
                 raise LookupError(f"its pickle names {name!r} of the notebook, and that did not travel with it")
-            return functools.reduce(getattr, inner, self.arrival.namespace[top])
+            return functools.reduce(getattr, inner, self.receiver.namespace[top])
         return super().find_class(module, name)
 
 
@@ -301,9 +301,9 @@ class Opaque(Kind):
         data, buffers, node.seen = self._pickle(node, walk)
         return data, [] if walk.quiet else list(map(walk.buffer, buffers))
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         data, where = args
-        return _Unpickler(data, list(map(arrival.buffer, where)), arrival).load()
+        return _Unpickler(data, list(map(receiver.buffer, where)), receiver).load()
 
     def look(self, node: Node, walk: Sender) -> Any:
         data, buffers, seen = self._pickle(node, walk)
@@ -344,7 +344,7 @@ class KeptOnRanks(Kind):
         stay = walk.staying.get(id(node.obj))
         return name, text if len(text) <= LONG else text[: LONG - 1] + "…", stay is not None and stay.kept
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         return Handle(*args)
 
     def look(self, node: Node, walk: Sender) -> Any:
@@ -359,8 +359,8 @@ class KeptOnRanks(Kind):
         node.seen = keys
         return [walk.encode(one.obj) for one in held]
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
-        node.children = [arrival.node(ref.key) for ref in state]
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        node.children = [receiver.node(ref.key) for ref in state]
         if type(node.obj) is Handle:
             node.obj.holds = [child.obj for child in node.children]
 

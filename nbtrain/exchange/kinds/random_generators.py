@@ -19,10 +19,10 @@ class TorchGenerator(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return node.obj.device.type
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import torch
 
-        return torch.Generator(arrival.device(args))
+        return torch.Generator(receiver.device(args))
 
     def look(self, node: Node, walk: Sender) -> Any:
         state = bytes(node.obj.get_state().numpy())
@@ -31,7 +31,7 @@ class TorchGenerator(Kind):
         node.seen = state
         return state, node.obj.device.type
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         import torch
 
         data, device = state
@@ -49,7 +49,7 @@ class BitGenerator(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return type(node.obj), arrays.seed_sequence(node.obj)
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         cls, seed = args
         return cls(seed)
 
@@ -60,7 +60,7 @@ class BitGenerator(Kind):
         node.seen = state
         return state
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         node.obj.state = _arrays(state[0])
         seed = arrays.seed_sequence(node.obj)
         children = state[1] - getattr(seed, "n_children_spawned", state[1])
@@ -78,9 +78,9 @@ class NumpyGenerator(Kind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return type(node.obj), walk.encode(arrays.bit_generator(node.obj))
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         cls, bits = args
-        return cls(arrival.decode(bits))
+        return cls(receiver.decode(bits))
 
     def look(self, node: Node, walk: Sender) -> Any:
         get = getattr(node.obj, "get_state", None)
@@ -90,7 +90,7 @@ class NumpyGenerator(Kind):
         node.seen = (spare,)
         return spare
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         if state is not None:
             held = node.obj.get_state(legacy=False)
             held["has_gauss"], held["gauss"] = state

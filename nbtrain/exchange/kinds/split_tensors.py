@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SplitTensor:
-    """One of them."""
+    """A tensor in pieces, and how its whole content is fetched."""
 
     def __init__(
         self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, fetch: Callable[[SplitTensor], memoryview]
@@ -52,7 +52,7 @@ class MemoryPlace:
 
 
 class PlaceKind(Kind):
-    """Made as a storage there."""
+    """The kind of `MemoryPlace`; the other side makes a storage."""
 
     name = "place"
     sent_as = "storage"
@@ -72,7 +72,7 @@ class PlaceKind(Kind):
 
 
 class SplitTensorKind(Kind):
-    """Made as a tensor there."""
+    """The kind of a tensor in pieces; the other side makes an ordinary tensor."""
 
     name = "apart"
     sent_as = "tensor"
@@ -83,53 +83,53 @@ class SplitTensorKind(Kind):
 
         apart = walk.table.apart[id(node.obj)]
         ref = walk.encode(apart.place)
-        hung = gradient_hooks.encoded(node.obj, walk)
+        hooks = gradient_hooks.encoded(node.obj, walk)
         if walk.quiet:
             return None
-        node.seen = _state(node, apart, hung)
+        node.seen = _state(node, apart, hooks)
         window = 0, apart.shape, torch.empty(apart.shape, device="meta").stride(), False, False
-        grown = node.seen[2]
-        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, grown, None, hung, node.seen
+        requires_grad = node.seen[2]
+        return isinstance(node.obj, torch.nn.Parameter), ref, apart.dtype, window, requires_grad, None, hooks, node.seen
 
     def look(self, node: Node, walk: Sender) -> Any:
         apart = walk.table.apart[id(node.obj)]
-        hung = gradient_hooks.encoded(node.obj, walk)
-        state = _state(node, apart, hung)
+        hooks = gradient_hooks.encoded(node.obj, walk)
+        state = _state(node, apart, hooks)
         known = node.seen
         same = known is not None and (known[:3], known[4]) == (state[:3], state[4])
         if walk.quiet or (same and not apart.changed):
             return None
         node.seen = state
-        return state, walk.buffer(apart.later()), None, hung, None
+        return state, walk.buffer(apart.later()), None, hooks, None
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         import torch
 
-        seen, where, _, hung, memory = state
-        apart = arrival.table.apart[id(node.obj)]
+        seen, where, _, hooks, memory = state
+        apart = receiver.table.apart[id(node.obj)]
         if (seen[0], seen[1]) != (apart.shape, apart.dtype):
             raise CannotTravel(
                 f"a tensor of shape {apart.shape} and type {apart.dtype} became {seen[0]}, {seen[1]} in the notebook, "
                 "and the ranks keep it in pieces. Start afresh with %distributed stop"
             )
         if where is not None:
-            data = arrival.buffer(where)
+            data = receiver.buffer(where)
             apart.arrived = torch.frombuffer(data, dtype=apart.dtype).view(apart.shape) if len(data) else None
         elif memory is not None:
-            apart.arrived = shown(arrival.decode(memory[0]), apart.dtype, memory[1])
+            apart.arrived = shown(receiver.decode(memory[0]), apart.dtype, memory[1])
         if memory is not None:
-            node.fixed = [arrival.node(memory[0].key)]
+            node.fixed = [receiver.node(memory[0].key)]
         if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
             node.obj.requires_grad_(seen[2])
         if seen[4] != gradient_hooks.NONE or gradient_hooks.hooked(node.obj):
-            gradient_hooks.hang(node.obj, decoded_hooks(hung, arrival))
+            gradient_hooks.install(node.obj, decoded_hooks(hooks, receiver))
         node.seen = seen
 
 
-def _state(node: Node, apart: SplitTensor, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
+def _state(node: Node, apart: SplitTensor, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
     """As `tensors` has it; who receives it finds the checksum."""
-    grown = node.obj.requires_grad and node.obj.is_leaf
-    return apart.shape, apart.dtype, grown, None, gradient_hooks.keys_of(hung)
+    requires_grad = node.obj.requires_grad and node.obj.is_leaf
+    return apart.shape, apart.dtype, requires_grad, None, gradient_hooks.keys_of(hooks)
 
 
 PLACE: Kind = PlaceKind()
@@ -137,7 +137,7 @@ APART: Kind = SplitTensorKind()
 
 
 def part(table: Nodes, apart: SplitTensor) -> None:
-    """From here on its content is in pieces. What memory it had is let go."""
+    """From here on its content is in pieces, and its memory is released."""
     table.apart[id(apart.tensor)] = apart
     node = table.find(apart.tensor)
     if node is None:

@@ -42,20 +42,20 @@ class Storage(Kind):
                 return "array", size, (walk.encode(array), storage.data_ptr() - array.ctypes.data)
         return device, size, walk.buffer(_bytes(storage), node)
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import torch
 
         kind, size, where = args
         if kind == "array":
-            return torch.from_numpy(memory_in(arrival.decode(where[0]), where[1], size)).untyped_storage()
-        device = arrival.device(kind)
+            return torch.from_numpy(memory_in(receiver.decode(where[0]), where[1], size)).untyped_storage()
+        device = receiver.device(kind)
         if where is None:
             return torch.UntypedStorage(size, device=device)
-        storage = torch.frombuffer(arrival.buffer(where), dtype=torch.uint8).untyped_storage()
+        storage = torch.frombuffer(receiver.buffer(where), dtype=torch.uint8).untyped_storage()
         return storage if device == "cpu" else storage.to(device=device)
 
-    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
-        node.fixed = [arrival.node(args[2][0].key)] if args[0] == "array" else []
+    def made(self, node: Node, args: Any, receiver: Receiver) -> None:
+        node.fixed = [receiver.node(args[2][0].key)] if args[0] == "array" else []
 
     def look(self, node: Node, walk: Sender) -> Any:
         return None
@@ -74,36 +74,36 @@ class Tensor(Kind):
         ref = walk.encode(tensor.untyped_storage())
         storage = walk.children[-1] if walk.children else None
         notes = walk.encode(vars(tensor)) if _noted(tensor) else None
-        hung = gradient_hooks.encoded(tensor, walk)
+        hooks = gradient_hooks.encoded(tensor, walk)
         if walk.quiet or storage is None:
             return None
-        seen = _state_of(tensor, hung)
+        seen = _state_of(tensor, hooks)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         node.memo = MemoryForm(tensor)
-        grown = tensor.requires_grad and tensor.is_leaf
-        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), grown, notes, hung, seen
+        requires_grad = tensor.requires_grad and tensor.is_leaf
+        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), requires_grad, notes, hooks, seen
 
-    def make(self, args: Any, arrival: Receiver) -> Any:
+    def make(self, args: Any, receiver: Receiver) -> Any:
         import torch
 
-        is_parameter, storage, dtype, window, grown, notes, hung, _ = args
-        tensor = shown(arrival.decode(storage), dtype, window)
+        is_parameter, storage, dtype, window, requires_grad, notes, hooks, _ = args
+        tensor = shown(receiver.decode(storage), dtype, window)
         if is_parameter:
-            tensor = torch.nn.Parameter(tensor, grown)
-        elif grown:
+            tensor = torch.nn.Parameter(tensor, requires_grad)
+        elif requires_grad:
             tensor.requires_grad_()
         if notes is not None:
-            tensor.__dict__ = arrival.decode(notes)
-        if hung is not None:
-            gradient_hooks.hang(tensor, decoded_hooks(hung, arrival))
+            tensor.__dict__ = receiver.decode(notes)
+        if hooks is not None:
+            gradient_hooks.install(tensor, decoded_hooks(hooks, receiver))
         return tensor
 
-    def made(self, node: Node, args: Any, arrival: Receiver) -> None:
+    def made(self, node: Node, args: Any, receiver: Receiver) -> None:
         node.seen = _complete(node.obj, args[-1])
         node.memo = MemoryForm(node.obj)
         if args[-2] is None and args[-3] is None:
-            node.fixed = [arrival.node(args[1].key)]
+            node.fixed = [receiver.node(args[1].key)]
 
     def look(self, node: Node, walk: Sender) -> Any:
         if walk.quiet and (node.seen is not None or _filled(node)):
@@ -112,12 +112,12 @@ class Tensor(Kind):
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
         notes = vars(tensor)
         noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
-        hung = gradient_hooks.encoded(tensor, walk)
+        hooks = gradient_hooks.encoded(tensor, walk)
         moved = _moved(node)
-        if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hung):
+        if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hooks):
             return None
         before, left = node.seen, _left(node) if moved and walk.keep_home else None
-        seen = self._seen(node, hung)
+        seen = self._seen(node, hooks)
         if seen == before and not noted and not moved:
             return None
         reshaped = before is not None and seen[:2] != before[:2]
@@ -134,7 +134,7 @@ class Tensor(Kind):
             where = EMPTY
         else:
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
-        return seen, where, ref, hung, memory and (memory.ref, _window(tensor), old)
+        return seen, where, ref, hooks, memory and (memory.ref, _window(tensor), old)
 
     def _memory(self, node: Node, walk: Sender) -> Node | None:
         """What it shows now: `.data = …` gave it other memory, or another part of it, and views of what it had do not
@@ -146,42 +146,42 @@ class Tensor(Kind):
         node.fixed = [held, *(node.fixed or ())[1:]]
         return held
 
-    def _seen(self, node: Node, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
+    def _seen(self, node: Node, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
         tensor = node.obj
         if node.memo is None or node.memo.form != form_of(tensor):
             node.memo = MemoryForm(tensor)
         small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
         if small and node.memo.flat is None and not tensor.is_conj() and not tensor.is_neg():
             node.memo.flatten(tensor)
-        return _state_of(tensor, hung)
+        return _state_of(tensor, hooks)
 
-    def put(self, node: Node, state: Any, arrival: Receiver) -> None:
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         import torch
 
-        seen, where, notes, hung, memory = state
-        shape, dtype, grown, _, hooked = seen
+        seen, where, notes, hooks, memory = state
+        shape, dtype, requires_grad, _, hooked = seen
         tensor = node.obj
         if memory is not None:
             ref, window, left = memory
-            if left is not None and left[0] in arrival.table.nodes:
+            if left is not None and left[0] in receiver.table.nodes:
                 key, kind, showed, old = left
-                shown(arrival.twin(key), kind, showed).copy_(_content(arrival.buffer(old), kind, showed[1]))
-            if _fits(arrival.decode(ref), dtype, window):
-                _show(tensor, shown(arrival.decode(ref), dtype, window))
-                node.fixed = [arrival.node(ref.key), *(node.fixed or ())[1:]]
+                shown(receiver.twin(key), kind, showed).copy_(_content(receiver.buffer(old), kind, showed[1]))
+            if _fits(receiver.decode(ref), dtype, window):
+                _show(tensor, shown(receiver.decode(ref), dtype, window))
+                node.fixed = [receiver.node(ref.key), *(node.fixed or ())[1:]]
         same = tensor.shape == shape and tensor.dtype == dtype
         if where == EMPTY:
             _show(tensor, torch.empty(shape, dtype=dtype, device="meta"))
-        elif where is None or (same and _covers(tensor) and arrival.renew(where, tensor.data_ptr())):
+        elif where is None or (same and _covers(tensor) and receiver.renew(where, tensor.data_ptr())):
             _count_as_written(tensor)
         else:
-            _write(tensor, _content(arrival.buffer(where), dtype, shape), same)
-        if tensor.is_leaf and tensor.requires_grad != grown:
-            tensor.requires_grad_(grown)
-        if notes is not None and (own := arrival.decode(notes)) is not vars(tensor):
+            _write(tensor, _content(receiver.buffer(where), dtype, shape), same)
+        if tensor.is_leaf and tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
+        if notes is not None and (own := receiver.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
         if hooked != gradient_hooks.NONE or gradient_hooks.hooked(tensor):
-            gradient_hooks.hang(tensor, decoded_hooks(hung, arrival))
+            gradient_hooks.install(tensor, decoded_hooks(hooks, receiver))
         node.seen = _complete(tensor, seen)
         node.memo = MemoryForm(tensor)
 
@@ -245,16 +245,16 @@ def _noted(tensor: Any) -> bool:
     return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
 
 
-def decoded_hooks(hung: gradient_hooks.Hooks | None, arrival: Receiver) -> gradient_hooks.Hooks | None:
-    if hung is None:
+def decoded_hooks(hooks: gradient_hooks.Hooks | None, receiver: Receiver) -> gradient_hooks.Hooks | None:
+    if hooks is None:
         return None
-    *tables, held = hung
-    return [*([(number, arrival.decode(hook)) for number, hook in table] for table in tables), arrival.decode(held)]
+    *tables, held = hooks
+    return [*([(number, receiver.decode(hook)) for number, hook in table] for table in tables), receiver.decode(held)]
 
 
-def _state_of(tensor: Any, hung: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
-    grown = tensor.requires_grad and tensor.is_leaf
-    return tuple(tensor.shape), tensor.dtype, grown, checksum(tensor), gradient_hooks.keys_of(hung)
+def _state_of(tensor: Any, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
+    requires_grad = tensor.requires_grad and tensor.is_leaf
+    return tuple(tensor.shape), tensor.dtype, requires_grad, checksum(tensor), gradient_hooks.keys_of(hooks)
 
 
 def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -262,13 +262,13 @@ def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
     return seen if seen[3] is not None else (*seen[:3], checksum(tensor), *seen[4:])
 
 
-def _as_it_was(tensor: Any, before: tuple[Any, ...], hung: gradient_hooks.Hooks | None) -> bool:
+def _as_it_was(tensor: Any, before: tuple[Any, ...], hooks: gradient_hooks.Hooks | None) -> bool:
     """A large tensor whose memory nobody here has written to; a checksum would read all of it."""
     if tensor.nbytes < SMALL or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     if (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf) != before[:3]:
         return False
-    if gradient_hooks.keys_of(hung) != before[4]:
+    if gradient_hooks.keys_of(hooks) != before[4]:
         return False
     return untouched(tensor.data_ptr(), tensor.nbytes)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.machine.devices import Machine
@@ -28,7 +28,7 @@ def found(machine: Machine, kind: str) -> list[Data]:
             {"name": f"GPU {at} · {card.name}", "total": card.total, "used": card.used}
             for at, card in enumerate(machine.cards())
         ]
-    memory = probes.memory()
+    memory = host.memory()
     name = f"CPU · {machine.cores} core{'s' * (machine.cores != 1)}"
     return [{"name": name, "total": memory.limit, "used": memory.limit - min(memory.limit, memory.available)}]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.gpus as gpus
+import nbtrain.machine.host as host
 from nbtrain.planning.plan.device_room import DeviceRoom, in_memory, room
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec
 from nbtrain.strategies.memory_estimate import World
@@ -91,14 +92,14 @@ def ground(
     """`own`: pids of the current ranks, whose memory counts as free."""
     kind, names = pool.kind, pool.devices
     alone, each = room(kind, names[:1], 1, own)[0], room(kind, names, len(names), own)
-    host = in_memory(probes.memory(), len(names), 0).bytes if kind == "cuda" else None
-    return DeviceMemory(pool=pool, precision=precision, accumulate=accumulate, alone=alone, each=each, host=host)
+    host_bytes = in_memory(host.memory(), len(names), 0).bytes if kind == "cuda" else None
+    return DeviceMemory(pool=pool, precision=precision, accumulate=accumulate, alone=alone, each=each, host=host_bytes)
 
 
 def devices(pool: PoolSpec, count: int) -> str:
     """`--devices 4` or `--devices "0,2"`: the pool's first `count` devices, as typed."""
     if pool.kind != "cuda":
-        more = " --accelerator tpu" if pool.kind == "tpu" else " --accelerator cpu" if probes.gpus() else ""
+        more = " --accelerator tpu" if pool.kind == "tpu" else " --accelerator cpu" if gpus.gpus() else ""
         return f"--devices {count}{more}"
     indices = [name.partition(":")[2] for name in pool.devices[:count]]
     shared = " --oversubscribe" if len(set(indices)) < len(indices) else ""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import nbtrain.humanize as humanize
 import nbtrain.machine.devices as devices
-import nbtrain.machine.probes as probes
-from nbtrain.machine.probes import Gpu
+import nbtrain.machine.host as host
+from nbtrain.machine.gpus import Gpu
 
 INTERPRETER = 120 * 10**6
 """private bytes of a rank without a model: a fork of a process that has imported torch"""
@@ -41,11 +41,11 @@ def room(kind: str, names: Sequence[str], ranks: int, own: Collection[int] = ())
     if kind == "cuda":
         cards = devices.here().cards()
         return tuple(on_card(name, _card(name, cards), names.count(name), own) for name in names)
-    held = sum(probes.private_memory(pid) or 0 for pid in own)
-    return (in_memory(probes.memory(), ranks, held),) * ranks
+    held = sum(host.private_memory(pid) or 0 for pid in own)
+    return (in_memory(host.memory(), ranks, held),) * ranks
 
 
-def in_memory(memory: probes.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
+def in_memory(memory: host.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
     """Memory per rank on the CPU. `own`: bytes that the current ranks hold."""
     free = min(memory.limit, memory.available + own)
     others = memory.limit - free

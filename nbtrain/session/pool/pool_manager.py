@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.fork_safety as fork_safety
+import nbtrain.machine.host as host
 import nbtrain.registry as registry
 from nbtrain.awake_time import Patience
 from nbtrain.compat import kernel
@@ -83,7 +84,7 @@ class PoolManager:
         note = ""
         if self._idle is not None:
             self._idle.stop()
-        if spec.start == "fork" and (why := probes.why_not_fork()) is not None:
+        if spec.start == "fork" and (why := fork_safety.why_not_fork()) is not None:
             raise UsageError(why)
         try:
             self.listen(0)
@@ -166,7 +167,7 @@ class PoolManager:
         self._replaced = False
         if spec.start == "fork":
             return  # they are forked once it is known what the cell reads: see `fork`
-        self._killed = probes.out_of_memory_kills() or 0
+        self._killed = host.out_of_memory_kills() or 0
         try:
             self.pool = registry.engine(spec.engine).load()(spec)
         except OSError as error:
@@ -194,7 +195,7 @@ class PoolManager:
     @property
     def out_of_memory_kills(self) -> bool:
         """Whether the system has ended a process for lack of memory since the ranks were started."""
-        return (probes.out_of_memory_kills() or 0) > self._killed
+        return (host.out_of_memory_kills() or 0) > self._killed
 
     @property
     def everybody_ready(self) -> bool:

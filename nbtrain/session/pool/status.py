@@ -7,7 +7,8 @@ from collections.abc import Container
 from typing import Any
 
 import nbtrain.humanize as humanize
-import nbtrain.machine.probes as probes
+import nbtrain.machine.gpus as gpus
+import nbtrain.machine.host as host
 from nbtrain.engines.base import Pool
 from nbtrain.session.sync.notebook_side import NotebookSide
 
@@ -23,7 +24,7 @@ def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = 
     pids = pool.pids()
     for info in pool.ranks:
         pid = pids.get(info.rank)
-        memory = None if pid is None else probes.private_memory(pid)
+        memory = None if pid is None else host.private_memory(pid)
         state = f"process {pid}" if pid is not None else "starting"
         if info.rank in dead:
             state = "has died; the next cell replaces it"
@@ -43,7 +44,7 @@ def _kernel_holds() -> list[str]:
     return [
         f"  the kernel itself holds {humanize.size(user.memory)} of GPU {gpu.index}; "
         "model.cpu() and torch.cuda.empty_cache() give it to the ranks"
-        for gpu in probes.gpus()
+        for gpu in gpus.gpus()
         for user in gpu.users
         if user.pid == os.getpid() and user.memory
     ]

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import nbtrain.humanize as humanize
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.events import Failed
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.session.sync.notebook_side import NotebookSide
@@ -53,7 +53,7 @@ def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], sid
 def _no_room(failed: Failed) -> str:
     """What is full, where the error itself does not say so."""
     if "[Errno 28]" in failed.text and any("synchronize.py" in block for block in failed.lines):
-        space = probes.shared_memory()
+        space = host.shared_memory()
         large = f" of {humanize.size(space.total)}" if space is not None else ""
         return (
             f"/dev/shm{large} is full: a DataLoader's workers keep their locks and batches there. Write num_workers=0, "

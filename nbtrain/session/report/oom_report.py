@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 import nbtrain.humanize as humanize
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.events import Failed, Memory
 
 _ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
@@ -26,7 +26,7 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
     """Each rank's memory. `last`: the last reading of each while the cell ran. `less`: what needs less."""
     ranks = []
     for rank, pid in sorted(pids.items()):
-        peak = probes.peak_memory(pid)
+        peak = host.peak_memory(pid)
         said = last.get(rank)
         parts = []
         if said is not None:
@@ -37,14 +37,14 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
             parts.append(f"{humanize.size(said.allocated)} of its GPU, {humanize.size(said.peak)} at most")
         if parts:
             ranks.append(f"rank {rank} had {', '.join(parts)}")
-    memory = probes.memory()
+    memory = host.memory()
     here = f"{humanize.size(memory.limit)} may be used here, {humanize.size(memory.available)} of it are free now"
     return f"Memory: {'; '.join([*ranks, here])}. {less}"
 
 
 def of_the_dead(peak: int, killer: bool, less: str = LESS) -> str:
     """The sentence after a SIGKILL. `killer`: the system has since ended a process for lack of memory."""
-    memory = probes.memory()
+    memory = host.memory()
     share = f"it had {humanize.size(peak)} at most, of {humanize.size(memory.limit)} that may be used here"
     if killer:
         return f"The system's out-of-memory killer did that: {share}. {less}"

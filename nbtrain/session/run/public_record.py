@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.beacon import Beacon
 from nbtrain.runs.run_folder import notebook
 from nbtrain.session.run.controls import Answer, Controls
@@ -63,7 +63,7 @@ class PublicRecord:
             pids = pool.pids()
             for info in pool.ranks:
                 pid = pids.get(info.rank)
-                memory = None if pid is None else probes.private_memory(pid)
+                memory = None if pid is None else host.private_memory(pid)
                 rows.append({"rank": info.rank, "pid": pid, "device": info.device, "memory": memory})
         ready = self._ranks.everybody_ready
         return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import nbtrain.humanize as humanize
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 import nbtrain.registry as registry
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.exchange.names.cell_names import Captured
@@ -118,7 +118,7 @@ class Attempt:
         """The memory limit of a rank. On a CPU the rank gets an error before the system would kill it."""
         if self._memory or spec.pool.kind != "cpu":
             return self._memory
-        return int(ROOM * probes.memory().available / spec.pool.world_size)
+        return int(ROOM * host.memory().available / spec.pool.world_size)
 
 
 def _own(spec: RunSpec) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What this rank keeps of tensors that the notebook has whole: gathered on the way home, dealt out on the way here.
+"""Tensors that the notebook has whole and ranks keep in pieces: gathered on the way home, split on the way here.
 
 Which of them changed is found by checksums of the parts and one small reduction. What changed is gathered one tensor at
 a time, while the parcel is written: only the rank that packs it ever has a whole one, and only one.
@@ -27,17 +27,17 @@ Ranges = list[tuple[int, int]]
 
 
 class HeldPiece(SplitTensor):
-    """One tensor's."""
+    """The piece of one tensor that this rank keeps."""
 
     piece: Any
     ranges: list[Ranges]
-    """of each rank"""
+    """by rank"""
     number: int | None = None
-    """checksum of what is here, when notebook and ranks had the same"""
+    """checksum of this piece when notebook and ranks last had the same"""
 
 
 class Pieces:
-    """Of everything that is set up. The same tensors in the same order on all ranks."""
+    """All tensors in pieces: the same ones in the same order on all ranks."""
 
     def __init__(self, rank: int, world_size: int, table: ObjectTable) -> None:
         self.rank = rank
@@ -51,8 +51,8 @@ class Pieces:
         return bool(self._held)
 
     def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
-        """These there are now; whether they are others than before. Collective. Before a cell, those that are new here
-        and known to the notebook are as it has them; what was cut up in a cell, it has gone on with."""
+        """Take these as the tensors in pieces; True if they changed. Collective. Before a cell, a new one that the
+        notebook knows has the notebook's content; one that was divided in a cell may have changed since."""
         found = [*pieces, *self.strays]
         before = {id(held.tensor): held for held in self._held}
         now = []
@@ -115,7 +115,7 @@ class Pieces:
         self._held = []
 
     def take_over(self) -> None:
-        """What the notebook has sent."""
+        """Write what the notebook has sent into the pieces."""
         for held in self._held:
             if held.arrived is not None:
                 held.piece.fill(held.arrived)
@@ -123,7 +123,7 @@ class Pieces:
                 held.number = _number(held)
 
     def compare(self) -> None:
-        """After a cell: which of them the notebook has differently. Collective."""
+        """After a cell: mark the tensors that no longer are what the notebook has. Collective."""
         if not self._held:
             return
         flags = torch.zeros(len(self._held), dtype=torch.uint8)
@@ -143,7 +143,7 @@ class Pieces:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """In the rank that packs: the others are told, at the latest now, that nothing (more) is wanted."""
+        """In the rank that packs: at its end the others know that they need not send anything more."""
         self._announced = False
         try:
             yield
@@ -152,14 +152,14 @@ class Pieces:
                 self.announce([])
 
     def announce(self, laters: list[Later]) -> None:
-        """To the others: these will be fetched, in this order."""
+        """Tell the other ranks which tensors will be fetched, in this order."""
         self._announced = True
         if self.world_size > 1:
             where = {id(held): i for i, held in enumerate(self._held)}
             dist.broadcast_object_list([[where[id(later.of)] for later in laters]], self.rank)
 
     def serve(self, lead: int) -> None:
-        """In the others: give it what it wants."""
+        """In the other ranks: send the lead what it announces."""
         wanted: list[Any] = [None]
         dist.broadcast_object_list(wanted, lead)
         for index in wanted[0]:
@@ -168,11 +168,11 @@ class Pieces:
                 dist.send(flat, lead)
 
     def _fetch(self, apart: SplitTensor) -> memoryview:
-        """All of it, on the rank that packs."""
+        """The whole tensor's bytes, on the rank that packs."""
         assert isinstance(apart, HeldPiece)
         if not apart.nbytes:
             return memoryview(b"")
-        # A map by itself, gone when it is written: from the heap each would come out of another hole.
+        # A map of its own is freed once written; from the heap it would leave fragments.
         memory = mmap.mmap(-1, apart.nbytes)
         whole = torch.frombuffer(memory, dtype=apart.dtype, count=apart.tensor.numel())
         for (start, stop), flat in self._parts(apart):
@@ -195,7 +195,7 @@ class Pieces:
         return whole
 
     def _parts(self, held: HeldPiece) -> Iterator[tuple[tuple[int, int], Any]]:
-        """Bytes, because gloo does not know every type."""
+        """As bytes, because gloo does not know every dtype."""
         for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
             if stop > start:
                 data = flat.detach().to("cpu", held.dtype).contiguous()

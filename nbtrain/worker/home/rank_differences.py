@@ -1,4 +1,4 @@
-"""A number per name, so that the notebook can tell which of them differ between ranks.
+"""Computes a number per name, by which the notebook sees which names differ between ranks.
 
 Models, optimizers and loaders are left out: what a strategy keeps equal is compared in `training.agreement`. Tensors,
 arrays and lists of plain values are looked at as a whole, but for memory that nobody here has written to; of a long
@@ -24,7 +24,7 @@ from nbtrain.exchange.kinds.checksum import array_checksum, checksum
 from nbtrain.exchange.segment import untouched
 
 ITEMS = 1000
-"""Objects looked at below one name."""
+"""Objects looked at below one name"""
 DEEP = 100
 """Levels."""
 LARGE = 1 << 20
@@ -138,7 +138,7 @@ def _atom(value: Any) -> int:
 
 
 def _plain(value: Any) -> int | None:
-    """Of nothing but atoms; None: it holds other objects."""
+    """A number for a container of atoms only; None if it holds other objects."""
     parts = (value, value.values()) if isinstance(value, dict) else (value,)
     if not all(set(map(type, part)) <= ATOMS - NOT_PLAIN for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""A rank's side of the exchange: parcels are opened into its namespace, what a cell changed is packed for home."""
+"""A rank's side of the exchange: opens parcels into its namespace, and packs what a cell changed."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class RankSide:
 
         self.pieces = Pieces(rank, world_size, self.table)
         self._states: dict[int, tuple[Any, Any]] = {}
-        """of optimizers, by their keys, when the cell began: one that is replaced may be held elsewhere"""
+        """key → optimizer and its state when the cell began: a replaced state may be referenced elsewhere"""
         self._unsure = False
-        """another rank was the lead: what this one remembers may be behind"""
+        """another rank was the lead, so what this one remembers may be outdated"""
 
     def open(self, parcel: Parcel, drop: Iterable[int], unbind: Iterable[str]) -> tuple[list[Node], dict[str, Any]]:
         """Put what the notebook sent in place; returns what is new or changed, and the names that were bound."""
@@ -100,7 +100,7 @@ class RankSide:
         return tuple(lacking)
 
     def inherit(self, table: ObjectTable) -> None:
-        """This process was forked from the kernel: it has the notebook's own objects under the kernel's keys."""
+        """Use the kernel's table: this process was forked from the kernel and has its objects."""
         table.last_key, table.step = self.table.last_key, self.table.step
         self.table = self.pieces.table = table
 
@@ -122,7 +122,7 @@ class RankSide:
         return self.table.find(obj) is not None or any(value is obj for value in self.namespace.values())
 
     def replace(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """(old, new) tensors: everybody here who holds an old one holds the new one from now on."""
+        """Replace tensors, as pairs (old, new), wherever this process refers to them."""
         replace_references(pairs, [self.namespace])
         for old, new in pairs:
             node = self.table.find(old)
@@ -158,7 +158,7 @@ class RankSide:
             self.pieces.compare()
 
     def start(self, touched: Iterable[Node], lead: bool) -> None:
-        """Just before the cell: remember how things are, so that afterwards what it changed is known."""
+        """Just before the cell: remember the present state, so that its changes are found afterwards."""
         if lead:
             if self._unsure:
                 for node in self.table.nodes.values():
@@ -172,8 +172,8 @@ class RankSide:
         self._states = {n.key: (n.obj, n.obj.state) for n in nodes if n.kind is optimizer and hasattr(n.obj, "state")}
         self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
 
-    def lead_after_all(self) -> None:
-        """The lead is gone: this rank's changes are to come home, and it has not remembered how things were."""
+    def become_lead(self) -> None:
+        """Bring this rank's changes home: the lead is gone. Everything counts as changed, it remembered nothing."""
         for node in self.table.nodes.values():
             node.seen = None
 
@@ -192,7 +192,7 @@ class RankSide:
         return self._homeward
 
     def leave(self, key: int, reason: str, together: bool) -> Home:
-        """The notebook cannot make this one of what the last cell made."""
+        """Pack again without this object, which the notebook cannot make."""
         assert self._homeward is not None
         return self._homeward.leave(key, reason, self.packer, self.pieces if together else None)
 
@@ -201,14 +201,14 @@ class RankSide:
         return pull(self.table, self.namespace, key, self.packer, self.pieces if together else None)
 
     def released(self) -> tuple[int, ...]:
-        """Segments of the notebook's that this rank does not use any more; it may write to the others again."""
+        """Segments of the notebook that this rank no longer maps; the notebook may write to the others again."""
         if self.opener.maps_large:
             self.opener.keep_apart(moved(self.table.nodes.values()))
         return self.opener.released()
 
     def forget(self, close: Callable[[bool], None], spare: Iterable[int], known: Iterable[int], whole: bool) -> None:
-        """Everything that came from the notebook goes, but what it has handles for, and what that holds; modules stay
-        imported. `whole`: all pieces are there still."""
+        """Drop everything that came from the notebook, except objects with handles and what those hold; modules stay
+        imported. `whole`: no piece is lost."""
         pairs = self.pieces.put_together() if spare and whole else []
         close(False)
         self.replace(pairs)

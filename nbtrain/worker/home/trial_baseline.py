@@ -1,4 +1,4 @@
-"""Before a cell is tried on a rank: what is measured from here on is what the cell takes."""
+"""Prepares the measurement of a trial: imports what the strategy needs, so that it does not count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trial_steps(spec: RunSpec, device: str) -> TrialSteps:
 
     entry = registry.find_strategy(spec.strategy)
     for name in entry.needs.packages if entry is not None else ():
-        if name not in sys.modules:  # a library is there once for all models, and counts for none
+        if name not in sys.modules:  # a library is loaded once for all models, and must not count for one
             with suppress(Exception):  # why it cannot be had is said where it is used
                 import_module(name)
     assert spec.trial is not None

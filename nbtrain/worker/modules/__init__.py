@@ -1,1 +1,1 @@
-"""Modules and packages on a rank, and whether they are still what the notebook has."""
+"""Keeps a rank's modules and packages up to date with their files."""

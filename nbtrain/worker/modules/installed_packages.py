@@ -28,20 +28,20 @@ class Change:
 
 
 class InstalledPackages:
-    """From its making on."""
+    """Reports packages whose installed version changed since this object was made."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[int, dict[str, str]]] = {}
         self._known: Installed = {}
         self._stale: dict[str, str] = {}
-        """what is loaded of packages that are installed in another version"""
+        """package → loaded version, where another one is installed"""
         self.moved = False
-        """anything at all was put in, taken out or replaced"""
+        """whether any package was installed, removed or replaced"""
         self._read()
         self._known = self._merged()
 
     def look(self, fresh: Callable[[str, str], bool]) -> list[Change]:
-        """What to say now. `fresh` knows of a module and its file whether they were loaded as they are now."""
+        """Changes to report now. `fresh(module, file)`: whether the loaded module is the file as it is now."""
         if not self._read():
             return []
         before, now = self._known, self._merged()
@@ -65,7 +65,7 @@ class InstalledPackages:
         return changes
 
     def _read(self) -> bool:
-        """Whether any folder is not as it was."""
+        """Whether any folder changed."""
         news = False
         for folder in sys.path:
             try:

@@ -27,20 +27,20 @@ from nbtrain.worker.modules.module_reload import pairs, renew
 
 
 @cache
-def at_birth() -> dict[str, str]:
-    """Those that a rank has from the beginning. Asked before it is forked: to look at every module is to have a page
-    of one's own for each."""
+def modules_at_start() -> dict[str, str]:
+    """The local modules a rank starts with. Listed before it is forked: a look at a module copies its memory page."""
     return dict(local_modules())
 
 
 class LocalModules:
-    """A rank's. From its making on it hears of every local file that is imported."""
+    """Watches which local files a rank imports, and reloads those that changed."""
 
     def __init__(self) -> None:
-        self._files: dict[str, tuple[str, Stamp | None]] = {n: (path, stamp(path)) for n, path in at_birth().items()}
+        files = modules_at_start().items()
+        self._files: dict[str, tuple[str, Stamp | None]] = {name: (path, stamp(path)) for name, path in files}
         self._others: dict[str, Stamp | None] = {}
         self._owed: tuple[str, ...] = ()
-        """to be loaded again, because the last attempt failed"""
+        """modules whose last reload failed"""
         self._again = False
         self._before: Any = SourceFileLoader.path_stats
         loader: Any = SourceFileLoader
@@ -67,7 +67,7 @@ class LocalModules:
         return name in self._others and self._others[name] == stamp(path)
 
     def refresh(self, namespace: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Load again what changed; the modules that were, and those whose file is gone. UsageError: one cannot be."""
+        """Reload changed modules; returns them, and those whose file is gone. UsageError if a reload fails."""
         loaded = sys.modules
         changed = [name for name, (path, seen) in self._files.items() if stamp(path) != seen and name in loaded]
         stale = {state.name for state in states() if state.stale} - {*changed}
@@ -124,7 +124,7 @@ def _refusal(name: str, path: str, error: BaseException) -> str:
 
 
 def _in_order(changed: set[str], files: dict[str, Any]) -> list[str]:
-    """The changed ones and whatever imported from them: each after what it imports."""
+    """The changed modules and all that import from them, each after what it imports."""
     imports = {name: _imports(name, path) & files.keys() for name, (path, _) in files.items() if name in sys.modules}
     wanted = set(changed)
     while more := {name for name, read in imports.items() if name not in wanted and read & wanted}:
@@ -150,7 +150,7 @@ def _imports(name: str, path: str) -> set[str]:
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):  # it is about to be said
+    except (OSError, SyntaxError, ValueError):  # the reload itself reports it
         return set()
     package = name if os.path.basename(path) == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()

@@ -18,7 +18,7 @@ Pair = tuple[Any, Any]
 
 
 def pairs(module: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pair]:
-    """Old and new of what this module itself defines."""
+    """Pairs (old, new) of what this module itself defines."""
     found: list[Pair] = []
     for name, old in before.items():
         new = after.get(name)
@@ -42,8 +42,9 @@ def _of(old: Any, new: Any) -> Iterator[Pair]:
 
 
 def renew(replaced: Iterable[Pair], namespace: dict[str, Any]) -> None:
-    """One look through all objects. Those made before the rank was forked are not looked at: they know no local module;
-    but `namespace` is among them."""
+    """Replace old objects by new ones wherever the garbage collector finds a reference, and in `namespace`.
+
+    Objects made before the rank was forked are not searched: they refer to no local module."""
     swap = {id(old): (old, new) for old, new in replaced}
     if not swap:
         return

@@ -1,1 +1,1 @@
-"""A rank's process: how it starts, what it is connected to, how it ends."""
+"""A rank's process: start, connections, interrupts, environment."""

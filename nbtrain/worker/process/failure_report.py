@@ -13,12 +13,12 @@ from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.worker.home.rank_side import RankSide
-from nbtrain.worker.process.interrupts import cut_a_step_short
+from nbtrain.worker.process.interrupts import interrupted_a_step
 from nbtrain.worker.shell.shell import RankShell
 
 
 class FailureReport:
-    """Errors in words, and as what the notebook can raise once more."""
+    """Turns an error into text, and into an exception that the notebook can raise again."""
 
     def __init__(self, rank: int, shell: RankShell, twins: RankSide) -> None:
         self._rank = rank
@@ -54,18 +54,18 @@ class FailureReport:
 
 
 def where_it_stood(failed: Failed, error: BaseException, runtime: Any, *, pieces: bool, grouped: bool) -> Failed:
-    """How far the run had come whose code raised."""
+    """Adds how far the run had come when its code raised."""
     steps = runtime.steps
     return replace(
         failed, steps=steps.count, calls=steps.calls, entered=runtime.collective_guard.count,
         between=_is_stop(error), pieces=pieces, grouped=grouped,
         # A closure's first backward is between two steps too, though an optimizer has called it.
-        whole=_is_stop(error) or not cut_a_step_short(error.__traceback__),
+        whole=_is_stop(error) or not interrupted_a_step(error.__traceback__),
     )  # fmt: skip
 
 
 def _in_cells(trace: TracebackType | None) -> TracebackType | None:
-    """From the first line of the notebook's on, if there is one: what has called it is not the user's."""
+    """The traceback from the notebook's first line on; all of it if there is none."""
     at = trace
     while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
         at = at.tb_next

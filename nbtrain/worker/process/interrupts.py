@@ -1,4 +1,4 @@
-"""What a rank does when it is told to end its cell."""
+"""Raises KeyboardInterrupt in a rank's cell, but never inside an optimizer step, a scheduler or a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_s
 
 
 class Interrupts:
-    """An interrupt is for the cell that had been sent when it came, however far the rank was with that cell: one that
-    comes before its first line ends it at its first line, and one that comes after its last line ends nothing.
+    """An interrupt is for the cell that had been sent when it came: one that comes before the first line ends the cell
+    there, one that comes after the last line does nothing.
 
-    None is raised inside an optimizer, a schedule or a scaler, which would be left half way, nor where a checkpoint is
-    made or brought back; the kernel repeats it.
-    And only one in a cell, however often it is repeated: what the user's code does at its end is not interrupted.
+    None is raised inside an optimizer, scheduler or scaler, which would be left half done, nor while a checkpoint is
+    saved or loaded; the kernel repeats it. At most one is raised in a cell, so the user's cleanup is not interrupted.
     """
 
     def __init__(self, board: Board, rank: int) -> None:
@@ -30,17 +29,17 @@ class Interrupts:
         self._listening = False
         self._came = 0.0
         self._children: Any = signal.SIG_DFL
-        """what the cells have for SIGCHLD: torch's raises wherever it comes, for each loader's worker that died"""
+        """the cells' handler for SIGCHLD: torch's raises, wherever it comes, when a loader's worker dies"""
         signal.signal(signal.SIGINT, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._listening:
             self._came = time.monotonic()
-        elif not held_off(frame):
+        elif not inside_uninterruptible(frame):
             self._raise()
 
     def listen(self, run: int, since: float) -> None:
-        """From here on an interrupt is raised; also one that came after `since`, by the clock of this machine."""
+        """Raise interrupts from here on, and one that came after `since` (monotonic time)."""
         self._run = run
         signal.signal(signal.SIGCHLD, self._children)
         self._listening = True
@@ -59,9 +58,8 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._hear)  # a cell may have put a handler of its own here
 
 
-def held_off(frame: FrameType | None) -> bool:
-    """Whether something that moves weights, or what belongs to them, is under way in this frame or its callers; or
-    something that all ranks do, or none."""
+def inside_uninterruptible(frame: FrameType | None) -> bool:
+    """Whether this frame or a caller updates weights, or runs a step that all ranks must finish together."""
     moving = _moving()
     while frame is not None:
         if _moves(frame.f_code, moving) or frame.f_code is uninterrupted.together.__code__:
@@ -70,8 +68,8 @@ def held_off(frame: FrameType | None) -> bool:
     return False
 
 
-def cut_a_step_short(trace: TracebackType | None) -> bool:
-    """Whether an exception came out of it."""
+def interrupted_a_step(trace: TracebackType | None) -> bool:
+    """Whether an exception left an update of weights half done."""
     moving = _moving()
     while trace is not None:
         if _moves(trace.tb_frame.f_code, moving):

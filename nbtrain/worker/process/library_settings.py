@@ -1,6 +1,6 @@
-"""Settings of Python and of libraries that a program makes by calls: a cell on the ranks has the notebook's.
+"""Applies the notebook's settings of Python and of libraries (warnings, print options, rcParams) on the ranks.
 
-They follow the notebook and never lead it: what a cell changes of them ends with it. Nothing is imported to read them.
+They go one way: what a cell on the ranks changes of them ends with it. Nothing is imported to read them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _warnings() -> list[Any]:
 
 
 def _set_warnings(wanted: Any) -> None:
-    """A rank's own come first: they are about what only a rank does."""
-    own = [one for one in (*_born, *python.own_filters) if one not in wanted]
+    """A rank's own filters come first: they concern what only a rank does."""
+    own = [one for one in (*_own_filters, *python.own_filters) if one not in wanted]
     warnings.resetwarnings()  # so that Python looks at them anew
     warnings.filters[:] = [*own, *wanted]  # type: ignore[index]
 
 
-_born: list[Any] = []
-"""the filters of a rank, before it was told any"""
+_own_filters: list[Any] = []
+"""a rank's filters before the notebook's were applied"""
 
 
 def _logging() -> dict[str, int]:
@@ -115,7 +115,7 @@ def _matplotlib() -> dict[str, Any] | None:
 
 
 _drawn: list[Any] = [[], {}]
-"""the values that were there at the last look, and those of them that somebody has set"""
+"""values at the last look, and those that differ from the defaults"""
 
 
 def _drawn_so(now: Any, default: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _set_locale(wanted: str) -> None:
 
 
 def read() -> Settings:
-    """Those of this process, as far as their libraries are loaded."""
+    """This process's settings, of the libraries that are loaded."""
     found: Settings = {}
     for name, (look, _) in _KINDS.items():
         with suppress(Exception):  # a library of another version
@@ -164,14 +164,13 @@ def read() -> Settings:
     return found
 
 
-def be_born() -> None:
-    """A rank, before it is told any."""
-    _born[:] = warnings.filters
+def note_own_filters() -> None:
+    """On a rank, before the notebook's settings are applied."""
+    _own_filters[:] = warnings.filters
 
 
 def put(wanted: Mapping[str, Any]) -> dict[str, Exception]:
-    """Have these; what failed, by name. A library that is not loaded is loaded only where its settings are not those
-    that it begins with."""
+    """Apply these; returns failures by name. A library is imported only where its settings differ from its defaults."""
     failed = {}
     for name, value in wanted.items():
         if name in LIBRARIES and name not in sys.modules and (not value or name in ("numpy", "torch")):
@@ -180,7 +179,7 @@ def put(wanted: Mapping[str, Any]) -> dict[str, Exception]:
         try:
             now = look()
             if name == "warnings":
-                now = [one for one in now if one in value or one not in (*_born, *python.own_filters)]
+                now = [one for one in now if one in value or one not in (*_own_filters, *python.own_filters)]
             if now != value:
                 change(value)
         except Exception as error:

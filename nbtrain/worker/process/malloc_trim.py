@@ -1,4 +1,4 @@
-"""Memory that the C library keeps for later, given back to the system."""
+"""Returns freed memory from the C library to the operating system."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import suppress
 
 
 def give_back() -> None:
-    """What models in pieces gather and let go of, unit by unit, leaves the heap full of holes: hundreds of megabytes
-    that nobody uses, and that the machine's other processes could."""
+    """Gathering and freeing a model unit by unit leaves hundreds of megabytes of holes in the heap."""
     if sys.platform == "linux":
         with suppress(AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Training libraries that bring their own distribution, met in a cell: what would be done twice is refused in words.
+"""Refuses training libraries that distribute by themselves where the strategy does so already.
 
 Under a strategy that distributes, their batches would be shared out and their gradients averaged a second time. Under
 `none` they are right, if they are made on the ranks: what was made in the notebook knows of one process, and would
@@ -44,15 +44,15 @@ SPAWN = "torch.multiprocessing.start_processes"
 
 
 class OtherTrainers:
-    """Of one rank. `listen` once; `begin` and `end` around the user's code."""
+    """One rank's checks. `listen` once; `begin` and `end` around the user's code."""
 
     def __init__(self, info: RankInfo) -> None:
         self.info = info
         self._strategy = ""
-        """of the cell that runs; empty: none does"""
+        """the running cell's; empty between cells"""
         self._hands_off = False
         self._here: WeakSet[Any] = WeakSet()
-        """what was made on this rank"""
+        """objects of these libraries that were made on this rank"""
         self._listeners = Listeners()
 
     def listen(self) -> None:
@@ -151,7 +151,7 @@ class OtherTrainers:
         return start
 
     def _check_settings(self, one: ProcessAware, given: list[Any]) -> None:
-        """They were made on the ranks, too."""
+        """Refuse settings that were made for another number of processes."""
         for settings in given:
             of = {cls.__name__ for cls in type(settings).__mro__}
             if one.takes in of and training_libraries.processes(settings) != self.info.world_size:

@@ -1,4 +1,4 @@
-"""The ranks' process group: formed, given up when a peer will not come, formed again in milliseconds.
+"""Forms the ranks' process group, frees ranks that wait in it for a dead peer, and forms it again in milliseconds.
 
 A rank inside gloo hears no signal, and gloo's own `abort` does not free it. Shutting down the connections does: every
 rank that waits in a collective gets a RuntimeError at once. So each group's sockets are noted while it is formed,
@@ -44,7 +44,7 @@ _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
 class RankGroup:
-    """One rank's membership. `give_up` may come from any thread."""
+    """One rank's process group. `give_up` may be called from any thread."""
 
     def __init__(self, info: RankInfo, backend: str, board: Board | None = None) -> None:
         self.info = info
@@ -56,15 +56,15 @@ class RankGroup:
         self._ours: Any = None
         self._listeners = Listeners()
         self._own_code: bool | None = None
-        """whether the cell that runs brings code that forms groups; None: no cell runs"""
+        """whether the running cell may form groups itself; None between cells"""
         self._asked = False
-        """its code has asked for a process group"""
+        """the cell called init_process_group"""
         self._run = self._formed = 0
-        """the cell, and how many groups of all ranks its code has formed"""
+        """the cell's number, and how many groups of all ranks it has formed"""
         self._before: set[tuple[int, int]] | None = None
-        """sockets that were there before one is formed in which a rank may wait for others"""
+        """sockets that were open before the group that is being formed"""
         self._cut_short = False
-        """a group of its code's was being formed, and is not"""
+        """forming a group in the cell failed"""
 
     def begin(self, hands_off: bool, run: int = 0) -> None:
         """A cell is about to run. `hands_off`: under a strategy that leaves its process group to it."""
@@ -94,7 +94,7 @@ class RankGroup:
 
     @property
     def intact(self) -> bool:
-        """Nobody has destroyed it, or put another in its place."""
+        """False once a cell has destroyed or replaced the group."""
         if self.info.world_size == 1:
             return True
         import torch.distributed as dist
@@ -102,7 +102,7 @@ class RankGroup:
         return dist.is_initialized() and dist.group.WORLD is self._ours
 
     def give_up(self) -> None:
-        """Whoever waits in a collective, here or on another rank, gets an error now."""
+        """Make every collective that waits, here or on another rank, raise now."""
         with self._lock:
             if self._before is not None:
                 self._sockets |= _sockets() - self._before
@@ -114,7 +114,7 @@ class RankGroup:
                 groups.abort()
 
     def dissolve(self) -> None:
-        """Not collective: the others may be gone."""
+        """Destroy the group. Not collective: the others may be gone."""
         import torch.distributed as dist
 
         self.give_up()
@@ -123,7 +123,7 @@ class RankGroup:
             dist.destroy_process_group()
         if self._cut_short:
             self._cut_short = False
-            _count_anew()
+            _reset_group_count()
         self._listeners.close()
 
     def _watch(self) -> None:
@@ -162,7 +162,7 @@ class RankGroup:
         return init_process_group
 
     def _is_ours(self, asked: dict[str, Any]) -> bool:
-        """A group with what is asked for is there."""
+        """Whether our group fits these arguments of `init_process_group`."""
         backends = {None, self.backend, "nccl"} if "nccl" in self.backend else {None, self.backend}
         kinds: dict[str, tuple[Any, ...]] = {
             "backend": tuple(backends),
@@ -173,8 +173,7 @@ class RankGroup:
         return self.intact and all(value in kinds.get(name, (None, "")) for name, value in asked.items())
 
     def _again(self, names: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any] | None:
-        """Where the ranks form another group at an address: the arguments, with the store that they meet at. None:
-        torch is to do it."""
+        """Arguments, with a store, for forming another group at the same address; None if torch can do it alone."""
         import torch.distributed as dist
 
         if self.board is None or self.info.world_size == 1 or dist.is_initialized():
@@ -217,9 +216,9 @@ def _place(url: str, asked: dict[str, Any]) -> tuple[str, ...]:
     return tuple(told if value == -1 and url == "env://" else str(value) for value, told in given)
 
 
-def _count_anew() -> None:
-    """Torch counts a group whose forming has failed, and ranks that have counted otherwise do not find each other: the
-    end of a group that one rank has formed alone sets the count back."""
+def _reset_group_count() -> None:
+    """Torch counts groups that failed to form, and ranks with different counts do not find each other. Forming and
+    destroying a group of one rank resets the count."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -228,8 +227,8 @@ def _count_anew() -> None:
 
 @contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Gloo's threads look up a hundred times a second, whatever happens. Those that are made here may be late with that
-    (Linux lets a thread inherit it); what comes over the network wakes them at once as before."""
+    """Gloo's threads poll a hundred times a second. Those made here inherit a larger timer slack, and poll together;
+    data from the network wakes them at once as before."""
     if sys.platform != "linux":
         yield
         return

@@ -37,7 +37,7 @@ UP, DOWN = b"rank to kernel", b"kernel to rank"
 
 
 class Forged(PoolError):
-    """Bytes that nobody who knows the secret has sent here, now."""
+    """Bytes whose seal is wrong: their sender does not know the secret, or they were sent before."""
 
 
 def address(directory: str) -> str:
@@ -46,7 +46,7 @@ def address(directory: str) -> str:
 
 
 class _Seals:
-    """What the two ends of one direction of one connection count alike."""
+    """The seals of one direction of one connection; both ends count them alike."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
         self._key = blake2b(direction, key=secret).digest()
@@ -60,7 +60,7 @@ class _Seals:
 
 
 class Sealer:
-    """Bytes → frames, of one direction of one connection."""
+    """Makes sealed frames for one direction of one connection."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
         self._seals = _Seals(secret, direction)
@@ -74,7 +74,7 @@ class Sealer:
 
 
 class Frames:
-    """Bytes as they come → the things in frames that are whole and whose seals are right."""
+    """Unpickles frames from incoming bytes, once they are whole and their seals are right."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
         self._seals = _Seals(secret, direction)
@@ -83,7 +83,7 @@ class Frames:
         """length and seal of the pickle whose head was right"""
 
     def meet(self, name: bytes | bytearray) -> None:
-        """Whoever said this knows the secret."""
+        """Raises `Forged` unless the sender of this name knows the secret."""
         rank, seal = NAME.unpack(name)
         self._check(NUMBER.pack(rank), seal, "name")
 
@@ -95,7 +95,7 @@ class Frames:
         return [pickle.loads(content) for content in whole]
 
     def _next(self) -> bytes | None:
-        """It leaves the buffer before it is opened: what cannot be is not met again with the next bytes."""
+        """One frame, removed from the buffer before it is unpickled: one that fails is not read again."""
         if self._awaited is None:
             if len(self._buffer) < HEAD.size:
                 return None
@@ -118,7 +118,7 @@ class Frames:
 
 
 class Link:
-    """Made in the rank's own process."""
+    """The rank's connection to the kernel, made in the rank's own process."""
 
     def __init__(self, directory: str, rank: int, secret: bytes) -> None:
         self._frames = Frames(secret, DOWN)

@@ -1,5 +1,4 @@
-"""What a rank's process runs in: its threads, variables and device; and the kernel's directory, path, environment and
-settings of torch.
+"""Sets a rank's threads, variables and device, and applies the kernel's directory, path, environment and torch flags.
 
 The latter are the notebook's: what a cell changed of them on a rank is put back before the next cell.
 """
@@ -23,9 +22,9 @@ from nbtrain.worker.modules.local_modules import LocalModules
 from nbtrain.worker.process import library_settings
 
 
-def surround(info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str) -> dict[str, str]:
-    """The kernel's variables in place of those that this process was born with; returned are those of the rank's own.
-    Before torch computes anything: how many threads there are is settled then. `run_id`: one for each pool."""
+def apply_environment(info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str) -> dict[str, str]:
+    """Replace the process's variables by the kernel's and the rank's own; returns the latter. To be called before torch
+    computes anything, which fixes the number of threads. `run_id`: one for each pool."""
     import torch
 
     torch.set_num_threads(info.threads)
@@ -69,8 +68,8 @@ def _as_torchrun(info: RankInfo, run_id: str) -> dict[str, str]:
     }
 
 
-def settle(info: RankInfo, directory: str) -> None:
-    """On its device, and where its temporary files go. `directory`: private to the user."""
+def bind_device(info: RankInfo, directory: str) -> None:
+    """Select the rank's device, and where temporary files go. `directory`: private to the user."""
     import torch
 
     # Loader workers' sockets: multiprocessing would leave a directory of its own behind whenever a rank is killed.
@@ -107,14 +106,14 @@ def torch_flags() -> dict[str, Any] | None:
     }
 
 
-class PythonsOwn:
-    """The names that Python itself brings, `print` and `len`, while a cell runs: everything on this rank uses them."""
+class BuiltinsGuard:
+    """Puts back what a cell replaces in the module `builtins`: everything on this rank uses it."""
 
     def __init__(self) -> None:
         self._before = dict(vars(builtins))
 
     def put_back(self) -> str | None:
-        """A sentence, if the cell has replaced one."""
+        """Returns a sentence if the cell has replaced one."""
         changed = [name for name, value in self._before.items() if vars(builtins).get(name, self) is not value]
         if not changed:
             return None
@@ -126,8 +125,8 @@ class PythonsOwn:
         )
 
 
-class Taken:
-    """What this rank has been told so far."""
+class NotebookEnvironment:
+    """The notebook's environment as this rank was told it, applied before each cell."""
 
     def __init__(self, shell: Any, own: Mapping[str, str]) -> None:
         """`own`: variables that are the rank's and not the notebook's."""
@@ -141,12 +140,12 @@ class Taken:
         self._modules = LocalModules()
         self._settings: dict[str, Any] = {}
         self._failed: dict[str, Exception] = {}
-        """those of which it has been said"""
+        """failures that were reported"""
         self._loaded: frozenset[str] = frozenset()
-        library_settings.be_born()
+        library_settings.note_own_filters()
 
     def take(self, new: KernelEnvironment) -> list[str]:
-        """Before a cell; what could not be done, in sentences."""
+        """Apply it before a cell; returns a sentence for each thing that failed."""
         self._directory = new.directory or self._directory
         self._path = new.path or self._path
         self._flags = new.torch_flags or self._flags
@@ -169,7 +168,7 @@ class Taken:
         ]
 
     def settle(self) -> list[str]:
-        """Once what the cell reads is here: that may have loaded a library."""
+        """Apply settings of libraries that the parcel has imported."""
         late = library_settings.LIBRARIES - self._loaded
         if not late & sys.modules.keys():
             return []
@@ -189,7 +188,7 @@ class Taken:
         return failed
 
     def _unsaid(self, failed: Mapping[str, Exception]) -> list[str]:
-        """Each once for as long as the notebook has the same."""
+        """Sentences for failures that were not reported yet."""
         found = [
             f"{name}: a rank cannot have the notebook's settings ({type(error).__name__}: {error}): set them in the "
             "%%distributed cell"
@@ -200,7 +199,7 @@ class Taken:
         return found
 
     def refresh(self) -> tuple[list[str], list[str]]:
-        """Local modules, as they are on the disk now: which were loaded again, and a sentence for each that is gone."""
+        """Reload changed local modules; returns them, and a sentence for each that is gone."""
         again, gone = self._modules.refresh(self._shell.user_ns)
         return again, [f"module {name!r} is gone from the disk; the ranks go on with what they loaded" for name in gone]
 

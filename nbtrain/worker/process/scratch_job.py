@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.worker.process.rank_environment import Taken
+from nbtrain.worker.process.rank_environment import NotebookEnvironment
 
 
 def serve(end: int, shell: Any) -> None:
@@ -24,6 +24,6 @@ def serve(end: int, shell: Any) -> None:
     kernel.send(os.getpid())
     job, environment, payload = kernel.recv()
     torch.set_num_threads(1)
-    Taken(shell, {"MPLBACKEND": os.environ["MPLBACKEND"]}).take(environment)
+    NotebookEnvironment(shell, {"MPLBACKEND": os.environ["MPLBACKEND"]}).take(environment)
     warnings.simplefilter("ignore")
     kernel.send(job(payload))

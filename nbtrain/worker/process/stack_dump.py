@@ -1,4 +1,4 @@
-"""Where a rank's main thread is, for whoever asks, even while it computes in C and nothing of Python's can run.
+"""Writes a rank's stack on request, even while its main thread computes in C.
 
 The kernel sends ASK; the interpreter's own signal handler writes the stack to a file that the kernel has made. No lock
 is taken, no Python runs, and system calls that it strikes are restarted. A crash leaves the last stack there.
@@ -14,7 +14,7 @@ ASK = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
 def answer_in(path: str) -> None:
-    """From now on, for as long as the process lives."""
+    """Write stacks to this file from now on."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(ASK, file, all_threads=False)
     faulthandler.enable(file, all_threads=False)

@@ -1,4 +1,4 @@
-"""What a rank's process knows and does before it is a rank."""
+"""A rank's configuration, and what its process does first."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from nbtrain.specs import RankInfo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankConfig:
-    """What a rank is told when it is born."""
+    """What a rank's process is given when it starts."""
 
     info: RankInfo
     directory: str
     """private to the user; the channel's sockets and the group's store lie in it"""
     secret: bytes = field(repr=False)
-    """by which the kernel knows this process"""
+    """proves to the kernel that it is this process"""
     backend: str
     generation: int
-    """which pool of this process's it belongs to"""
+    """number of the kernel's pool that it belongs to"""
     store: str
-    """where the process group meets"""
+    """file of the process group's store"""
     board: str
     """memory that all ranks and the kernel see"""
     texts: tuple[str, ...]
     """the files behind its file descriptors 1 and 2"""
     stack: str
-    """the file in which it says where it is"""
+    """the file that its stack is written to"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 

@@ -1,1 +1,1 @@
-"""Where a rank runs cells, and what it says meanwhile."""
+"""Runs cells on a rank, and sends their output and figures."""

@@ -1,4 +1,4 @@
-"""The texts of cells on a rank: tracebacks show lines of the notebook, and a long session is not kept for that."""
+"""Keeps the sources of cells for tracebacks on a rank, and drops old ones that nothing needs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from nbtrain.messages import LATELY, CellSource
 
 
 class CellSources:
-    """What `linecache` knows of the notebook's cells. Old ones stay where a function that lives was made."""
+    """The cells in `linecache`. An old one stays while a function defined in it lives."""
 
     def __init__(self, numbers: dict[str, int] | None) -> None:
         """`numbers`: where IPython looks a cell's number up."""
         self._numbers = numbers
         self._known: dict[str, None] = {}
-        """those that were told last at the end"""
+        """the latest last"""
         self._full = 2 * LATELY
-        """so many are looked through"""
+        """number of sources at which old ones are dropped"""
 
     def learn(self, sources: Iterable[CellSource]) -> None:
         for source in sources:

@@ -1,4 +1,4 @@
-"""What a rank uses of its machine: memory, processor, card."""
+"""Measures a rank's use of memory, processor and GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.events import Memory, Use
 
 LIGHT = 1000
@@ -18,7 +18,7 @@ after so many times as long."""
 
 
 class Gauges:
-    """Read from the meters' thread alone."""
+    """Used by the meters' thread alone."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class Gauges:
         self._private = self._written = 0
         self._due = 0.0
         self._silent = False
-        """the card's driver cannot be asked"""
+        """the driver does not tell the card's use"""
         self.begin()
 
     def begin(self) -> None:
-        """From here on use is counted."""
+        """Count use from here on."""
         self._before = self._clock(), self._processor()
 
     def memory(self) -> Memory:
@@ -45,7 +45,7 @@ class Gauges:
         process = self._process()
         if torch is None:
             if self._machine is None:
-                self._machine = probes.memory().limit
+                self._machine = host.memory().limit
             return Memory(rank=self.rank, time=time.time(), process=process, limit=self._machine)
         return Memory(
             rank=self.rank,
@@ -63,12 +63,12 @@ class Gauges:
         now = self._clock()
         if now >= self._due:
             began = time.thread_time()
-            self._private, self._written = probes.private_memory(os.getpid()) or 0, _written()
+            self._private, self._written = host.private_memory(os.getpid()) or 0, _written()
             self._due = now + LIGHT * (time.thread_time() - began)
         return max(0, self._private + _written() - self._written)
 
     def use(self) -> Use:
-        """Since the last call."""
+        """Use since the last call."""
         now, processor = self._clock(), self._processor()
         since, used = self._before
         self._before = now, processor

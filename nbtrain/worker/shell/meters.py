@@ -1,5 +1,7 @@
-"""When a rank says where it stands while a cell runs: text ten to twenty times a second, speed and phases twice, memory
-and use once. It goes on while the cell's own thread waits for other ranks, for data, or for ever."""
+"""Sends a running cell's text up to twenty times a second, its speed and phases twice, memory and use once.
+
+This goes on while the cell's own thread waits for other ranks, for data, or for ever.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ USE_EVERY = 1.0
 
 
 class Meters:
-    """One thread a rank; it sleeps while no cell runs and nothing was written."""
+    """One thread per rank, which sleeps while no cell runs and nothing was printed."""
 
     def __init__(self, rank: int, outputs: Outputs, send: Callable[[Event], None], look: Callable[[int], None]) -> None:
         """`look` is called twenty times a second with the number of the run."""
@@ -29,11 +31,11 @@ class Meters:
         self._began = 0.0
         self._awake = outputs.outlet.waiting
         self._saying = threading.Lock()
-        """nothing is said of a cell after `end`: it would be taken for the next one's"""
+        """nothing of a cell is sent after `end`: it would count for the next one"""
         threading.Thread(target=self._loop, name="nbtrain-meters", daemon=True).start()
 
     def begin(self, readings: Callable[[], Iterable[Event]], number: int) -> None:
-        """`readings`: where the rank stands, whenever it is called."""
+        """`readings()` returns the rank's present figures as events."""
         self._number = number
         self._began = time.monotonic()
         self._gauges.begin()
@@ -41,7 +43,7 @@ class Meters:
         self._awake.set()
 
     def end(self) -> None:
-        """The cell is over; where it stood is said once more, if it took long enough to be said at all."""
+        """Send the last figures of a cell, unless it was too short for any."""
         with self._saying:
             readings, self._readings = self._readings, None
         if readings is not None and time.monotonic() - self._began >= SPEED_EVERY:

@@ -1,4 +1,4 @@
-"""What a rank writes, in the order in which it was written.
+"""Sends what a rank prints and displays to the notebook, in order.
 
 Python's own streams go to the notebook in-band, in order with displays. File descriptors 1 and 2, where C
 libraries and subprocesses write, are memory files that never fill up and that nobody has to read: a rank
@@ -54,7 +54,7 @@ class Outlet:
                 self.waiting.set()
 
     def _in_child(self) -> None:
-        """Another thread may have held the lock, and what waits to be sent is the parent's to send."""
+        """Another thread may have held the lock; the parent sends the text that waits."""
         self._lock = threading.RLock()
         self.waiting = threading.Event()
         self._parts, self._size = [], 0
@@ -178,10 +178,10 @@ class _Bytes(io.RawIOBase):
 
 
 class Drain:
-    """What was written to a file descriptor by something that is not Python."""
+    """Reads what C code and subprocesses wrote to a file descriptor."""
 
     def __init__(self, fd: int, stream: str, path: str, taken: memoryview[int]) -> None:
-        """`taken`: where it is said how much was read, for whoever reads on when this process is dead."""
+        """`taken`: shared memory with the number of bytes read, for the kernel when this process is dead."""
         self.stream = stream
         self._at = 0
         self._taken = taken
@@ -213,7 +213,7 @@ def _punch(fd: int, size: int) -> None:
 
 
 class Outputs:
-    """All of a rank's ways to write, taken over for as long as the process lives."""
+    """Replaces stdout, stderr and descriptors 1 and 2 for the life of the process."""
 
     def __init__(
         self, rank: int, send: Callable[[Event], None], files: Sequence[str], taken: Sequence[memoryview[int]]
@@ -223,7 +223,7 @@ class Outputs:
         self._drains = [Drain(1, "stdout", files[0], taken[0]), Drain(2, "stderr", files[1], taken[1])]
         self._streams = RankStream("stdout", self.outlet, 1), RankStream("stderr", self.outlet, 2)
         self._draining = threading.Lock()
-        """what was read by one thread is in the outlet before another one reads on, or says that this was all"""
+        """held until what a thread read is in the outlet, before another reads on or reports the end"""
         os.register_at_fork(after_in_child=self._in_child)
         self.take_back()
 
@@ -231,7 +231,7 @@ class Outputs:
         self._draining = threading.Lock()
 
     def take_back(self) -> None:
-        """A cell may have put something else in their place."""
+        """Put our streams back, where a cell has replaced them."""
         sys.stdout = sys.__stdout__ = self._streams[0]  # type: ignore[misc, assignment]
         sys.stderr = sys.__stderr__ = self._streams[1]  # type: ignore[misc, assignment]
 
@@ -243,7 +243,7 @@ class Outputs:
                     self.outlet.write(drain.stream, text)
 
     def finish(self) -> None:
-        """Everything written so far is on its way when this returns."""
+        """Send everything that was written so far."""
         _LIBC.fflush(None)
         self.drain()
         self.outlet.flush()

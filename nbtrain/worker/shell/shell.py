@@ -77,13 +77,13 @@ class RankShell(kernel.ShownErrors):
             self.history_manager.enabled = False
 
     def init_io(self) -> None:
-        """Streams are the rank's own business."""
+        """The rank sets up its own streams."""
 
     def atexit_operations(self) -> None:
         """Nothing to save."""
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """`%matplotlib inline` ends here as well; no window of a rank is seen by anybody."""
+        """Called by `%matplotlib inline` too; refuses GUI windows, which nobody would see."""
         if gui not in (None, "inline", "agg"):
             raise UsageError(
                 f"a rank has no screen for {gui} windows: write %matplotlib inline, figures show in the cell"
@@ -97,15 +97,15 @@ class RankShell(kernel.ShownErrors):
     system = system_piped
 
     def shown_traceback(self, error: BaseException, tb: TracebackType | None) -> TracebackType | None:
-        return without_ours(tb) if isinstance(error, NbtrainError) else tb
+        return without_nbtrain_frames(tb) if isinstance(error, NbtrainError) else tb
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        """Where a rank was interrupted is told by the notebook: IPython would take half a second for it, first."""
+        """Not for interrupts, which the notebook reports: IPython's first traceback takes half a second."""
         if self.worth_showing(sys.exc_info()[1]):
             super().showtraceback(*args, **kwargs)
 
     def rehearse(self) -> None:
-        """The first traceback imports what shows all others."""
+        """Format one traceback, which imports what all others need."""
         try:
             raise RuntimeError
         except RuntimeError as error:
@@ -114,8 +114,8 @@ class RankShell(kernel.ShownErrors):
     def take_traceback(self, lines: list[str]) -> None:
         self.traceback_lines = lines
 
-    def let_go_of_errors(self) -> None:
-        """Nobody can ask a rank for its last traceback, and its frames hold what the cell had: loaders' workers too."""
+    def clear_last_error(self) -> None:
+        """The last traceback's frames keep the cell's objects alive, loaders' workers too; nobody can ask for it."""
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             if hasattr(sys, name):
                 delattr(sys, name)
@@ -141,7 +141,7 @@ class RankShell(kernel.ShownErrors):
         return result.error_before_exec or result.error_in_exec, self.traceback_lines
 
     def _drive(self, running: Coroutine[Any, Any, Any], turning: bool) -> None:
-        """As in a notebook there is a running loop, so `asyncio.create_task` works; it turns where a cell awaits."""
+        """As in a notebook there is an event loop, so `asyncio.create_task` works; it runs where a cell awaits."""
         if self._events is None:
             self._events = asyncio.new_event_loop()
             asyncio.set_event_loop(self._events)
@@ -172,8 +172,8 @@ class RankShell(kernel.ShownErrors):
         backend_inline.flush_figures()
 
 
-def without_ours(tb: TracebackType | None) -> TracebackType | None:
-    """The stack down to the user's last line: where we noticed what is wrong is of no use to him."""
+def without_nbtrain_frames(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback down to the user's last line, without nbtrain's own frames below it."""
     frames = []
     while tb is not None:
         frames.append(tb)
@@ -185,7 +185,7 @@ def without_ours(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-def _nobody_to_ask(prompt: object = "", *_: Any, **__: Any) -> str:
+def _refuse_input(prompt: object = "", *_: Any, **__: Any) -> str:
     """In place of `input` and `getpass`; debuggers ask through it too."""
     raise UsageError(
         f"nobody can type on a rank, and it asked {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
@@ -196,8 +196,8 @@ def _nobody_to_ask(prompt: object = "", *_: Any, **__: Any) -> str:
 def make_shell(module: Any = None) -> RankShell:
     """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
     os.environ["MPLBACKEND"] = INLINE
-    builtins.input = getpass.getpass = _nobody_to_ask
-    sys.breakpointhook = lambda *_, **__: _nobody_to_ask("what to do at breakpoint()")
+    builtins.input = getpass.getpass = _refuse_input
+    sys.breakpointhook = lambda *_, **__: _refuse_input("what to do at breakpoint()")
     config = Config()
     config.HistoryManager.enabled = False
     InteractiveShell.clear_instance()

@@ -16,8 +16,8 @@ import pytest
 
 from nbtrain.errors import DeviceError
 from nbtrain.machine.devices import Devices, Machine, here, resolve, threads_per_rank
+from nbtrain.machine.gpus import Gpu, GpuUser
 from nbtrain.machine.leases import Lease
-from nbtrain.machine.probes import Gpu, GpuUser
 
 GIB = 2**30
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from nbtrain.machine import probes
-from nbtrain.machine.probes import Gpu, GpuUser, HostMemory
+from nbtrain.machine import host
+from nbtrain.machine.gpus import Gpu, GpuUser
+from nbtrain.machine.host import HostMemory
 from nbtrain.planning.plan.device_memory import DeviceMemory, devices, ground
 from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, DeviceRoom, in_memory, on_card, room
 from nbtrain.registry import STRATEGIES
@@ -70,10 +71,10 @@ def test_here_a_process_of_ours_makes_room_by_what_it_holds() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        free = probes.memory().available
+        free = host.memory().available
         mine = room("cpu", ("cpu",), 1, [child.pid])[0]
         child.communicate()
-    assert mine.bytes + INTERPRETER > min(free, probes.memory().available) + 300_000_000
+    assert mine.bytes + INTERPRETER > min(free, host.memory().available) + 300_000_000
 
 
 def test_a_strategy_has_the_ranks_and_the_room_that_it_needs() -> None:

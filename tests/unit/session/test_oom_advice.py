@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.machine import probes
+from nbtrain.machine import host
 from nbtrain.planning.plan import guide
 from nbtrain.session.report.oom_advice import instead
 from nbtrain.session.report.oom_report import LESS
@@ -32,13 +32,13 @@ def reads(*names: str) -> Captured:
 @pytest.fixture(autouse=True)
 def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free changes while other tests run beside these, and with it what is said."""
-    now = probes.memory()
-    monkeypatch.setattr(probes, "memory", lambda: now)
+    now = host.memory()
+    monkeypatch.setattr(host, "memory", lambda: now)
 
 
 def of_size(share: float) -> dict[str, Any]:
     """A model and its optimizer, whose weights would take so much of the memory that is free. It has none of it."""
-    width = int((share * probes.memory().available / 4 / 8) ** 0.5)
+    width = int((share * host.memory().available / 4 / 8) ** 0.5)
     net = nn.Sequential(*(nn.Linear(width, width, bias=False, device="meta") for _ in range(8)))
     return {"net": net, "optimizer": torch.optim.Adam(net.parameters())}
 

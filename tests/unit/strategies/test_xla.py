@@ -14,7 +14,8 @@ from nbtrain import registry
 from nbtrain.doctor import check_strategies
 from nbtrain.errors import DeviceError, UsageError
 from nbtrain.machine.devices import Devices, Machine, resolve
-from nbtrain.machine.probes import cores_allowed, tpus
+from nbtrain.machine.gpus import tpus
+from nbtrain.machine.host import cores_allowed
 from nbtrain.magics import strategy_table
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.strategies.xla.library import take_place

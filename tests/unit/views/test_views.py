@@ -414,7 +414,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest
     for name in list(os.environ):
         if name.startswith(("PAPERMILL_", "NBCLIENT_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("nbtrain.machine.probes.environment", lambda: "Jupyter")
+    monkeypatch.setattr("nbtrain.machine.host.environment", lambda: "Jupyter")
     monkeypatch.setattr("nbtrain.views.BUNDLE", tmp_path / "widget.js")
     (tmp_path / "widget.js").touch()
     monkeypatch.setattr("nbtrain.views._said", set())
@@ -463,7 +463,7 @@ def test_where_a_widget_is_not_seen_it_is_html(
             raise PackageNotFoundError(name)
         return found
 
-    plain_environment.setattr("nbtrain.machine.probes.environment", lambda: where)
+    plain_environment.setattr("nbtrain.machine.host.environment", lambda: where)
     plain_environment.setattr("nbtrain.views._version", version)
     if not bundle:
         (tmp_path / "widget.js").unlink()
@@ -605,7 +605,7 @@ def test_a_page_that_says_hello_is_answered_and_not_told_again(front: Page) -> N
 
 @pytest.mark.parametrize(("where", "version"), [("Jupyter", "*"), ("Colab", ANYWIDGET), ("VS Code", ANYWIDGET)])
 def test_which_anywidget_the_page_takes(front: Page, monkeypatch: pytest.MonkeyPatch, where: str, version: str) -> None:
-    monkeypatch.setattr("nbtrain.machine.probes.environment", lambda: where)
+    monkeypatch.setattr("nbtrain.machine.host.environment", lambda: where)
     view = widget(front, at_once=True)
     front.run(view, 0)
     assert (view._panel._model_module_version, view._panel._view_module_version) == (version, version)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import nbtrain.machine.probes as probes
+import nbtrain.machine.host as host
 from nbtrain.worker.shell.gauges import Gauges
 
 
@@ -36,7 +36,7 @@ def test_memory_that_was_just_written_to_counts_before_the_system_has_counted_ag
         counted.append(pid)
         return 2**30
 
-    monkeypatch.setattr(probes, "private_memory", private)
+    monkeypatch.setattr(host, "private_memory", private)
     monkeypatch.setattr("nbtrain.worker.shell.gauges.LIGHT", 1e9)
     gauges = Gauges(0, lambda: 100.0)
     assert abs(gauges.memory().process - 2**30) < 2**22
@@ -75,7 +75,7 @@ def test_a_card_is_asked_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = gauges.memory()
     assert (memory.allocated, memory.reserved, memory.peak) == (10, 20, 15)
     assert (memory.limit, memory.retries) == (102, 3)
-    assert abs(memory.process - (probes.private_memory(os.getpid()) or 0)) < 2**24
+    assert abs(memory.process - (host.private_memory(os.getpid()) or 0)) < 2**24
     assert gauges.use().card == 0.87
 
 
@@ -91,6 +91,6 @@ def test_a_driver_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyP
 
 def test_without_a_card_the_machine_is_the_limit() -> None:
     memory = Gauges(0).memory()
-    assert memory.limit == probes.memory().limit
+    assert memory.limit == host.memory().limit
     assert memory.retries == memory.allocated == 0
     assert Gauges(0).use().card is None

@@ -1,0 +1,173 @@
+"""Cores and memory that this process may use, and the kind of notebook it runs in.
+
+Read from the operating system and its cgroups, so the kernel may call everything here at any time. Functions take the
+root of the file tree they read: a test gives them a container's view as files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Bytes. `limit` is the smaller of what the machine has and what the cgroup allows."""
+
+    host: int
+    limit: int
+    available: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Bytes of a file system."""
+
+    total: int
+    free: int
+
+
+def cores_allowed(root: Path = ROOT, affinity: int | None = None) -> int:
+    """Cores this process may keep busy: its affinity, or its cgroup's quota where that is less. At least 1."""
+    if affinity is None:
+        affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = float(affinity)
+    for level, version in _levels("cpu", root):
+        if version == 2:
+            quota, _, period = read_text(level / "cpu.max").partition(" ")
+        else:
+            quota, period = read_text(level / "cpu.cfs_quota_us"), read_text(level / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):
+            allowed = min(allowed, int(quota) / int(period))
+    return max(1, math.ceil(allowed))
+
+
+def memory(root: Path = ROOT) -> HostMemory:
+    """What may be allocated before the out-of-memory killer comes, the cgroup's limits counted at every level."""
+    rows = (line.partition(":") for line in read_lines(root / "proc/meminfo"))
+    host = {name: int(size.split()[0]) * 1024 for name, _, size in rows if size}
+    if "MemAvailable" in host:
+        total, available = host["MemTotal"], host["MemAvailable"]
+    else:
+        now = psutil.virtual_memory()
+        total, available = now.total, now.available
+    limit = total
+    for level, version in _levels("memory", root):
+        most = read_text(level / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        # version 1 writes "no limit" as a number larger than any machine
+        if not most.isdigit() or int(most) >= total:
+            continue
+        limit = min(limit, int(most))
+        used = read_text(level / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+        # pages of files that nobody has touched lately are counted as used, yet given back on demand
+        name = "inactive_file" if version == 2 else "total_inactive_file"
+        cache = next((s.split()[1] for s in read_lines(level / "memory.stat") if s.startswith(name + " ")), "0")
+        available = min(available, max(0, int(most) - int(used or 0) + int(cache)))
+    return HostMemory(host=total, limit=limit, available=available)
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Space | None:
+    """Size of the shared-memory file system that DataLoader workers use; None where there is none."""
+    try:
+        found = os.statvfs(path)
+    except (OSError, AttributeError):
+        return None
+    return Space(total=found.f_blocks * found.f_frsize, free=found.f_bavail * found.f_frsize)
+
+
+def private_memory(pid: int, root: Path = ROOT) -> int | None:
+    """Bytes that would come free if the process ended: what it shares with the notebook is not counted.
+
+    About 7 ms per GB on Linux. None: the process is gone, or belongs to somebody else.
+    """
+    try:
+        lines = (root / "proc" / str(pid) / "smaps_rollup").read_text().splitlines()
+        return sum(int(s.split()[1]) * 1024 for s in lines if s.startswith("Private_"))
+    except (OSError, ValueError):
+        pass
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except (psutil.Error, AttributeError):
+        return None
+
+
+def peak_memory(pid: int, root: Path = ROOT) -> int | None:
+    """The most that the process has had at once, with what it shares; None where the system does not say."""
+    for line in read_lines(root / "proc" / str(pid) / "status"):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def out_of_memory_kills(root: Path = ROOT) -> int | None:
+    """How many processes the system has ended for want of memory since it began."""
+    for line in read_lines(root / "proc/vmstat"):
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return None
+
+
+def environment(environ: Mapping[str, str] = os.environ, modules: Mapping[str, Any] = sys.modules) -> str:
+    """What kind of notebook this is: its limits differ (which buttons work, what may be upgraded)."""
+    if "KAGGLE_KERNEL_RUN_TYPE" in environ:  # first: Kaggle's image is built on Colab's
+        return "Kaggle"
+    if "google.colab" in modules or "COLAB_RELEASE_TAG" in environ:
+        return "Colab"
+    if "DATABRICKS_RUNTIME_VERSION" in environ:
+        return "Databricks"
+    if any(name.startswith("SAGEMAKER_") for name in environ):
+        return "SageMaker"
+    if "JUPYTERHUB_API_URL" in environ:
+        return "JupyterHub"
+    if ("VSCODE_PID" in environ or "VSCODE_CWD" in environ) and "JPY_SESSION_NAME" not in environ:
+        return "VS Code"
+    ipython = modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is None:
+        return "Python"
+    return "Jupyter" if hasattr(shell, "kernel") else "IPython"
+
+
+def _levels(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of this process's cgroup, its own first, then its parents', as (directory, cgroup version)."""
+    own: dict[str, str] = {}
+    for line in read_lines(root / "proc/self/cgroup"):
+        _, names, path = line.split(":", 2)
+        own.update(dict.fromkeys(names.split(","), path))
+    for line in read_lines(root / "proc/self/mountinfo"):
+        mount, _, described = line.partition(" - ")
+        kind, _, options = described.split(" ", 2)
+        version, key = (2, "") if kind == "cgroup2" else (1, controller)
+        if key not in own or (version == 1 and (kind != "cgroup" or controller not in options.split(","))):
+            continue
+        top, where = mount.split()[3:5]
+        # A container sees its own cgroup as the mount's root, under a path that means nothing inside it.
+        inside = own[key] if top == "/" else own[key][len(top) :] if (own[key] + "/").startswith(top + "/") else ""
+        base = root / where.lstrip("/")
+        level = base / inside.lstrip("/") if ".." not in inside else base
+        while True:
+            if level.is_dir():
+                yield level, version
+            if level == base:
+                break
+            level = level.parent
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def read_lines(path: Path) -> list[str]:
+    return read_text(path).splitlines()
