@@ -20,6 +20,9 @@ SIGNATURES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """method → arguments that it is called with, and how to write its signature"""
 
+GONE: Mapping[str, str] = {"wants_blanks": 'the attribute empty_weights = "meta" or "hollow"'}
+"""method that is no longer called → what to write instead"""
+
 
 def is_strategy(value: object) -> bool:
     """Whether `-s` takes it: a class below Strategy, or an object of one."""
@@ -52,6 +55,9 @@ def checked(found: Any, where: str) -> type[Strategy]:
     for name, (given, written) in SIGNATURES.items():
         if not _takes(getattr(cls, name), given):
             raise UsageError(f"{cls.__name__}.{name} has to take {written}")
+    for name, instead in GONE.items():
+        if hasattr(cls, name):
+            raise UsageError(f"{cls.__name__}.{name} is not called any more: write {instead} instead")
     return cls
 
 

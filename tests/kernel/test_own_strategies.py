@@ -144,6 +144,15 @@ WRONG = {
         "class S(nbtrain.Strategy):\n    def share(self, rank, world_size): return 2, 2",
         ", 2) returned (2, 2): it has to return (index, count)",
     ),
+    "wants_blanks": (
+        "class S(nbtrain.Strategy):\n    def wants_blanks(self): return True",
+        "S.wants_blanks is not called any more: write the attribute empty_weights",
+    ),
+    "clip_value": (
+        "class P(nbtrain.Prepared):\n    def clip_value(self, parameters, value): pass\n"
+        "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)",
+        "P.clip_value is not called any more: write before_clip_value(self, parameters)",
+    ),
 }
 
 

@@ -148,16 +148,16 @@ class LowPrecisionPrepared(_Forwarding, Prepared):
 
     inner: Prepared
     OWN = frozenset(
-        {"inner", "low_precision", "replaced", "release_modules", "pieces", "grow", "close", "_follow"},
+        {"inner", "low_precision", "replaced", "release_modules", "pieces", "grow", "close", "follow"},
     )
 
     def __init__(self, inner: Prepared, low_precision: LowPrecisionWeights) -> None:
         self.inner = inner
         self.low_precision = low_precision
         self.replaced = []
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs, self.inner.replaced = self.inner.replaced, []
         self.low_precision.follow(pairs)
         self.replaced += pairs
@@ -186,13 +186,13 @@ class LowPrecisionPrepared(_Forwarding, Prepared):
         done = self.inner.grow(component)
         if done:
             self.inner.component = component
-            self._follow()
+            self.follow()
         return done
 
     def close(self) -> None:
         self.low_precision.settle(self.component)
         self.inner.close()
-        news = [new for _, new in self._follow()]
+        news = [new for _, new in self.follow()]
         self.low_precision.undo([*self.low_precision.held(self.component), *news])
 
 

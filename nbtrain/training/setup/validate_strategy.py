@@ -30,4 +30,8 @@ def set_up(strategy: Strategy, component: Component, precision: str) -> Prepared
             f"what {type(strategy).__name__}.set_up returned has another component, or none: an `__init__` of a class "
             "of your own has to call super().__init__(component)"
         )
+    if hasattr(prepared, "clip_value"):
+        raise UsageError(
+            f"{type(prepared).__name__}.clip_value is not called any more: write before_clip_value(self, parameters)"
+        )
     return prepared
