@@ -10,17 +10,17 @@ from nbtrain.training.random_states.default_generators import States
 
 
 def capture() -> States:
-    """Where this process's streams stand."""
+    """The random states of this process."""
     return _wrapped(default_generators.capture())
 
 
 def restore(states: States) -> None:
-    """Let this process's streams stand there."""
+    """Sets the random states of this process."""
     default_generators.restore(_unwrapped(states))
 
 
 def adopt(randomness: Any, states: States) -> None:
-    """On a rank: start from the notebook's streams. What the notebook has not loaded yet starts from the rest."""
+    """On a rank: start from the notebook's random states. What the notebook has not loaded yet starts from the rest."""
     import numpy
     import torch
 
@@ -33,7 +33,7 @@ def adopt(randomness: Any, states: States) -> None:
 
 
 def collect(randomness: Any) -> States | None:
-    """On the lead, after a cell: where the notebook's streams are to stand. None: where they stand already."""
+    """On the lead, after a cell: the random states that the notebook is to have. None: it has them already."""
     states = randomness.collect()
     return None if states is None else _wrapped(states)
 
