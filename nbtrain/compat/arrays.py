@@ -19,7 +19,7 @@ def seed_sequence(bits: Any) -> Any:
 
 
 def bit_generator(generator: Any) -> Any:
-    """Of a Generator or a RandomState, which has no public name for it."""
+    """The bit generator of a Generator or a RandomState; the latter has no public name for it."""
     return generator._bit_generator if hasattr(generator, "_bit_generator") else generator.bit_generator
 
 

@@ -110,7 +110,7 @@ def was_summed(node: Any) -> bool:
 
 
 def summed_shape(node: Any) -> tuple[int, ...]:
-    """Of `tensor.sum()`: what was summed; empty for any other node."""
+    """The shape that `tensor.sum()` has summed; empty for any other node."""
     if node_name(node) != "SumBackward0":
         return ()
     return tuple(map(int, getattr(node, "_saved_self_sym_sizes", ())))

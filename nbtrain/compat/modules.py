@@ -88,7 +88,7 @@ def call_hooks(module: Any) -> list[Any]:
 
 
 def is_hook_table(attribute: str) -> bool:
-    """Of a module or an optimizer: one of the tables that torch makes for each, and most leave empty."""
+    """Whether it is one of the tables of hooks that each module and optimizer has, most of them empty."""
     return attribute.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
 
 

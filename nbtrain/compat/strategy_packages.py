@@ -65,7 +65,7 @@ PIN = 'nbtrain was run with {package} up to {newest}, and here is {here}: pip in
 
 
 def _touched(trace: TracebackType | None) -> str:
-    """Of which package the file here is that was in the middle of it."""
+    """The package whose file in this folder the error came through."""
     package = "torch"
     while trace is not None:
         place, _, file = trace.tb_frame.f_globals.get("__name__", "").rpartition(".")

@@ -57,7 +57,7 @@ class Cells:
         self._bindings: dict[int, list[_Binding]] = {}
 
     def place(self, name: str, segments: Sequence[PathStep]) -> CellLine | None:
-        """Of the object that `segments` lead to from the variable `name`."""
+        """The line that made the object that `segments` lead to from the variable `name`."""
         for index in range(len(segments) - 1, -1, -1):
             before = segments[index - 1].key if index else name
             wanted = list(_wanted(segments[index], before))

@@ -221,7 +221,7 @@ class RankFigures:
         return self._rate(self.sample_rate, self.samples)
 
     def _rate(self, lately: Rate, total: int) -> float | None:
-        """Of the last seconds while it runs, of the whole run when it is over."""
+        """The rate of the last seconds while it runs, of the whole run when it is over."""
         if self.ended and self.seconds:
             return total / self.seconds
         return lately.value

@@ -41,7 +41,7 @@ class Ways:
         return None
 
     def _places_of(self, where: int | str, fixed: bool, like: Node) -> dict[Any, int]:
-        """Of the members of its type."""
+        """Where the members of its type stand."""
         kind = like.kind
         which = where, fixed, type(like.obj), kind.name
         if (known := self._places.get(which)) is None:

@@ -68,7 +68,7 @@ class Packed:
 
 
 def keys_in(value: Any) -> Iterator[int]:
-    """Of the nodes that an encoded value refers to."""
+    """Keys of the nodes that an encoded value refers to."""
     if type(value) is Ref:
         yield value.key
     elif type(value) is Packed:

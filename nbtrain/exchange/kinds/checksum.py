@@ -88,7 +88,7 @@ def _number(lanes: np.ndarray, rows: np.ndarray, rest: np.ndarray) -> int:
 
 
 def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Of each lane and of each row."""
+    """The sum of each lane and of each row."""
     import torch
 
     if words.device.type != "cpu":

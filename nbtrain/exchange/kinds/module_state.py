@@ -146,7 +146,7 @@ def state_of(name: str) -> ModuleState:
 
 
 def states() -> list[ModuleState]:
-    """Of one that is no longer there, nothing is held."""
+    """The state of each local module that is still loaded."""
     for state in _STATES.values():
         if state.base is not None and state.module is None:
             forget_places(state.name)

@@ -13,7 +13,8 @@ FEW = 1000
 
 
 class NameOrder:
-    """Of the names that were asked for in one namespace. One that was deleted and bound again may keep its place."""
+    """The order of the names that were asked for in one namespace. A name that was deleted and bound again may keep its
+    place."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace

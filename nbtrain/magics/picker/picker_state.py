@@ -34,7 +34,7 @@ WORTH = 3
 
 
 class PickerState:
-    """Of one picker. All calls come from the kernel's main thread."""
+    """What one picker shows and what its buttons do. All calls come from the kernel's main thread."""
 
     def __init__(
         self, state: MagicsState, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""

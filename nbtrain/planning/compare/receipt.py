@@ -46,7 +46,7 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """Of one cell."""
+    """What comparing one cell with one process has found."""
 
     line: str
     """the options, as they are typed"""

@@ -246,7 +246,7 @@ def _fastest(plan: Plan) -> Planned | None:
 
 
 def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
-    """Of the ways that the guide names for this goal, the usable one that needs least."""
+    """The usable way that needs least, among those that the guide names for this goal."""
     advice = guide.GUIDE[goal, loss]
     several = plan.ground.count > 1
     ways = advice.ways if several else ("single", *(way for way in advice.ways if way != "single"))

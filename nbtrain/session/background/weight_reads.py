@@ -22,7 +22,7 @@ SLOW = 1.0
 
 
 class WeightReads:
-    """Of one run; made once it has been sent to the ranks."""
+    """Gives cells the weights of one run; made once the run has been sent to the ranks."""
 
     def __init__(self, run: CellRun) -> None:
         from torch import nn

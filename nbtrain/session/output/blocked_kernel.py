@@ -26,7 +26,7 @@ Frames = list[Any]
 
 
 class BlockedKernel:
-    """Of one cell. All calls come from the main thread, which the cell blocks."""
+    """Answers front ends while one cell blocks the kernel. All calls come from the main thread."""
 
     def __init__(self, shell: Any, ours: Callable[[str], bool]) -> None:
         """`ours`: whether a comm, by its id, is the dashboard's."""

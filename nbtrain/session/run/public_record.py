@@ -18,7 +18,7 @@ IDLE = "no cell runs on the ranks"
 
 
 class PublicRecord:
-    """Of one session. `about` and `do` are called from the beacon's threads."""
+    """What others see of one session. `about` and `do` are called from the beacon's threads."""
 
     def __init__(self, namespace: dict[str, Any], ranks: PoolManager) -> None:
         self._namespace = namespace

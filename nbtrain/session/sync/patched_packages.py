@@ -26,7 +26,7 @@ SHOWN = 4
 
 
 class PatchedPackages:
-    """Of one notebook. The text of each cell is read once."""
+    """What the cells of one notebook have set in installed packages. The text of each cell is read once."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell

@@ -12,7 +12,8 @@ from nbtrain.worker.modules.installed_packages import Change, InstalledPackages
 
 
 class StaleModules:
-    """Of the kernel. It compares after each cell, as imports in the kernel are not intercepted; on a rank they are."""
+    """Which of the kernel's modules are older than their files. It compares after each cell, as imports in the kernel are
+    not intercepted; on a rank they are."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell

@@ -107,7 +107,7 @@ def inside(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def at_intervals(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Of these, the ones that were made by themselves."""
+    """The checkpoints that were made at intervals, without a call of `save`."""
     return [(path, said) for path, said in inside(folder) if re.fullmatch(r"step-\d+", path.name)]
 
 

@@ -63,7 +63,7 @@ class FileLayout:
 
 
 def file_names(modules: Iterable[str]) -> dict[str, str]:
-    """Of each model's weights."""
+    """The file of each model's weights."""
     names = list(modules)
     if len(names) == 1:
         return {names[0]: f"model{SUFFIX}"}

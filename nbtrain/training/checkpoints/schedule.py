@@ -36,7 +36,7 @@ class SaveSchedule:
 
 
 def place_of(path: Any) -> Path:
-    """Of a checkpoint, in full: the working directory may change while it is written."""
+    """A checkpoint's full path: the working directory may change while it is written."""
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(f"a checkpoint's path is text, as in save('best', model=model), not {type(path).__name__}")
     return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))

@@ -176,7 +176,7 @@ def _assigned(body: Iterable[ast.AST]) -> set[str]:
 
 
 def _summed(body: Iterable[ast.AST]) -> list[str]:
-    """Of those, the ones that grow from batch to batch, in the order of the code."""
+    """Names that grow from batch to batch, in the order of the code."""
     found: dict[str, None] = {}
     for node in (node for part in body for node in (part, *_inside(part))):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):

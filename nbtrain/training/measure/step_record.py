@@ -169,7 +169,7 @@ class _Pass:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all ranks' parts."""
+    """The tensor, put together from all ranks' parts."""
     held = tensor.detach()
     return held.full_tensor() if isinstance(held, DTensor) else held
 

@@ -84,7 +84,7 @@ class InstalledPackages:
         return news
 
     def _merged(self) -> Installed:
-        """Of two versions the one that comes first on the path counts."""
+        """Where two versions are installed, the one that comes first on the path."""
         found: Installed = {}
         for folder in sys.path:
             for name, version in self._folders.get(folder, (0, {}))[1].items():
