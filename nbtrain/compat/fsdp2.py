@@ -233,7 +233,7 @@ def reset_tree(root: Any, states: Iterable[Any]) -> None:
 
 
 def reset_unit(state: Any) -> None:
-    """The same for one unit."""
+    """Ends what one unit was in the middle of, as `reset_tree` does for all."""
     state._training_state = _STAGES.IDLE
     _clear(state, "_modules_to_run_forward")
     shared, sent = state._state_ctx, state._comm_ctx

@@ -16,7 +16,7 @@ its.members(_CONFIG, "_global_config", "_registered_options")
 
 
 def options() -> dict[str, Any] | None:
-    """Those that somebody has set. None: pandas is not loaded, or keeps them elsewhere."""
+    """pandas' options that somebody has set. None: pandas is not loaded, or keeps them elsewhere."""
     config: Any = sys.modules.get(_CONFIG)
     known = getattr(config, "_registered_options", None)
     values = getattr(config, "_global_config", None)

@@ -61,7 +61,7 @@ def set_running_loop(loop: asyncio.AbstractEventLoop | None) -> None:
 
 
 def put_sockets_into(directory: str) -> None:
-    """Those of multiprocessing in this process: it would make a directory of its own, and leave it when it is
+    """Has multiprocessing put its sockets there: it would make a directory of its own, and leave it when it is
     killed."""
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
 

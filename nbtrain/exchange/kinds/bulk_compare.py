@@ -71,7 +71,7 @@ class Bulk:
                 del self._chunks[key]
 
     def changed(self, nodes: list[Node]) -> list[Node]:
-        """Those that may differ from what was seen of them; of the others it is certain that they do not."""
+        """The nodes that may differ from what was seen of them; the others certainly do not."""
         doubtful: list[Node] = []
         group: list[Node] = []
         flats: list[torch.Tensor] = []

@@ -92,7 +92,7 @@ class ModuleState:
         return {path: value for path, value in found.items() if not _COMPILED.fullmatch(path)}
 
     def set(self, values: dict[str, Any], gone: Iterable[str] = ()) -> None:
-        """Those that the class of some holder does not take are left."""
+        """Sets the module's names; a value that the class of its holder does not take is left out."""
         for path, value in values.items():
             holder, name = self._holder(path)
             if holder is not None and _held(holder, name) is not value:

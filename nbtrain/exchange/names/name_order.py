@@ -23,7 +23,7 @@ class NameOrder:
         self._room = FEW
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """Those of these names that the namespace has, in its order."""
+        """The names among these that the namespace has, in its order."""
         wanted = {name for name in names if name in self._namespace}
         new = wanted - self._places.keys()
         if new and not self._follow(new):

@@ -162,7 +162,7 @@ def _share(weight: WeightDifference) -> float:
 
 
 def _worst(receipt: Receipt) -> list[WeightDifference]:
-    """Those that differ, the farthest first."""
+    """The weights that differ, the farthest first."""
     return sorted((one for one in receipt.weights if not one.equal), key=_share, reverse=True)[:SHOWN]
 
 

@@ -12,8 +12,8 @@ from nbtrain.worker.modules.installed_packages import Change, InstalledPackages
 
 
 class StaleModules:
-    """Which of the kernel's modules are older than their files. It compares after each cell, as imports in the kernel are
-    not intercepted; on a rank they are."""
+    """Which of the kernel's modules are older than their files. It compares after each cell: on a rank imports
+    are intercepted, in the kernel they are not."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell

@@ -40,7 +40,7 @@ def _may_fail(node: Node) -> bool:
 
 
 def tried(namespace: dict[str, Any], names: list[str], walk: Walk) -> list[tuple[str, str]]:
-    """Those of the names that could not be opened, and what was said. `walk`: the one that looked at them."""
+    """The names that could not be opened, and what was said. `walk`: the one that looked at them."""
 
     def needed(by: Iterable[str]) -> list[str]:
         needs = reach(CellNames(reads=frozenset(by)), namespace).hard

@@ -44,7 +44,7 @@ class WrappedModule(nn.Module):
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that are no part of another one."""
+    """The modules that are no part of another one."""
     found = list(modules)
     inner = {id(part) for module in found for part in module.modules() if part is not module}
     return [module for module in found if id(module) not in inner]

@@ -131,7 +131,7 @@ def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tu
 
 
 def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tensor]]:
-    """Those in pieces, and ordinary ones. An optimizer's step comes here many times."""
+    """The tensors in pieces, and the ordinary ones. An optimizer's step comes here many times."""
     pieces: list[DTensor] = []
     others: list[torch.Tensor] = []
     for one in (*args, *kwargs.values()) if kwargs else args:

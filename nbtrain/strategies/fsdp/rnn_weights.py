@@ -16,7 +16,7 @@ from nbtrain.compat.modules import FLAT_WEIGHT_REFERENCES, FLAT_WEIGHTS, flat_we
 
 
 class FlatWeights:
-    """Those of some modules."""
+    """The lists of weights that RNNs keep beside their attributes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """As they are in the notebook."""

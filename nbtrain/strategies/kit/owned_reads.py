@@ -92,7 +92,7 @@ def bring(tensor: torch.Tensor, shared: Shared) -> None:
 
 
 def touched(value: Any) -> Iterator[torch.Tensor]:
-    """Those in the arguments of a call, or in what is about to be saved."""
+    """The tensors in the arguments of a call, or in what is about to be saved."""
     if type(value) is FetchedTensor:
         yield value
     elif isinstance(value, (list, tuple, set)):

@@ -62,7 +62,7 @@ class ForwardReads:
         self.before, self.kept = tuple(looked.found), looked.kept or []
 
     def put_back(self) -> bool:
-        """It is as it was; says whether it was not."""
+        """Puts back what the forward has changed; returns whether anything was."""
         differs = constants(self.line) != self.before
         for holder, there in self.kept if differs else ():
             if isinstance(holder, list):

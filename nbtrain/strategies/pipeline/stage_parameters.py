@@ -54,7 +54,7 @@ class StageParameters:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those of the component, and those that a cell has made for it: they are held by the cell."""
+        """The component's optimizers, and those that a cell has made for it: the cell holds these."""
         return [optimizer for alive in self._optimizers if (optimizer := alive()) is not None]
 
     @optimizers.setter
