@@ -1,4 +1,4 @@
-"""A cargo's records as one pickle."""
+"""Pickles what a walk has found, and opens such a pickle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The receiver edits its own object instead of having another: what the file of a local module has made on both sides,
-and what only its own pickle can move, which would else lose who else holds it (`ds.df`, `config["df"]` and `df`)."""
+"""Edits the receiver's own object in place, so that all who hold it have it changed (`ds.df`, `config["df"]` and `df`):
+objects that a local module's file has made on both sides, and those that only their own pickle can move."""
 
 from __future__ import annotations
 

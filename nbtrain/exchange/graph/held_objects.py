@@ -1,4 +1,4 @@
-"""Asks kinds what objects hold; here are those who only ask, and send nothing."""
+"""Asks kinds what an object holds, for those who only look and send nothing."""
 
 from __future__ import annotations
 

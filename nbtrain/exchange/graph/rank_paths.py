@@ -1,4 +1,4 @@
-"""How ranks find their own objects for what another rank told the notebook about; and what there is to prepare."""
+"""Finds, on each rank, its own object for one that another rank told the notebook about."""
 
 from __future__ import annotations
 

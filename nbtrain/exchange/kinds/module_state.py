@@ -1,4 +1,4 @@
-"""What a local module's file did not put into it: part of the namespace that notebook and ranks share.
+"""Sends what was set in a local module after its file had been executed.
 
 A module travels by name, so each side executes its file. What was set afterwards (`config.lr = 42`, `Config.lr = 42`,
 a list that grew) is what differs from what that execution gave, and travels as values of names do. Objects that the

@@ -1,4 +1,4 @@
-"""`%distributed check`: whether names of the notebook can travel, and what would be sent. Nothing is, nor changed."""
+"""`%distributed check`: whether names of the notebook can travel, and what would be sent. Sends and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dynamic loss scale of half precision: one for all models of a strategy: one backward may go through several.
+"""The dynamic loss scale of half precision, one for all models of a strategy, as one backward may go through several.
 
 It halves after a step in which some gradient was infinite (on any rank: DeepSpeed says so to all) and doubles after
 2000 that were not, as torch's GradScaler does. It changes only while no gradients are held.

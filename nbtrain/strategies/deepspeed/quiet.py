@@ -1,4 +1,4 @@
-"""What DeepSpeed prints and logs on the way is not for the user's cell; what nbtrain says meanwhile is."""
+"""Keeps what DeepSpeed prints and logs out of the user's cell, and lets through what nbtrain says."""
 
 from __future__ import annotations
 

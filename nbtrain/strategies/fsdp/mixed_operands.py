@@ -1,5 +1,5 @@
-"""Tensors in pieces are computed with as ordinary ones are: what meets an ordinary tensor, what is differentiated
-outside of a forward, and what needs all of the memory (`w * mask`, a penalty in the loss, `w.tolist()`).
+"""Computes with tensors in pieces as with ordinary ones, where torch does not: mixed with ordinary ones (`w * mask`),
+differentiated outside of a forward (a penalty in the loss), or read as a whole (`w.tolist()`).
 
 torch refuses to mix its DTensors with others, and knows no rule for some operations. While a cell runs, each function
 of torch that is given one comes here first. As long as torch computes by pieces, it does. Else:

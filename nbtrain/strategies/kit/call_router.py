@@ -1,4 +1,4 @@
-"""The model stays the user's object, and calls of it take a road: through an engine that has to see every forward.
+"""Routes calls of the user's own model through an engine that has to see every forward.
 
 The object's class becomes a subclass of its own (same name, `isinstance` holds), in which `model(...)` and the public
 methods that the user's classes define go through `through(name, args, kwargs)`. `unroute` gives the class back.

@@ -1,4 +1,4 @@
-"""Tensors that are whole on one rank, its owner; the others have their shape, over one number of memory."""
+"""Tensors that are whole on one rank, their owner; the other ranks have the same shape over memory of one number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shows a tensor in pieces goes on doing so: rows that torch copies out of it, and the memory that it leaves.
+"""Keeps views of a tensor in pieces true: rows that torch copies out of it, and memory that it no longer uses.
 
 `r = w.data[1]` is a view in one process, and a copy where the row lies on another rank. What is written to the copy, or
 to anything that shows it, is written to the tensor, and who reads it after the tensor was written to has it anew. Who

@@ -1,4 +1,4 @@
-"""The format for giving away: safetensors, from which plain PyTorch loads the weights.
+"""The format to publish: safetensors, from which plain PyTorch loads the weights.
 
     model.safetensors       the weights under the keys of the model's own state dict
     training.safetensors    everything else that going on needs

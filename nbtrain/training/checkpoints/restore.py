@@ -1,4 +1,4 @@
-"""Loads a checkpoint's content into objects, in place and one tensor at a time."""
+"""Loads a checkpoint into objects on any number of ranks: in place, each rank its pieces, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format for going on: torch.distributed.checkpoint, one file per rank, every tensor flat.
+"""The format to resume from: torch.distributed.checkpoint, one file per rank, every tensor flat.
 
 Flat, because what a rank keeps of a tensor is a stretch of it under every strategy, but a rectangle under some only.
 The shapes are in the tree. Nothing here is collective: who writes what was settled before, and what each rank has

@@ -1,4 +1,4 @@
-"""Functions that an interrupt does not cut short: it is recognised by their code, and comes before or after."""
+"""Functions that an interrupt does not cut short. Interrupts know them by their code, and wait for their end."""
 
 from __future__ import annotations
 
