@@ -294,6 +294,7 @@ class Talker:
 def test_a_kernel_that_is_stuck_is_listed_and_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with elsewhere(server.runtime) as process:
         process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # until its last thread has stopped: one more may answer till then
         (found,) = server.ask(API).data
         assert (found["kernel"], found["pid"], found["state"]) == ("another", process.pid, "silent")
         monkeypatch.setattr(pools, "PATIENCE", 0.1)
