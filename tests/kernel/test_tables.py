@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.tables_cells import NOTEBOOK
 from benchmarks.tables_layout import Sheet
-from benchmarks.tables_probe import MB, Failed, Lab, Shape
+from benchmarks.tables_probe import MB, Failed, Lab, Reading, Shape
 from benchmarks.tables_rows import dividing, rows
 from nbtrain import registry
 from nbtrain.planning.compare.search import largest
@@ -35,20 +35,23 @@ def notebook(opened: Kernel) -> Iterator[Kernel]:
     opened.run("%distributed stop")
 
 
+def least(lab: Lab, seconds: float = 0.0) -> Reading:
+    """Of five measurements: what the C library keeps for later comes and goes by some MB."""
+    return min((lab.measure(SHAPE, 4, seconds=seconds) for _ in range(5)), key=lambda one: one.most)
+
+
 @pytest.mark.kernel
 @pytest.mark.limit(120)
 def test_what_is_divided_takes_less(notebook: Kernel) -> None:
     size = 4 * SHAPE.parameters
-    ddp = Lab(notebook, "-s ddp --bucket-mb 1 --devices 2", 4).measure(SHAPE, 4, seconds=0.2)
+    ddp = least(Lab(notebook, "-s ddp --bucket-mb 1 --devices 2", 4), seconds=0.2)
     assert len(ddp.peaks) == 2
     assert ddp.rate > 0
     # Parameters, gradients and two states at the least; a batch of four adds no second model.
     assert 4 * size < min(ddp.peaks) <= ddp.most < 6 * size
-    lab = Lab(notebook, "-s fsdp --devices 2", 4)
-    found = [lab.measure(SHAPE, 4) for _ in range(3)]
-    assert {one.rate for one in found} == {0}
-    # What the C library keeps for later comes and goes by some MB: what is needed is the least.
-    assert min(one.most for one in found) < ddp.most - size
+    fsdp = least(Lab(notebook, "-s fsdp --devices 2", 4))
+    assert fsdp.rate == 0
+    assert fsdp.most < ddp.most - size
     shown = notebook.run("print(sum(p.numel() for p in model.parameters()))")
     assert int(shown.stdout) == SHAPE.parameters
 
