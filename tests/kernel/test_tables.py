@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.tables_cells import NOTEBOOK
 from benchmarks.tables_layout import Sheet
-from benchmarks.tables_probe import MB, Failed, Lab, Reading, Shape
+from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
 from nbtrain import registry
 from nbtrain.planning.compare.search import largest
@@ -35,25 +35,22 @@ def notebook(opened: Kernel) -> Iterator[Kernel]:
     opened.run("%distributed stop")
 
 
-def least(lab: Lab, seconds: float = 0.0) -> Reading:
-    """Of five measurements: what the C library keeps for later comes and goes by some MB."""
-    return min((lab.measure(SHAPE, 4, seconds=seconds) for _ in range(5)), key=lambda one: one.most)
-
-
 @pytest.mark.kernel
 @pytest.mark.limit(120)
 def test_what_is_divided_takes_less(notebook: Kernel) -> None:
-    size = 4 * SHAPE.parameters
-    ddp = least(Lab(notebook, "-s ddp --bucket-mb 1 --devices 2", 4), seconds=0.2)
+    # Of many blocks: how many are whole at the peak depends on how far communication is behind; one is to be little.
+    shape = Shape.of(8, layers=12)
+    size = 4 * shape.parameters
+    ddp = Lab(notebook, "-s ddp --bucket-mb 1 --devices 2", 4).measure(shape, 4, seconds=0.2)
     assert len(ddp.peaks) == 2
     assert ddp.rate > 0
     # Parameters, gradients and two states at the least; a batch of four adds no second model.
     assert 4 * size < min(ddp.peaks) <= ddp.most < 6 * size
-    fsdp = least(Lab(notebook, "-s fsdp --devices 2", 4))
+    fsdp = Lab(notebook, "-s fsdp --devices 2", 4).measure(shape, 4)
     assert fsdp.rate == 0
-    assert fsdp.most < ddp.most - size
+    assert fsdp.most < ddp.most - 1.5 * size
     shown = notebook.run("print(sum(p.numel() for p in model.parameters()))")
-    assert int(shown.stdout) == SHAPE.parameters
+    assert int(shown.stdout) == shape.parameters
 
 
 @pytest.mark.kernel
