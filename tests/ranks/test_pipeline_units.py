@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.kit.owned_tensors import stand_in
-from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
+from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.by_parts import ByParts
 from nbtrain.strategies.pipeline.tied_gradients import TiedGradients
 from tests.support.ranks import run_on_ranks
@@ -72,7 +72,7 @@ class Staged:
         self.own = [p for p in net.parameters() if all(p is not f for f in foreign)]
         for p in foreign:
             p.data = stand_in(p)
-        self.asked = AutogradRefusals(net.parameters(), lambda: self.units.inside)
+        self.asked = AutogradCalls(net.parameters(), lambda: self.units.inside)
         self.units = ByParts(units, rank, lambda: False, OwnRandom(rank + 1), lambda: self.asked.accumulates)
         self.shared = TiedGradients(
             shared, foreign, rank, lambda: self.units.inside, lambda: self.asked.roots, own=self.own

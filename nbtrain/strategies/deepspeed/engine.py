@@ -20,8 +20,7 @@ import torch.distributed as dist
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
-from nbtrain.strategies.deepspeed import config, error_texts
-from nbtrain.strategies.deepspeed.autograd_refusals import asked
+from nbtrain.strategies.deepspeed import autograd_calls, config, error_texts
 from nbtrain.strategies.deepspeed.calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
 from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
@@ -118,8 +117,8 @@ class EngineComponent(Prepared):
     def _enter_contexts(self, put_on: ExitStack) -> None:
         """What is there while a cell runs. Where a part of it fails, nothing stays."""
         parts = self.parts
-        asked.on(parts)
-        put_on.callback(asked.off, parts)
+        autograd_calls.listening.on(parts)
+        put_on.callback(autograd_calls.listening.off, parts)
         if parts.stage == 3:
             self.reader.begin()
             put_on.callback(self.reader.end)

@@ -41,11 +41,10 @@ from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.fsdp import estimate, full_values, functional_call
+from nbtrain.strategies.fsdp import autograd_calls, estimate, full_values
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
-from nbtrain.strategies.fsdp.refusals import Refusals, refuse_hooks
 from nbtrain.strategies.fsdp.unshardable import check, kept_whole
 from nbtrain.strategies.kit.gradient_average import GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.row_shards import (
@@ -102,7 +101,6 @@ class ShardedComponent(Prepared):
             self.replaced += rebind(optimizer, new, cut_state)
         self.sync = GradientAverage(kept, norms=norms_of(roots))
         self.whole = kept
-        self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
         self.handles: list[Any] = []
         for tree in self.trees:
             tree.take_off()
@@ -207,9 +205,7 @@ class ShardedComponent(Prepared):
             return
         for tree in self.trees:
             tree.attachments.on()
-        self.refusals = Refusals("fsdp", self._holds, self._in_graphs)
-        self.refusals.on()
-        functional_call.on(self)
+        autograd_calls.listening.on(self)
         full_values.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -239,8 +235,7 @@ class ShardedComponent(Prepared):
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self.refusals.off()
-        functional_call.off(self)
+        autograd_calls.listening.off(self)
         self._let_copies_go()
 
     def reset(self) -> None:
@@ -252,12 +247,12 @@ class ShardedComponent(Prepared):
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"])
 
-    def _holds(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
         weights = (weight for tree in self.trees for weight in tree.weights())
         return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in weights)
 
-    def _in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
         weights = (weight for tree in self.trees for weight in tree.weights())
         return next((fsdp2.gathered(weight) for weight in weights if fsdp2.sharded(weight) is tensor), None)
@@ -281,8 +276,8 @@ class ShardedComponent(Prepared):
     def backward(self) -> Iterator[float]:
         for tree in self.trees:
             weights = list(tree.weights())
-            refuse_hooks(map(fsdp2.sharded, weights), "fsdp")
-            refuse_hooks(map(fsdp2.gathered, weights), "fsdp")
+            autograd_calls.refuse_hooks(map(fsdp2.sharded, weights))
+            autograd_calls.refuse_hooks(map(fsdp2.gathered, weights))
         self.sync.begin()
         yield 1.0
 

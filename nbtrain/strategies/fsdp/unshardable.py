@@ -8,7 +8,7 @@ from torch import nn
 from nbtrain.compat.tensors import hook_tables
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, is_lazy
-from nbtrain.strategies.fsdp.refusals import refuse_hooks
+from nbtrain.strategies.fsdp.autograd_calls import refuse_hooks
 
 
 def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def check(component: Component, kept: list[torch.Tensor]) -> None:
         )
     known = set(map(id, kept))
     divided = [p for p in component.parameters() if id(p) not in known]
-    refuse_hooks(divided, "fsdp")
+    refuse_hooks(divided)
     if any(hook_tables(p)[1] for p in divided):
         raise NotSupported(
             "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "

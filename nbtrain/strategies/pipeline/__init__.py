@@ -24,13 +24,12 @@ from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_laz
 from nbtrain.strategies.kit.sharding_units import outermost
 from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
-from nbtrain.strategies.pipeline.autograd_refusals import AutogradRefusals
+from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.by_parts import ByParts
 from nbtrain.strategies.pipeline.calls import StageCalls
 from nbtrain.strategies.pipeline.criterion import Loss
 from nbtrain.strategies.pipeline.cut_stages import Line, cut, describe, find_owners, make_lines, size
 from nbtrain.strategies.pipeline.estimate import estimate
-from nbtrain.strategies.pipeline.functional_call import FunctionalCall
 from nbtrain.strategies.pipeline.gradient_norm import clip_norm
 from nbtrain.strategies.pipeline.part_hooks import PartHooks
 from nbtrain.strategies.pipeline.stage import StagePlace
@@ -75,7 +74,7 @@ class Staged(Prepared):
                 line,
                 self.place,
                 options.microbatches,
-                lambda: self._inside() or self.functional.inside,
+                lambda: self._inside() or self.autograd.in_functional_call,
                 lambda t: id(t) in self.owners.of,
                 self._share,
                 self._move,
@@ -93,10 +92,10 @@ class Staged(Prepared):
             for calls in self.calls:
                 calls.measure = options.balance
         self.handles: list[Any] = []
-        self.functional = FunctionalCall(line.root for line in self.lines)
         self.stepping = False
         """a closure's backward runs inside of a step"""
-        self.asked = AutogradRefusals(component.parameters(), self._inside)
+        models = [line.root for line in self.lines]
+        self.autograd = AutogradCalls(component.parameters(), self._inside, models)
         self.stage_tensors = StageTensors(self.place.rank, self._inside, device)
         self.place.own_plain, self.place.all_plain = self.stage_tensors.own_plain, self.stage_tensors.all_plain
         self.steps: list[Any] = []
@@ -114,14 +113,14 @@ class Staged(Prepared):
         self.stage_parameters.hide()
         self.dicts = StateDicts(self.stage_parameters)
         foreign = [p for p in component.parameters() if self.stage_parameters.foreign(p)]
-        place.accumulates = lambda: self.asked.accumulates
+        place.accumulates = lambda: self.autograd.accumulates
         units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
         accumulates = place.accumulates
         self.one_by_one = ByParts(units, place.rank, self._busy, place.random_state, accumulates, self._look)
         self.one_by_one.own_plain, self.one_by_one.failures = self.stage_tensors.own_plain, place.failures
         own = [p for p in component.parameters() if not self.stage_parameters.foreign(p)]
         self.shared = TiedGradients(
-            self.owners.shared, foreign, place.rank, self._inside, lambda: self.asked.roots, place.device, own
+            self.owners.shared, foreign, place.rank, self._inside, lambda: self.autograd.roots, place.device, own
         )
         self.shared.failures = place.failures
 
@@ -185,7 +184,7 @@ class Staged(Prepared):
 
     def _busy(self) -> bool:
         """Units are called as they are."""
-        return self.place.inside or self.functional.inside
+        return self.place.inside or self.autograd.in_functional_call
 
     def _inside(self) -> bool:
         return self.place.inside or self.one_by_one.inside
@@ -227,8 +226,7 @@ class Staged(Prepared):
         self.stage_parameters.tell_gradients(self.place.device)
         self.place.random_state.begin()
         self.dicts.on()
-        self.asked.on()
-        self.functional.on()
+        self.autograd.on()
         self.one_by_one.enter()
         self.shared.enter()
         for calls in self.calls:
@@ -262,8 +260,7 @@ class Staged(Prepared):
             calls.leave()
         self.shared.leave()
         self.one_by_one.leave()
-        self.asked.off()
-        self.functional.off()
+        self.autograd.off()
         self.dicts.off()
 
     def reset(self) -> None:

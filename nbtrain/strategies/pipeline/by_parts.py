@@ -23,7 +23,7 @@ from torch import nn
 from nbtrain.compat import autograd_engine, compiler, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.own_random import OwnRandom
-from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
+from nbtrain.strategies.pipeline.autograd_calls import AGAIN
 from nbtrain.strategies.pipeline.part_hooks import has_users_hook
 from nbtrain.strategies.pipeline.stage_errors import StageErrors, StageFailure
 from nbtrain.strategies.pipeline.stage_messages import pickled

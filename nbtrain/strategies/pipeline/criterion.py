@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
+from nbtrain.strategies.pipeline.autograd_calls import AGAIN
 from nbtrain.strategies.pipeline.micro_batches import Cut, join, shares
 from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call, meet
 from nbtrain.strategies.pipeline.stage import Stretch

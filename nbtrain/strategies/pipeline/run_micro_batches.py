@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.pipeline.autograd_refusals import AGAIN
+from nbtrain.strategies.pipeline.autograd_calls import AGAIN
 from nbtrain.strategies.pipeline.by_parts import ALONE
 from nbtrain.strategies.pipeline.forward_program import Program
 from nbtrain.strategies.pipeline.micro_batches import Cut, Joined, gradients, join

@@ -1,10 +1,13 @@
-"""What a cell asks autograd for while its model is in stages: what cannot be answered is refused, the rest is noted.
+"""What a cell asks of autograd while its models are in stages: `backward`, `grad`, `checkpoint`, `functional_call`.
+
+Graphs end where a stage begins: whether gradients are to be left in parameters, and which loss a backward starts from,
+is known only here. What cannot be answered is refused.
 
 `torch.utils.checkpoint` with `use_reentrant=True` begins a backward of its own where it computes again, and finds no
 gradients where a graph begins with a stage; without, it gives the same numbers and works there.
 
-Graphs end where a stage begins: whether gradients are to be left in parameters, and which loss a backward starts from,
-is known only here.
+`torch.func.functional_call(model, weights, x)`: every rank has the weights that are given, and is sent those that are
+not, so each computes the whole model, as one process does.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
-from nbtrain.strategies.kit.call_arguments import kept, listed
+from nbtrain.strategies.kit.call_arguments import called_with, kept, listed
+from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
 
 AGAIN = (
     "a gradient of a gradient (create_graph=True) cannot be taken under pipeline: each rank has the graph of its own "
@@ -28,26 +34,39 @@ BY_NAME = (
     "backward(inputs=...)) under pipeline: each rank has the graph of its own stage only. Call loss.backward() and "
     "read p.grad, or use --strategy ddp"
 )
+WRAPPED = (
+    "torch.func.grad, or vmap, was given weights of the model, which under pipeline lie on one rank each, so that it "
+    "has no numbers of them on the others: give it copies that every rank has, "
+    "`{n: p.detach().clone() for n, p in model.named_parameters()}`, or use --strategy ddp"
+)
 
 
-class AutogradRefusals:
-    """Refuses what `torch.autograd.backward` and `grad` cannot do for one component, between `on` and `off`."""
+class AutogradCalls:
+    """Follows what a cell asks of autograd for one component, between `on` and `off`."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], inside: Callable[[], bool]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], inside: Callable[[], bool], models: Iterable[nn.Module] = ()
+    ) -> None:
         """`inside`: what runs now is a stage's own backward."""
         self.ids = frozenset(map(id, parameters))
         self.inside = inside
+        self.models = list(models)
+        self._reset()
+
+    def _reset(self) -> None:
         self.accumulates = True
         """False in `torch.autograd.grad`: no parameter is to get a gradient"""
         self.roots: list[torch.Tensor] = []
         """what the backward that runs now started from"""
+        self.in_functional_call = False
+        """one of the models is called with other weights"""
 
     def on(self) -> None:
         self.off()
         _while.on(self)
 
     def off(self) -> None:
-        self.accumulates, self.roots = True, []
+        self._reset()
         _while.off(self)
 
     @contextmanager
@@ -78,14 +97,21 @@ class AutogradRefusals:
         if any(id(one) in self.ids for one in inputs):
             raise NotSupported(BY_NAME)
 
+    def has_part(self, module: nn.Module) -> bool:
+        """A module of this one is also part of one of the models."""
+        ids = set(map(id, module.modules()))
+        return any(id(m) in ids for model in self.models for m in model.modules())
+
 
 def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.backward", "pipeline", _backward)
     listeners.listen("torch.autograd.grad", "pipeline", _grad)
     listeners.listen("torch.utils.checkpoint.checkpoint", "pipeline", _checkpoint)
+    for name in ("func", "nn.utils.stateless"):
+        listeners.listen(f"torch.{name}.functional_call", "pipeline", _functional_call)
 
 
-_while: While[AutogradRefusals] = While(_put)
+_while: While[AutogradCalls] = While(_put)
 _open = _while.owners
 
 
@@ -121,3 +147,26 @@ def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
         return old(function, *args, use_reentrant=False, **kwargs)
 
     return checkpoint
+
+
+def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
+    def functional_call(*args: Any, **kwargs: Any) -> Any:
+        module, weights = called_with(args, kwargs)
+        known = isinstance(module, nn.Module)
+        held = [one for one in _open if not one.in_functional_call and known and one.has_part(module)]
+        if held and any(map(_is_wrapped, pytree.tree_leaves(weights))):
+            raise NotSupported(WRAPPED)
+        for one in held:
+            one.in_functional_call = True
+        try:
+            return old(*args, **kwargs)
+        finally:
+            for one in held:
+                one.in_functional_call = False
+
+    return functional_call
+
+
+def _is_wrapped(tensor: Any) -> bool:
+    """A transform (torch.func.grad, vmap) holds it, and looks at the numbers that this rank has."""
+    return not is_stage_tensor(tensor) and is_stage_tensor(autograd_engine.unwrapped(tensor, mapped=True))

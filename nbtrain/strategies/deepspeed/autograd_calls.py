@@ -1,5 +1,5 @@
-"""`torch.autograd.grad` and `torch.func.functional_call` in a cell: what DeepSpeed's hooks cannot follow is said in
-words, as in a backward."""
+"""What a cell asks of autograd while DeepSpeed's engine has its models: `grad` and `functional_call`. What DeepSpeed's
+hooks cannot follow is refused with a sentence, as in a backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
         except NbtrainError:
             raise
         except Exception as error:
-            sentence = error_texts.of_backward(error, max(owner.stage for owner in asked.owners))
+            sentence = error_texts.of_backward(error, max(owner.stage for owner in listening.owners))
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error
@@ -38,7 +38,7 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
-        known = {id(p) for owner in asked.owners if owner.stage == 3 for p in owner.parameters}
+        known = {id(p) for owner in listening.owners if owner.stage == 3 for p in owner.parameters}
         module, weights = called_with(args, kwargs)
         if known and isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters()):
             own = dict(module.named_parameters(remove_duplicate=False))
@@ -51,7 +51,7 @@ def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _through_gathered(outputs: Any) -> bool:
     """A model of stage 3 has made it: its weights are let go of by the first gradient, and the second reads others."""
-    if not any(owner.stage == 3 for owner in asked.owners):
+    if not any(owner.stage == 3 for owner in listening.owners):
         return False
     roots = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     return any(ds.gathers(node) for root in roots if isinstance(root, torch.Tensor) for node in nodes_below(root))
@@ -63,5 +63,5 @@ def _put(listeners: Listeners) -> None:
         listeners.listen(f"torch.{name}.functional_call", "deepspeed", _functional)
 
 
-asked: While[EngineParts] = While(_put)
+listening: While[EngineParts] = While(_put)
 """Engines whose cells run."""

@@ -1,0 +1,181 @@
+"""What a cell asks of autograd while its models are in pieces: `backward`, `grad` and `functional_call`.
+
+`torch.autograd.grad(loss, weights)`: what the graph of a forward knows are the gathered weights, so their gradients are
+asked for. A backward would leave the ranks' mean of them, each rank its part, and that is the answer here, too. Which
+weights a rank's graph has may depend on its batch: a rank that did not use one gives zeros for it, as in a backward,
+and unused is what no rank has used.
+
+`torch.func.functional_call(model, weights, x)`: fully_shard's hooks would put the model's own weights in the place of
+those given, so the model is called without them. Weights in pieces are whole when they meet the batch
+(`mixed_operands.py`).
+
+What cannot work is refused with a sentence, before torch fails somewhere inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nbtrain.compat import autograd_engine, dtensor, tensors
+from nbtrain.compat.pytree import tree_map_only
+from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners, While
+from nbtrain.strategies.fsdp.fully_shard import ShardedTree
+from nbtrain.strategies.fsdp.mixed_operands import mean_of_ranks, part_of, whole_of
+from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
+
+GRAD_ARGUMENTS = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)
+
+
+class InPieces(Protocol):
+    """A component whose weights are in pieces."""
+
+    trees: list[ShardedTree]
+
+    def holds(self, tensor: torch.Tensor) -> bool: ...
+    def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+
+
+def refuse_hooks(parameters: Iterable[torch.Tensor | None]) -> None:
+    """Autograd accumulates into the gathered weights: it calls no hook of a parameter in pieces."""
+    if any(p is not None and tensors.hook_table(p, tensors.GRADIENT_HOOKS) for p in parameters):
+        raise NotSupported(
+            "a parameter has a hook on its gradient (register_hook), which under fsdp would see nothing of it, "
+            "or this rank's share: work on the gradients between loss.backward() and optimizer.step(), or use "
+            "--strategy ddp"
+        )
+
+
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.autograd.backward", "pieces", _backward)
+    listeners.listen("torch.autograd.grad", "pieces", _grad)
+    for name in ("func", "nn.utils.stateless"):
+        listeners.listen(f"torch.{name}.functional_call", "pieces", _functional_call)
+
+
+listening: While[InPieces] = While(_put)
+"""Components whose cells run."""
+
+
+def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return old(tree_map_only(DTensor, whole_of, tensors), *args, **kwargs)
+
+    return backward
+
+
+def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
+    def functional_call(*args: Any, **kwargs: Any) -> Any:
+        module, weights = called_with(args, kwargs)
+        parts = set(map(id, module.modules())) if isinstance(module, nn.Module) else set()
+        known = (tree for component in listening.owners for tree in component.trees)
+        trees = [tree for tree in known if tree.attachments.attached and tree.parts & parts]
+        if trees:
+            args, kwargs = with_weights(args, kwargs, tree_map_only(DTensor, whole_of, weights))
+        for tree in trees:
+            tree.reshard()
+            tree.take_off()
+        try:
+            return old(*args, **kwargs)
+        finally:
+            for tree in trees:
+                tree.attachments.on()
+
+    return functional_call
+
+
+def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs, outputs = kept(inputs), kept(outputs)
+        given = listed(inputs)
+        again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+        if again and _through_units(listed(outputs)):
+            raise NotSupported(
+                "a gradient of a gradient (create_graph=True) cannot be taken through a model under fsdp: its gathered "
+                "weights are let go of after the first. --strategy ddp can"
+            )
+        outputs = tree_map_only(DTensor, whole_of, outputs)
+        if not any(_is_weight(one) for one in given):
+            return old(outputs, inputs, *args, **kwargs)
+        found = _gradients(old, outputs, given, {**dict(zip(GRAD_ARGUMENTS, args, strict=False)), **kwargs})
+        return dict(zip(inputs, found, strict=True)) if isinstance(inputs, dict) else found
+
+    return grad
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter in pieces, or what is gathered of one."""
+    return any(component.holds(tensor) for component in listening.owners)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What autograd knows in the place of a parameter in pieces."""
+    known = (component.in_graphs(tensor) for component in listening.owners)
+    return next((gathered for gathered in known if gathered is not None and gathered.requires_grad), None)
+
+
+def _through_units(outputs: list[Any]) -> bool:
+    roots = [one for one in outputs if isinstance(one, torch.Tensor)]
+    return any(autograd_engine.is_unit_gatherer(node) for root in roots for node in autograd_engine.nodes_below(root))
+
+
+def _gradients(grad: Callable[..., Any], outputs: Any, inputs: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """`grad`: torch's. `options`: its keyword arguments."""
+    zeros = options.pop("materialize_grads", False)
+    unused = options.pop("allow_unused", None) or zeros
+    twins = [_gathered(one) for one in inputs]
+    asked = [*inputs, *(twin for twin in twins if twin is not None)]
+    found = iter(dtensor.untouched(grad, outputs, asked, allow_unused=True, **options))
+    own = [next(found) for _ in inputs]
+    # Of a weight's gradient a rank has all, from its own batch; `here` is what it has, by the weight as graphs know it.
+    here: list[tuple[torch.Tensor, torch.Tensor | None] | None] = []
+    for number, (one, twin) in enumerate(zip(inputs, twins, strict=True)):
+        if twin is not None:
+            here.append((twin, next(found)))
+        elif not isinstance(one, DTensor) and _is_weight(one):
+            here.append((one, own[number]))
+            own[number] = None
+        else:
+            here.append(None)
+    means = iter(_means([pair for pair in here if pair is not None], options))
+    answers: list[Any] = []
+    for one, gradient, pair in zip(inputs, own, here, strict=True):
+        mean = None if pair is None else next(means)
+        if mean is not None:
+            part = part_of(mean.to(one.dtype), one) if isinstance(one, DTensor) else mean
+            gradient = part if gradient is None else gradient + part
+        if gradient is None and not unused:
+            raise RuntimeError(UNUSED)
+        answers.append(torch.zeros_like(one) if gradient is None and zeros else gradient)
+    return tuple(answers)
+
+
+def _means(pairs: list[tuple[torch.Tensor, torch.Tensor | None]], options: dict[str, Any]) -> list[torch.Tensor | None]:
+    """The mean of all ranks' gradients, by (weight, this rank's gradient); None where no rank has one. Collective."""
+    if not pairs:
+        return []
+    used = torch.tensor([float(gradient is not None) for _, gradient in pairs], device=pairs[0][0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    batch: tuple[int, ...] = ()
+    if options.get("is_grads_batched"):
+        given = options["grad_outputs"]
+        first = given if isinstance(given, torch.Tensor) else next(one for one in given if one is not None)
+        batch = (len(first),)
+
+    def zeros(weight: torch.Tensor) -> torch.Tensor:
+        return weight.new_zeros(batch + weight.shape, dtype=getattr(weight, "grad_dtype", None))  # of newer torch
+
+    return [
+        mean_of_ranks(zeros(weight) if gradient is None else gradient) if anywhere else None
+        for (weight, gradient), anywhere in zip(pairs, used.tolist(), strict=True)
+    ]
