@@ -23,7 +23,7 @@ class Stopwatch:
         return self._sum
 
 
-class Patience:
+class AwakeTimeout:
     """`over` once so many seconds have passed. Has to be read all the time, too."""
 
     def __init__(self, seconds: float) -> None:
@@ -35,7 +35,7 @@ class Patience:
         return self._watch.seconds > self._seconds
 
 
-class Standing:
+class UnchangedTimer:
     """For how many seconds something has not changed. Has to be read all the time, too."""
 
     def __init__(self) -> None:

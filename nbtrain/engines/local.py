@@ -12,7 +12,7 @@ from dataclasses import replace
 import nbtrain.machine.devices as devices
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
 from nbtrain.engines._local.fork import Body, Fork
@@ -116,7 +116,7 @@ class LocalPool:
         gone = set(anew)
         if alive := gone & set(self._processes.pids()):
             self._processes.kill(alive)
-            patience = Patience(GRACE)
+            patience = AwakeTimeout(GRACE)
             while alive & set(self._processes.pids()) and not patience.over:
                 # Events of the other ranks are kept, those of the replaced ones are not.
                 self._heard += [event for event in self._hear(0.005) if event.rank not in gone]
@@ -147,7 +147,7 @@ class LocalPool:
         heard: list[Event | Death] = list(self._channel.receive(seconds))
         deaths = self._processes.news()
         if self._channel.ended:  # a cell that began before the news came would be sent to a rank that is gone
-            patience = Patience(NEWS)
+            patience = AwakeTimeout(NEWS)
             while self._channel.ended & set(self._processes.pids()) and not patience.over:
                 heard += self._channel.receive(0.005)
                 deaths += self._processes.news()
@@ -229,7 +229,7 @@ class LocalPool:
 
     def _wait(self) -> None:
         """Wait until no process is left, `GRACE` at most. This includes a rank that is just being forked."""
-        patience = Patience(GRACE)
+        patience = AwakeTimeout(GRACE)
         while not self._processes.settled and not patience.over:
             self._channel.receive(0.01)
             self._processes.news()

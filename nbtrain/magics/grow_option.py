@@ -67,15 +67,15 @@ def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
     """Bytes that a rank sends in a step: by the strategy's estimate, or else as in a ring. None: the model is made in
     the cell, or cannot be profiled."""
     from nbtrain.exchange.names.name_order import NameOrder
-    from nbtrain.magics.plan_verb import subject_of
     from nbtrain.planning.growth.growth import ring
+    from nbtrain.planning.profile.model_and_batch import find_model_and_batch
     from nbtrain.planning.profile.profile import profile
     from nbtrain.session.sync.captured_names import captured
     from nbtrain.strategies.memory_estimate import World
 
     read = captured(cell.code, state.notebook, (), cell, NameOrder(state.notebook))
     try:
-        found = subject_of({name: state.notebook[name] for name in (*read.hard, *read.soft)}, "", "")
+        found = find_model_and_batch({name: state.notebook[name] for name in (*read.hard, *read.soft)})
         told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)
         strategy = Chosen.named(spec.strategy, state.notebook).load()
     except NbtrainError:

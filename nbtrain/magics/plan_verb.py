@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics.line import flags
 from nbtrain.magics.line.parse import Request, parse
-from nbtrain.magics.line.resolve import Chosen, Resolver
+from nbtrain.magics.line.resolve import Chosen, Resolver, own_options
 from nbtrain.magics.line.values import Namespace
 from nbtrain.magics.own_strategies import of_notebook
 from nbtrain.magics.state import MagicsState
-from nbtrain.planning.plan.device_memory import DeviceMemory, ground
+from nbtrain.planning.plan.device_memory import DeviceMemory
+from nbtrain.planning.plan.guide import GOALS, LOSSES
 from nbtrain.planning.plan.plan import Plan
-from nbtrain.specs import PoolSpec
+from nbtrain.planning.plan.plan_rows import make
+from nbtrain.strategies.base import is_lazy
 
 if TYPE_CHECKING:
-    from nbtrain.planning.profile.subject import Subject
+    from nbtrain.planning.profile.model_and_batch import ModelAndBatch
 
 LARGE = 300_000_000
 """parameters from which on the user is told that profiling takes a while"""
@@ -30,78 +31,47 @@ def show(state: MagicsState, request: Request) -> None:
     names = [word.plain for word in request.words[1:]]
     if len(names) > 1:
         raise UsageError(f"plan takes the name of one model: what is {' '.join(names[1:])!r}?")
+    from nbtrain.planning.profile.model_and_batch import find_model_and_batch  # on use: torch
+
     wanted = request.over(state.defaults)
-    found = subject_of(state.notebook, names[0] if names else "", wanted.value("batch"))
-    if (count := _weights(found.model)) > LARGE:
+    found = find_model_and_batch(state.notebook, names[0] if names else "", wanted.value("batch"))
+    if (count := sum(p.numel() for p in found.model.parameters() if not is_lazy(p))) > LARGE:
         print(f"looking at what {found.name}, {count / 1e9:.2g} billion parameters, does in a step …", flush=True)
     plan = plan_of(found, state.notebook, wanted, ranks_of(state))
     state.shell.display_pub.publish({"text/plain": repr(plan), "text/html": plan._repr_html_()})
 
 
-def _weights(model: Any) -> int:
-    """How many parameters the model has, without lazy layers, whose sizes are not known yet."""
-    from nbtrain.strategies.base import is_lazy
-
-    return sum(p.numel() for p in model.parameters() if not is_lazy(p))
-
-
-def subject_of(notebook: Namespace, model: str, batch: str) -> Subject:
-    from nbtrain.planning.profile.subject import subject  # it loads torch
-
-    return subject(dict(notebook), model, batch)
-
-
 def plan_of(
-    found: Subject,
+    found: ModelAndBatch,
     notebook: Namespace,
     wanted: Request,
-    ranks: Iterable[int] = (),
+    ranks: Collection[int],
     goal: str = "speed",
     loss: str = "any",
 ) -> Plan:
     """`wanted`: the line over the defaults. `ranks`: processes whose memory will be free. Starts and leases nothing."""
-    from nbtrain.planning.plan.make_plan import plan
-
-    return plan(
-        found,
-        ground_of(wanted, ranks),
+    counting = Resolver()  # not the notebook's own, which would release the cards of its ranks
+    try:
+        pool = counting.pool(wanted)
+    finally:
+        counting.forget()
+    devices = DeviceMemory.of(pool, wanted.value("precision"), wanted.value("accumulate"), ranks)
+    if limit := wanted.value("memory"):
+        devices = devices.at_most(limit, wanted.given["memory"].typed)
+    name = wanted.value("strategy")
+    given = {}
+    if name != "auto" and wanted.own:
+        chosen = Chosen.named(name, notebook)
+        given = {chosen.name: own_options(chosen, name, Request(), wanted, notebook)}
+    return make(
+        found.profile(devices.precision),
+        devices,
         own=of_notebook(notebook),
-        given=given(wanted, notebook),
+        given=given,
         bandwidth=wanted.value("bandwidth") or None,
         goal=goal,
         loss=loss,
     )
-
-
-def ground_of(wanted: Request, ranks: Iterable[int] = ()) -> DeviceMemory:
-    """The memory of the devices that a cell with these options would have."""
-    at = ground(pool(wanted), wanted.value("precision"), wanted.value("accumulate"), tuple(ranks))
-    limit = wanted.value("memory")
-    return at.at_most(limit, f"{wanted.given['memory'].typed}") if limit else at
-
-
-def pool(wanted: Request) -> PoolSpec:
-    """The pool that a cell would have."""
-    counting = Resolver()  # not the notebook's own, which would release the cards of its ranks
-    try:
-        return counting.pool(wanted)
-    finally:
-        counting.forget()
-
-
-def given(wanted: Request, notebook: Namespace) -> Mapping[str, Mapping[str, Any]]:
-    """Options of the strategy that is set as a default, for its row."""
-    name = wanted.value("strategy")
-    if name == "auto" or not wanted.own:
-        return {}
-    chosen = Chosen.named(name, notebook)
-    known = chosen.flags()
-    own = {
-        known[typed].field: flags.read(typed, word, known[typed], notebook)
-        for typed, word in wanted.own.items()
-        if typed in known
-    }
-    return {chosen.name: {**chosen.carried(), **own}}
 
 
 def ranks_of(state: MagicsState | None) -> tuple[int, ...]:
@@ -118,7 +88,7 @@ def for_programs(
 ) -> Plan:
     """`nbtrain.plan()`. `state`: of the notebook that calls, where the extension is loaded. `options`: those of the
     magic, by name; None: the notebook's default."""
-    from nbtrain.planning.plan.guide import GOALS, LOSSES
+    from nbtrain.planning.profile.model_and_batch import find_model_and_batch, find_optimizer
 
     for what, value, known in (("goal", goal, GOALS), ("loss", loss, LOSSES)):
         if value not in known:
@@ -126,17 +96,10 @@ def for_programs(
     notebook = dict(state.notebook if state is not None else vars(sys.modules["__main__"]))
     line = " ".join(f"--{name} {typed(value)}" for name, value in options.items() if value is not None)
     wanted = parse(line, notebook).over(state.defaults if state is not None else Request())
-    found = subject_of(notebook, named(model, "model", notebook), named(batch, "batch", notebook))
+    found = find_model_and_batch(notebook, named(model, "model", notebook), named(batch, "batch", notebook))
     if optimizer is not None:
-        found = replace(found, optimizer=optimizer_of(optimizer, notebook))
+        found = replace(found, optimizer=find_optimizer(notebook, optimizer))
     return plan_of(found, notebook, wanted, ranks_of(state), goal, loss)
-
-
-def optimizer_of(value: Any, notebook: Mapping[str, Any]) -> Any:
-    """The optimizer itself, or the notebook's of this name."""
-    from nbtrain.planning.profile.subject import optimizer
-
-    return optimizer(notebook, value)
 
 
 def typed(value: Any) -> str:

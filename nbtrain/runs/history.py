@@ -12,8 +12,7 @@ from typing import Any, overload
 from nbtrain import tables
 from nbtrain.errors import UsageError
 from nbtrain.runs import run_folder
-from nbtrain.runs.courses import Course
-from nbtrain.runs.plots import draw
+from nbtrain.runs.curves import RunCurves, draw
 from nbtrain.runs.read_run_file import RunRecord, UnreadableRecord
 from nbtrain.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
 
@@ -94,10 +93,10 @@ class History(Measured):
     def rows(self, kind: str) -> list[dict[str, Any]]:
         return [{"run": run.number, **row} for run in self._runs for row in run.rows(kind)]
 
-    def _compared(self, name: str) -> Course:
+    def _compared(self, name: str) -> RunCurves:
         if not self._runs:
             raise UsageError(self._nothing)
-        found = [(run, one) for run in self._runs if (one := run.course(name)) is not None]
+        found = [(run, one) for run in self._runs if (one := run.curves(name)) is not None]
         if not found or name == "phases":
             raise UsageError(f"none of these {len(self)} runs has anything called {name!r} that could be compared")
         curves = {f"run {run.number} {run.settings['strategy']}": next(iter(one.curves.values())) for run, one in found}

@@ -12,8 +12,7 @@ from nbtrain import humanize, tables
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES
 from nbtrain.humanize import quantity
-from nbtrain.runs import courses
-from nbtrain.runs.plots import draw, picture
+from nbtrain.runs.curves import MEASURED, RunCurves, columns, draw, logged, picture, read_curves, throughput
 from nbtrain.runs.read_run_file import RunRecord
 from nbtrain.views.base import duration, metric
 
@@ -61,7 +60,7 @@ class Measured:
         return self._frame("use")
 
     def _frame(self, kind: str) -> Any:
-        return frame(self.rows(kind), (*self._keys, *courses.columns(kind)))
+        return frame(self.rows(kind), (*self._keys, *columns(kind)))
 
 
 class Run(Measured):
@@ -91,7 +90,7 @@ class Run(Measured):
         wanted = names or self.names()
         if not wanted:
             raise UsageError(f"run {self.number} has logged nothing, and was too short to be measured")
-        return draw([self._course(name) for name in wanted], ax)
+        return draw([self._plotted(name) for name in wanted], ax)
 
     def __repr__(self) -> str:
         lines = [f"run {self.number}: {self._title}", *(f"  {left:<10}{right}" for left, right in self._lines())]
@@ -101,7 +100,7 @@ class Run(Measured):
     def _repr_html_(self) -> str:
         lines = "".join(f"<tr><td>{escape(left)}</td><td>{escape(right)}</td></tr>" for left, right in self._lines())
         head, *rows = self._summary()
-        there = [course for name in self.names() if (course := self.course(name))]
+        there = [found for name in self.names() if (found := self.curves(name))]
         return (
             f"{tables.STYLE}<p><strong>run {self.number}</strong> {escape(self._title)}</p>"
             f'<table class="nbt-table"><tbody>{lines}</tbody></table>'
@@ -111,7 +110,7 @@ class Run(Measured):
     def rows(self, kind: str) -> list[dict[str, Any]]:
         if kind == "metrics":
             return self._record.metrics()
-        return courses.throughput(self._record) if kind == "throughput" else self._record.table(kind)
+        return throughput(self._record) if kind == "throughput" else self._record.table(kind)
 
     @property
     def _title(self) -> str:
@@ -192,10 +191,8 @@ class Run(Measured):
     def _summary(self) -> list[tables.Row]:
         """A table of its metrics, over all ranks."""
         found: list[tables.Row] = [("metric", "first", "lowest", "highest", "last")]
-        for name in courses.logged(self._record):
-            course = self.course(name)
-            assert course is not None
-            ys = [y for _, points in course.curves.values() for y in points]
+        for name in logged(self._record):
+            ys = [y for _, points in self._plotted(name).curves.values() for y in points]
             last = self.figures["last"].get(name, ys[-1])
             finite = [y for y in ys if y == y] or ys
             found.append((name, *map(metric, (ys[0], min(finite), max(finite), last))))
@@ -203,16 +200,16 @@ class Run(Measured):
 
     def names(self) -> list[str]:
         """What is plotted by default."""
-        logged = courses.logged(self._record)[:PANELS]
-        return logged or [name for name in courses.MEASURED[:2] if self.course(name)]
+        metrics = logged(self._record)[:PANELS]
+        return metrics or [name for name in MEASURED[:2] if self.curves(name)]
 
-    def course(self, name: str) -> courses.Course | None:
-        return courses.course(self._record, name)
+    def curves(self, name: str) -> RunCurves | None:
+        return read_curves(self._record, name)
 
-    def _course(self, name: str) -> courses.Course:
-        found = self.course(name)
+    def _plotted(self, name: str) -> RunCurves:
+        found = self.curves(name)
         if found is None:
-            there = [one for one in (*courses.logged(self._record), *courses.MEASURED) if self.course(one)]
+            there = [one for one in (*logged(self._record), *MEASURED) if self.curves(one)]
             instead = f"there are {', '.join(there)}" if there else "it was too short to be measured"
             raise UsageError(f"run {self.number} has nothing called {name!r}; {instead}")
         return found

@@ -1,6 +1,5 @@
 """The Jupyter Server extension: the page of all pools, and the commands of its buttons and the dashboards'.
 
-app.py       what is served where
 handlers.py  the routes; each checks who asks and what he may do
 pools.py     finds the kernels that have ranks, and asks them
 page.html    the page; its script and style come from nbtrain/static
@@ -18,6 +17,6 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    from nbtrain.server.app import load
+    from nbtrain.server.handlers import load
 
     load(server)

@@ -16,11 +16,12 @@ from typing import Any
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler, JupyterHandler
 from jupyter_server.base.websocket import WebSocketMixin
+from jupyter_server.utils import url_path_join
 from tornado import web, websocket
 
-from nbtrain.beacon.kernel_record import KERNEL_ID
+from nbtrain.beacon.kernel_record import FOLDER, KERNEL_ID
 from nbtrain.beacon.listener import COMMANDS
-from nbtrain.server.pools import NoPool, Pools, Silent
+from nbtrain.server.pools import NoAnswer, NoPool, Pools
 
 try:
     from jupyter_server.auth.decorator import ws_authenticated
@@ -43,11 +44,12 @@ OWN = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "form-action 'none'; base-uri 'none'"
 )
+STATIC = Path(__file__).parents[1] / "static"
 PAGE = Template(Path(__file__).with_name("page.html").read_text())
 TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
-class Api(APIHandler):
+class ApiHandler(APIHandler):
     auth_resource = RESOURCE
 
     @property
@@ -60,18 +62,18 @@ class Api(APIHandler):
             return await self.pools.ask(kernel, request)
         except NoPool:
             raise web.HTTPError(404, f"kernel {kernel} has no ranks") from None
-        except Silent:
+        except NoAnswer:
             raise web.HTTPError(504, f"kernel {kernel} does not answer: it is stopped, or busy in C code") from None
 
 
-class Which(Api):
+class PoolsHandler(ApiHandler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
         self.finish(json.dumps(await self.pools.abouts()))
 
 
-class RunHandler(Api):
+class RunHandler(ApiHandler):
     @web.authenticated
     @authorized
     async def get(self, kernel: str) -> None:
@@ -81,7 +83,7 @@ class RunHandler(Api):
         self.finish(json.dumps(run))
 
 
-class Command(Api):
+class CommandHandler(ApiHandler):
     @web.authenticated
     @authorized(action="execute")
     async def post(self, kernel: str) -> None:
@@ -94,7 +96,7 @@ class Command(Api):
         self.finish(json.dumps(await self.ask(kernel, {"command": command})))
 
 
-class EventStream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
+class StreamHandler(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
     """Sends the messages of all kernels to one browser."""
 
     auth_resource = RESOURCE
@@ -143,7 +145,7 @@ class EventStream(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
         super().on_close()
 
 
-class Page(JupyterHandler):
+class PageHandler(JupyterHandler):
     auth_resource = RESOURCE
 
     @web.authenticated
@@ -160,7 +162,7 @@ class Page(JupyterHandler):
         return f"{super().content_security_policy}; {OWN}"
 
 
-class Static(JupyterHandler, web.StaticFileHandler):
+class StaticHandler(JupyterHandler, web.StaticFileHandler):
     """The page's script and style."""
 
     auth_resource = RESOURCE
@@ -180,3 +182,23 @@ class Static(JupyterHandler, web.StaticFileHandler):
 
     def set_extra_headers(self, path: str) -> None:
         self.set_header("Cache-Control", "no-cache")  # the browser asks each time whether it has changed
+
+
+def load(server: Any) -> None:
+    """Register the routes with the server, a ServerApp."""
+    application = server.web_app
+    # The folder of the kernels' connection files, whatever environment they run in.
+    application.settings[SETTING] = Pools(Path(server.runtime_dir) / FOLDER)
+    base, kernel = application.settings["base_url"], f"({KERNEL_ID.pattern})"
+    application.add_handlers(
+        ".*$",
+        [
+            (url_path_join(base, "nbtrain/?"), PageHandler),
+            (url_path_join(base, "nbtrain/static", r"([\w.-]+)"), StaticHandler, {"path": str(STATIC)}),
+            (url_path_join(base, "nbtrain/api/pools"), PoolsHandler),
+            (url_path_join(base, "nbtrain/api/pools", kernel, "run"), RunHandler),
+            (url_path_join(base, "nbtrain/api/pools", kernel, "command"), CommandHandler),
+            (url_path_join(base, "nbtrain/api/stream"), StreamHandler),
+        ],
+    )
+    server.log.info("nbtrain: the ranks of all notebooks are at %s", url_path_join(base, "nbtrain"))

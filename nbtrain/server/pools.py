@@ -34,7 +34,7 @@ class NoPool(Exception):
     """There is no such kernel, or it has no ranks."""
 
 
-class Silent(Exception):
+class NoAnswer(Exception):
     """The kernel exists and does not answer."""
 
 
@@ -69,7 +69,7 @@ class Pools:
             answer = await self._ask(record, {"command": "about"}, QUICK)
         except NoPool:
             return None
-        except Silent:
+        except NoAnswer:
             answer = {}
         about: Message | None = answer.get("about")
         return about or {"kernel": record.kernel_id, "pid": record.pid, **NOTHING}
@@ -84,7 +84,7 @@ class Pools:
             line = await asyncio.wait_for(asked(), seconds)
             answer: Message = json.loads(line)
         except asyncio.TimeoutError:
-            raise Silent from None
+            raise NoAnswer from None
         except (OSError, ValueError):  # the kernel ended meanwhile
             raise NoPool from None
         return answer

@@ -80,6 +80,11 @@ def own_version(widget: Any) -> dict[str, str]:
     return {MODEL_VERSION: own, VIEW_VERSION: own}
 
 
+def widget_bundle(model_id: str) -> dict[str, Any]:
+    """The mimebundle that shows a widget, without a text for pages that cannot."""
+    return {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": model_id}}
+
+
 class ViewDelay:
     """Says when a view is due: not in the first seconds of the cell, then after every pause."""
 

@@ -10,7 +10,7 @@ import ipywidgets as widgets
 
 from nbtrain import tables
 from nbtrain.humanize import size
-from nbtrain.views.base import WIDGET
+from nbtrain.views.base import widget_bundle
 
 Do = Callable[[Mapping[str, Any]], None]
 
@@ -44,6 +44,8 @@ class PickerForm:
         self._ticks = False
         """the user has ticked what is to be measured"""
         self._find = self._button("Find batch", lambda: self._measure("batch"))
+        verify = self._button("Verify", lambda: self._ask(kind="verify"))
+        use = self._button("Use", lambda: self._ask(kind="use"))
         self._asked_for: Any = None
         """which options are shown"""
         self.widget = widgets.VBox([
@@ -56,8 +58,7 @@ class PickerForm:
             self._html["line"],
             self._html["note"],
             self._ticked,
-            widgets.HBox([self._button("Measure", self._measure), self._find, self._button("Verify", self._verify),
-                          self._button("Use", self._use)]),
+            widgets.HBox([self._button("Measure", self._measure), self._find, verify, use]),
             self._html["said"],
             self._html["receipt"],
             self._html["compared"],
@@ -67,8 +68,7 @@ class PickerForm:
     @property
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Its mimebundle and metadata."""
-        shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}}
-        return shown, {}
+        return widget_bundle(self.widget.model_id), {}
 
     def show(self, data: Mapping[str, Any]) -> None:
         self._data, self._hearing = data, True
@@ -165,12 +165,6 @@ class PickerForm:
 
     def _measure(self, goal: str = "speed") -> None:
         self._ask(kind="measure", goal=goal, names=list(self._ticked.value))
-
-    def _verify(self) -> None:
-        self._ask(kind="verify")
-
-    def _use(self) -> None:
-        self._ask(kind="use")
 
     def _ask(self, **message: Any) -> None:
         if not self._hearing:

@@ -22,7 +22,7 @@ class WidgetView:
         self._screen = screen
         self._output = CellOutput(screen)
         self._waiting = ViewDelay(0.0 if at_once else QUIET, AGAIN[0])
-        self._panel: Any = None
+        self._widget: Any = None
         self._told = 0
         self._plain = False
         """the widget could not be made"""
@@ -30,7 +30,7 @@ class WidgetView:
     @property
     def comm_id(self) -> str:
         """The id of the widget's comm; empty before there is one."""
-        comm = self._panel.comm if self._panel is not None else None
+        comm = self._widget.comm if self._widget is not None else None
         return "" if comm is None else comm.comm_id
 
     def tick(self, now: float) -> None:
@@ -42,26 +42,26 @@ class WidgetView:
         self._told += 1
         if self._plain:
             self._output.show(bundle(self._feed.figures, saved=False))
-        elif self._panel is None:
+        elif self._widget is None:
             self._appear()
-        elif not self._panel.greeted:
-            self._panel.start = self._feed.everything()
+        elif not self._widget.greeted:
+            self._widget.start = self._feed.everything()
 
     def closed(self, ok: bool) -> None:
         if self._output.shown:
             self._output.show(bundle(self._feed.figures, saved=True))
-        if self._panel is not None:
-            self._panel.rest()
+        if self._widget is not None:
+            self._widget.rest()
 
     def _appear(self) -> None:
         try:
-            from nbtrain.views.panel import Panel
+            from nbtrain.views.anywidgets import DashboardWidget
 
-            self._panel = Panel(self._feed, self._controls)
+            self._widget = DashboardWidget(self._feed, self._controls)
         except Exception as error:  # a package that does not fit must not end a training
             self._plain = True
             reason = f"{type(error).__name__}: {error}"
             self._screen.write("stdout", f"nbtrain: no widget ({reason}); plain HTML is shown instead\n")
             return
-        said = {"text/plain": " · ".join(words(self._feed.figures))}
-        self._output.show(self._panel.shown | said, self._panel.metadata)
+        shown, metadata = self._widget.bundle
+        self._output.show({**shown, "text/plain": " · ".join(words(self._feed.figures))}, metadata)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines._local import directory
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
@@ -268,7 +268,7 @@ def test_a_kernel_that_is_killed_while_its_ranks_start_leaves_no_directory(tmp_p
             kernel.start("%%distributed -d 2\nprint(rank)")
             kernel.wait_for(lambda: any(place.glob("nbtrain-*/channel")), 30)
             kernel.kill()
-            patience = Patience(10)
+            patience = AwakeTimeout(10)
             while any(place.glob("nbtrain-*")) and not patience.over:
                 time.sleep(0.05)
             assert not list(place.glob("nbtrain-*"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from tests.support.kernels import Kernel
 from tests.support.notebook import LOOP, TRAIN, Notebook
 
@@ -70,7 +70,7 @@ NEEDS = {"sharded": "fairscale", "deepspeed 1": "deepspeed", "deepspeed 3": "dee
 
 
 def wait_for(folder: Path, name: str, ranks: int) -> None:
-    patience = Patience(30)
+    patience = AwakeTimeout(30)
     while len(list(folder.glob(f"{name}*"))) < ranks:
         assert not patience.over
         time.sleep(0.02)

@@ -16,7 +16,7 @@ import selectors
 import socket
 from collections.abc import Iterable
 
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.beacon.readers import of_this_user
 from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import PoolError
@@ -96,11 +96,11 @@ class Channel:
     def _write(self, rank: int, data: bytes) -> None:
         """Reads meanwhile: a rank that waits to send does not receive."""
         connection, sealer = self._ranks[rank]
-        rest, patience = memoryview(sealer.frame(data)), Patience(PATIENCE)
+        rest, patience = memoryview(sealer.frame(data)), AwakeTimeout(PATIENCE)
         while rest:
             try:
                 rest = rest[connection.send(rest) :]
-                patience = Patience(PATIENCE)
+                patience = AwakeTimeout(PATIENCE)
             except BlockingIOError:
                 if patience.over:
                     raise PoolError(

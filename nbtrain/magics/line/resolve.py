@@ -187,7 +187,7 @@ class Resolver:
             raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
         if request.value("background") and pool.engine == "inprocess":
             raise UsageError("--background needs ranks: --engine inprocess runs the cell in the kernel. Leave one out")
-        options = self._options(chosen, name, line, base, notebook)
+        options = own_options(chosen, name, line, base, notebook)
         if pool.nodes > 1:
             options = chosen.load().for_nodes(options, pool.nodes)
         chosen.check(options)
@@ -246,26 +246,27 @@ class Resolver:
             self._known = key, found
         return self._known[1]
 
-    @staticmethod
-    def _options(chosen: Chosen, asked: str, line: Request, base: Request, notebook: Namespace) -> dict[str, Any]:
-        options = chosen.carried()
-        carried = set(options) if chosen.preset is not None and "strategy" in line.given else set()
-        own = line.over(base).own
-        if not own:  # nothing to check, so nothing to load
-            return options
-        known = chosen.flags()
-        for typed, word in own.items():
-            if typed in known and known[typed].field in carried and typed not in line.own:
-                continue  # a preset's name in this line says more than a default of an earlier one
-            if typed in known:
-                options[known[typed].field] = flags.read(typed, word, known[typed], notebook)
-            elif typed in line.own:
-                # check_flags let it pass, so it belongs to what else `auto` may become
-                assert asked == "auto"
-                raise UsageError(
-                    f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {AUTO[1]}"
-                )
+
+def own_options(chosen: Chosen, asked: str, line: Request, base: Request, notebook: Namespace) -> dict[str, Any]:
+    """The strategy's own options: those that come with its name, and those of `line` over `base`."""
+    options = chosen.carried()
+    carried = set(options) if chosen.preset is not None and "strategy" in line.given else set()
+    own = line.over(base).own
+    if not own:  # nothing to check, so nothing to load
         return options
+    known = chosen.flags()
+    for typed, word in own.items():
+        if typed in known and known[typed].field in carried and typed not in line.own:
+            continue  # a preset's name in this line says more than a default of an earlier one
+        if typed in known:
+            options[known[typed].field] = flags.read(typed, word, known[typed], notebook)
+        elif typed in line.own:
+            # check_flags let it pass, so it belongs to what else `auto` may become
+            assert asked == "auto"
+            raise UsageError(
+                f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {AUTO[1]}"
+            )
+    return options
 
 
 def _start(request: Request, kind: str) -> str:

@@ -14,10 +14,9 @@ from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import own_strategies
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import AUTO, Chosen
-from nbtrain.magics.picker import options_form
-from nbtrain.magics.picker import strategy_cards as choice_cards
+from nbtrain.magics.picker import options_form, strategy_cards
+from nbtrain.magics.picker.notebook_model import NotebookModel, PlanSettings
 from nbtrain.magics.picker.strategy_cards import Data, variant_name
-from nbtrain.magics.picker.wishes import Backing, Wish, devices_of, ranks_of, whole
 from nbtrain.magics.state import MagicsState
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
@@ -37,12 +36,12 @@ class PickerState:
     """What one picker shows and what its buttons do. All calls come from the kernel's main thread."""
 
     def __init__(
-        self, state: MagicsState, backing: Backing, request: Request, magic: str = "distributed", kernel: str = ""
+        self, state: MagicsState, model: NotebookModel, request: Request, magic: str = "distributed", kernel: str = ""
     ) -> None:
         """`request`: the options of `pick`, used over the notebook's defaults; `kernel`: its id."""
         wanted = request.over(state.defaults)
         self._state = state
-        self._backing = backing
+        self._model = model
         self._magic = magic
         self._kernel = kernel
         self._machine = devices.here()
@@ -61,7 +60,7 @@ class PickerState:
         """number of the page's last message, so that it knows what has been received"""
         self._touched = False
         """the user has chosen a strategy: the recommended one does not replace it"""
-        self.wish = Wish(
+        self.settings = PlanSettings(
             devices=devices_of(wanted, state.devices.world_size(), self._count), precision=wanted.value("precision")
         )
         self._more = [given.typed for name, given in request.given.items() if name not in OWN_PLACE]
@@ -71,13 +70,14 @@ class PickerState:
         """options of the strategy that are not as usual, by field"""
         self.recompute = ""
         """classes whose activations are recomputed"""
-        self._begin(wanted)
+        if wanted.value("strategy") != "auto":
+            self._adopt(wanted)
         self.tell: Tell = lambda data: None
         """called with the data whenever it has changed"""
 
     @property
     def ranks(self) -> int:
-        return ranks_of(self.wish.devices, self._count)
+        return ranks_of(self.settings.devices, self._count)
 
     @property
     def _count(self) -> int:
@@ -87,32 +87,35 @@ class PickerState:
     def line(self) -> str:
         """The chosen options, as they are typed. Raises what is wrong with them."""
         chosen = self._chosen
-        if lacks := choice_cards.against(chosen.needs, self._kind, self.ranks):
+        if lacks := strategy_cards.against(chosen.needs, self._kind, self.ranks):
             raise UsageError(f"{self.strategy}: {lacks}")
         if self._loaded:
             own_strategies.check_options(chosen.load(), options_form.values(chosen, self.typed, self._state.notebook))
         words = [f"--strategy {self.strategy}"]
-        words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.wish.devices}")
+        words.append(f"--devices {1 if chosen.needs.max_ranks == 1 and self.ranks > 1 else self.settings.devices}")
         words += self._more
         usual = self._state.defaults.value("precision")
-        if {self.wish.precision, usual} != {PRECISIONS[0]}:
-            words.append(f"--precision {self.wish.precision}")
+        if {self.settings.precision, usual} != {PRECISIONS[0]}:
+            words.append(f"--precision {self.settings.precision}")
         if self.recompute:
             words.append(f"--checkpoint-activations {self.recompute}")
         return " ".join([*words, *options_form.words(self._inputs())])
 
     def data(self) -> Data:
         """All that the picker shows."""
-        plan = self._plan_data()
+        plan = None if self._plan is None else self._plan.data()
         name = variant_name(self.strategy, self.recompute)
-        cards = choice_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
-        line, wrong = self._line_or_wrong()
+        cards = strategy_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
+        try:
+            line, wrong = f"%%{self._magic} {self.line()}", ""
+        except UsageError as error:
+            line, wrong = "", str(error)
         self._fill(cards)
         return {
             "kernel": self._kernel,
             "magic": self._magic,
-            "found": choice_cards.found(self._machine, self._kind),
-            **asdict(self.wish),
+            "found": strategy_cards.found(self._machine, self._kind),
+            **asdict(self.settings),
             "ranks": self.ranks,
             "goals": list(GOALS),
             "losses": list(LOSSES),
@@ -122,10 +125,10 @@ class PickerState:
             "cards": cards,
             "strategy": self.strategy,
             "options": [asdict(one) for one in self._inputs()],
-            "line": f"%%{self._magic} {line}" if line else "",
+            "line": line,
             "wrong": wrong,
             "note": self._note(),
-            "cell": self._backing.cell(),
+            "cell": self._model.cell(),
             "worth": self._worth(),
             "compared": None if self._compared is None else self._compared.data(),
             "receipt": None if self._receipt is None else self._receipt.data(),
@@ -147,7 +150,7 @@ class PickerState:
             elif what == "option":
                 self._type(str(message["name"]), str(message["value"]))
             elif what == "take":
-                self._take(str(message["line"]))
+                self._adopt(self._state.read(str(message["line"])))
             elif what == "measure":
                 self.measure([str(name) for name in message["names"]], str(message.get("goal", GOALS[0])))
             elif what == "verify":
@@ -171,14 +174,14 @@ class PickerState:
             raise UsageError("nothing is ticked: tick the strategies that are to be measured")
         self._busy = "measure"
         self.tell(self.data())
-        self._hear(self._backing.measure(candidates, goal, self._hear))
+        self._hear(self._model.measure(candidates, goal, self._hear))
 
     def verify(self) -> None:
         """Run the first steps with the chosen options, and as one process; returns when both are done."""
         line = self.line()
         self._busy = "verify"
         self.tell(self.data())
-        self._backing.verify(self.strategy, line, self._hear_receipt)
+        self._model.verify(self.strategy, line, self._hear_receipt)
 
     def use(self, written: str = "") -> str:
         """Set the defaults; returns the line. `written`: the cell into which the page has put it, in words."""
@@ -191,23 +194,18 @@ class PickerState:
         self._said = f"{where} from now on every %%{self._magic} cell runs with {line}", "good"
         return f"%%{self._magic} {line}"
 
-    def _begin(self, wanted: Request) -> None:
-        """Start from a strategy that the user has already chosen."""
-        if wanted.value("strategy") != "auto":
-            self._adopt(wanted)
-
     def _set(self, name: str, value: Any) -> None:
         if name == "ranks":
-            self.wish = replace(self.wish, devices=str(whole(name, value)))
+            self.settings = replace(self.settings, devices=str(whole(name, value)))
         elif name == "batch":
-            self.wish = replace(self.wish, batch=whole(name, value) if value not in (None, "") else None)
+            self.settings = replace(self.settings, batch=whole(name, value) if value not in (None, "") else None)
         elif name in ("goal", "loss", "precision"):
             allowed = {"goal": GOALS, "loss": LOSSES, "precision": PRECISIONS}[name]
             if value not in allowed:
                 raise UsageError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
-            self.wish = replace(self.wish, **{name: value})
+            self.settings = replace(self.settings, **{name: value})
         if name in ("goal", "loss") and self._plan is not None:
-            self._plan = replace(self._plan, goal=self.wish.goal, loss=self.wish.loss)
+            self._plan = replace(self._plan, goal=self.settings.goal, loss=self.settings.loss)
             self._follow()
         else:
             self._replan()
@@ -220,11 +218,8 @@ class PickerState:
         if value != known[name].usual:
             self.typed[name] = value
 
-    def _take(self, line: str) -> None:
-        """Take the strategy and its options from a line; the devices stay."""
-        self._adopt(self._state.read(line))
-
     def _adopt(self, request: Request) -> None:
+        """Take the strategy and its options from a line; the devices stay."""
         self._touched = True
         self.strategy = request.value("strategy")
         self.typed = options_form.typed_of(self._chosen, request.own)
@@ -234,8 +229,8 @@ class PickerState:
         self._busy = "plan"
         self.tell(self.data())
         try:
-            self._plan, self._lacks = self._backing.plan(self.wish), ""
-            if self.wish.batch is None:
+            self._plan, self._lacks = self._model.plan(self.settings), ""
+            if self.settings.batch is None:
                 self._samples = self._plan.profile.samples
         except NbtrainError as error:
             self._plan, self._lacks = None, str(error)
@@ -246,7 +241,7 @@ class PickerState:
     def _follow(self) -> None:
         best = self._plan.recommended if self._plan is not None else None
         if best is not None and not self._touched:
-            self._take(best.line)
+            self._adopt(self._state.read(best.line))
             self._touched = False
 
     def _hear(self, comparison: Comparison) -> None:
@@ -270,12 +265,6 @@ class PickerState:
     def _inputs(self) -> list[options_form.Input]:
         return options_form.inputs(self._chosen, self.typed) if self._loaded else []
 
-    def _line_or_wrong(self) -> tuple[str, str]:
-        try:
-            return self.line(), ""
-        except UsageError as error:
-            return "", str(error)
-
     def _candidate(self, name: str) -> tuple[str, str]:
         """Name and line of a variant; of the chosen one with its options."""
         if name == variant_name(self.strategy, self.recompute):
@@ -284,15 +273,15 @@ class PickerState:
         if row is not None:
             return name, row.line
         chosen = Chosen.named(name, self._state.notebook)
-        return name, f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.wish.devices}"
+        return name, f"--strategy {name} --devices {1 if chosen.needs.max_ranks == 1 else self.settings.devices}"
 
     def _note(self) -> str:
         """What the user has to change besides the line."""
-        if self.wish.batch in (None, self._samples) or not self._samples:
+        if self.settings.batch in (None, self._samples) or not self._samples:
             return ""
         return (
-            f"This is planned for batches of {self.wish.batch:,}; the notebook's have {self._samples:,}: write "
-            f"batch_size={self.wish.batch} where the loader is made"
+            f"This is planned for batches of {self.settings.batch:,}; the notebook's have {self._samples:,}: write "
+            f"batch_size={self.settings.batch} where the loader is made"
         )
 
     def _worth(self) -> list[str]:
@@ -308,9 +297,6 @@ class PickerState:
             names = [*([best.name] if best is not None else []), *names, *(name for *_, name in sorted(fitting))]
         return list(dict.fromkeys(names))[:WORTH]
 
-    def _plan_data(self) -> Data | None:
-        return None if self._plan is None else self._plan.data()
-
     def _fill(self, cards: Sequence[Data]) -> None:
         """Fill in figures that the plan has no row for: of typed options, and of other names."""
         if self._plan is None:
@@ -322,4 +308,33 @@ class PickerState:
             chosen = Chosen.named(shown["name"], self._state.notebook)
             with suppress(UsageError):  # which is shown in place of the line
                 options = options_form.values(chosen, typed, self._state.notebook)
-                shown |= choice_cards.exact(self._plan, shown["name"], chosen, options)
+                shown |= strategy_cards.exact(self._plan, shown["name"], chosen, options)
+
+
+def devices_of(defaults: Request, running: int | None, count: int) -> str:
+    """The value of `--devices` to begin with, as it is typed."""
+    if "devices" in defaults.given and not defaults.value("devices").chosen_by_us:
+        return defaults.given["devices"].typed.partition(" ")[2]
+    return str(running or count)
+
+
+def ranks_of(typed: str, count: int) -> int:
+    """How many ranks `4`, `"0,2"`, `free:2` and `-1` are."""
+    text = typed.strip("\"'")
+    if text == typed and text.isdecimal():
+        return max(1, int(text))
+    if text.startswith("free:"):
+        return int(text[5:])
+    if text in ("-1", "auto"):
+        return count
+    return max(1, len([part for part in text.strip("[]()").split(",") if part.strip()]))
+
+
+def whole(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise UsageError(f"{name} is a whole number, 1 or more, not {value!r}")
+    return number

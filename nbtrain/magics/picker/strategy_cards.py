@@ -121,7 +121,7 @@ def figures(row: Mapping[str, Any] | None) -> Data:
 def exact(plan: Plan, name: str, chosen: Chosen, options: Mapping[str, Any]) -> Data:
     """The figures of a variant with just these options."""
     candidate = Candidate(name=name, needs=chosen.needs, source=chosen.source, options=options)
-    row = planned(candidate, plan.profile, plan.ground)
+    row = planned(candidate, plan.profile, plan.devices)
     estimate = None if row.estimate is None else asdict(row.estimate)
     note = "" if name == UNTOUCHED else row.note
     return figures({"estimate": estimate, "room": row.room, "fits": row.fits, "tight": row.tight, "note": note})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nbtrain.planning.profile.subject import Subject
+from nbtrain.planning.profile.model_and_batch import ModelAndBatch
 
 LOOP = """from nbtrain.planning.profile.model_call import find_call, find_loss
 {optimizer}for batch in (batch for _ in range(10**6) for batch in {batches}):
@@ -21,7 +21,7 @@ LOOP = """from nbtrain.planning.profile.model_call import find_call, find_loss
 OWN = "import torch\noptimizer = torch.optim.SGD({model}.parameters(), lr=0.0)\n"
 
 
-def loop(found: Subject, notebook: dict[str, Any]) -> str:
+def loop(found: ModelAndBatch, notebook: dict[str, Any]) -> str:
     """The body of a cell. The loss is the one that the plan uses."""
     is_loader = isinstance(notebook.get(found.batch_name), DataLoader)
     return LOOP.format(

@@ -93,7 +93,7 @@ class Plan:
     """All rows for one model on these devices."""
 
     profile: Profile
-    ground: DeviceMemory
+    devices: DeviceMemory
     rows: tuple[Planned, ...]
     bandwidth: float | None = None
     """bytes per second between ranks, if the user said so"""
@@ -109,10 +109,10 @@ class Plan:
     @property
     def worthwhile(self) -> tuple[Planned, ...]:
         """Usable rows that save something here: on one device there is nothing to shard."""
-        return tuple(row for row in self.usable if self.ground.count > 1 or self._saves_alone(row))
+        return tuple(row for row in self.usable if self.devices.count > 1 or self._saves_alone(row))
 
     def _saves_alone(self, row: Planned) -> bool:
-        offloads = "offload" in row.strategy and self.ground.pool.kind != "cpu"
+        offloads = "offload" in row.strategy and self.devices.pool.kind != "cpu"
         return offloads or row.strategy == "single" or registry.find_strategy(row.base) is None
 
     @property
@@ -138,29 +138,29 @@ class Plan:
         least. If the failed row was expected to fit, only clearly less memory counts."""
         most = failed.estimate.peak * (TIGHT if failed.fits is False else CLEARLY) if failed.estimate else float("inf")
         less = [row for row in self.worthwhile if _peak(row) < most and row.way != failed.way]
-        if self.ground.count > 1:
+        if self.devices.count > 1:
             less = [row for row in less if row.strategy != "single"]
         fitting = [row for row in less if row.fits and not row.tight and _position(row) is not None]
         return min(fitting, key=_speed, default=None) or min(less, key=_peak, default=None)
 
     def data(self) -> dict[str, Any]:
         """Everything as JSON, for the table and the picker."""
-        best, profile, pool = self.recommended, self.profile, self.ground.pool
+        best, profile, pool = self.recommended, self.profile, self.devices.pool
         return {
             "model": profile.model,
             "parameters": profile.numel,
             "optimizer": profile.optimizer,
             "samples": profile.samples,
-            "precision": self.ground.precision,
-            "accumulate": self.ground.accumulate,
+            "precision": self.devices.precision,
+            "accumulate": self.devices.accumulate,
             "travels": profile.parameters + profile.buffers + profile.state,
-            "limit": self.ground.limit,
+            "limit": self.devices.limit,
             "bandwidth": self.bandwidth,
             "kind": pool.kind,
             "devices": list(pool.devices),
             "nodes": pool.nodes,
-            "rooms": [asdict(one) for one in self.ground.each],
-            "room": self.ground.each[0].why if self.ground.each else "",
+            "rooms": [asdict(one) for one in self.devices.each],
+            "room": self.devices.each[0].why if self.devices.each else "",
             "rows": [self._row(row) for row in self.rows],
             "goal": self.goal,
             "loss": self.loss,
@@ -227,7 +227,7 @@ class Plan:
 def _fastest(plan: Plan) -> Planned | None:
     """The first in the guide's order that fits well, else the first that fits at all. With several devices, `single`
     comes last: on the CPU one rank has the memory of all."""
-    several = plan.ground.count > 1
+    several = plan.devices.count > 1
     known = [row for row in plan.worthwhile if row.fits and _position(row) is not None]
     known.sort(key=lambda row: (row.tight, several and row.strategy == "single", _speed(row)))
     if not known:
@@ -248,7 +248,7 @@ def _fastest(plan: Plan) -> Planned | None:
 def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
     """The usable way that needs least, among those that the guide names for this goal."""
     advice = guide.GUIDE[goal, loss]
-    several = plan.ground.count > 1
+    several = plan.devices.count > 1
     ways = advice.ways if several else ("single", *(way for way in advice.ways if way != "single"))
     named = [row for row in plan.worthwhile if row.fits and row.strategy in ways]
     named = [row for row in named if advice.recompute or not row.recompute]

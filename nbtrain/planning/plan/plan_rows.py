@@ -11,6 +11,7 @@ from nbtrain.errors import UsageError
 from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.plan import Plan, Planned
+from nbtrain.planning.profile.recompute import recomputed, repeated
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 from nbtrain.strategies.memory_estimate import Profile
@@ -48,24 +49,26 @@ class Candidate:
 
 def make(
     profile: Profile,
-    ground: DeviceMemory,
+    devices: DeviceMemory,
     *,
-    recomputed: Profile | None = None,
+    recompute: str = "",
     own: Mapping[str, Any] | None = None,
     given: Mapping[str, Mapping[str, Any]] | None = None,
     bandwidth: float | None = None,
     goal: str = "speed",
     loss: str = "any",
 ) -> Plan:
-    """The plan. `recomputed`: the profile with activation checkpointing. `own`: strategies of the notebook, by name.
-    `given`: options that the user gave, by strategy."""
+    """The plan. `recompute`: the class whose activations further rows recompute; empty: that of the repeated blocks.
+    `own`: strategies of the notebook, by name. `given`: options that the user gave, by strategy."""
     rows: list[Planned] = []
-    for candidate in candidates(own or {}, given or {}, ground.pool.nodes):
-        row = planned(candidate, profile, ground)
+    kind = recompute or repeated(profile)
+    less = recomputed(profile, kind) if kind else None
+    for candidate in candidates(own or {}, given or {}, devices.pool.nodes):
+        row = planned(candidate, profile, devices)
         added = _add(row, rows)
-        if added and recomputed is not None and not row.available and candidate.name in guide.recomputing():
-            rows.append(planned(candidate, recomputed, ground))
-    return Plan(profile=profile, ground=ground, rows=tuple(rows), bandwidth=bandwidth, goal=goal, loss=loss)
+        if added and less is not None and not row.available and candidate.name in guide.recomputing():
+            rows.append(planned(candidate, less, devices))
+    return Plan(profile=profile, devices=devices, rows=tuple(rows), bandwidth=bandwidth, goal=goal, loss=loss)
 
 
 def candidates(own: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]], nodes: int = 1) -> Iterator[Candidate]:
@@ -109,22 +112,22 @@ def _preset(name: str, preset: presets.Preset, entry: registry.Entry, nodes: int
     )
 
 
-def planned(candidate: Candidate, profile: Profile, ground: DeviceMemory) -> Planned:
+def planned(candidate: Candidate, profile: Profile, devices: DeviceMemory) -> Planned:
     """The row of a candidate. Errors of the strategy become part of the row."""
-    world = ground.world(candidate.needs)
+    world = devices.world(candidate.needs)
     recompute = profile.recomputed
     again = f"{guide.RECOMPUTE} {','.join(recompute)}" if recompute else ""
     row = Planned(
         name=f"{candidate.name} + {again}" if again else candidate.name,
         strategy=candidate.name,
         base=candidate.base,
-        line=ground.line(candidate.name, world, (*candidate.more, again)),
+        line=devices.line(candidate.name, world, (*candidate.more, again)),
         world=world,
-        room=ground.may_have(world, profile.parameters + profile.buffers + profile.state),
-        host=ground.host,
+        room=devices.may_have(world, profile.parameters + profile.buffers + profile.state),
+        host=devices.host,
         options=candidate.options,
         recompute=recompute,
-        available=lacking(candidate, ground),
+        available=lacking(candidate, devices),
         asks=candidate.asks,
     )
     if row.available:
@@ -140,14 +143,14 @@ def planned(candidate: Candidate, profile: Profile, ground: DeviceMemory) -> Pla
     return replace(row, estimate=estimate, note=" ".join(estimate.notes))
 
 
-def lacking(candidate: Candidate, ground: DeviceMemory) -> str:
+def lacking(candidate: Candidate, devices: DeviceMemory) -> str:
     """Why the candidate cannot be used here; empty: it can."""
-    needs, kind = candidate.needs, ground.pool.kind
+    needs, kind = candidate.needs, devices.pool.kind
     if reason := registry.lacking(needs):
         return reason
     if kind not in needs.kinds:
         return f"runs on {' and '.join(needs.kinds)}, and these devices are {kind}"
-    ranks = ground.world(needs).ranks
+    ranks = devices.world(needs).ranks
     if ranks < needs.min_ranks:
         return f"takes {needs.min_ranks} devices or more: write --devices {needs.min_ranks}"
     return ""

@@ -73,17 +73,17 @@ def _units(models: Sequence[nn.Module]) -> tuple[tuple[Unit, ...], dict[int, int
     return tuple(units), places
 
 
-def instead_of(name: str, profile: Profile, ground: DeviceMemory) -> tuple[Planned, Planned] | None:
+def instead_of(name: str, profile: Profile, devices: DeviceMemory) -> tuple[Planned, Planned] | None:
     """The row of this strategy and the guide's first row that fits. None: this strategy fits, or none does."""
     known: Mapping[str, Planned] = {
-        candidate.name: planned(candidate, profile, ground)
-        for candidate in candidates({}, {}, ground.pool.nodes)
+        candidate.name: planned(candidate, profile, devices)
+        for candidate in candidates({}, {}, devices.pool.nodes)
         if guide.place(candidate.name) is not None and candidate.name != "single" and not candidate.asks
     }
     row = known.get(name)
     if row is None or row.fits is not False:
         return None
-    plan = Plan(profile=profile, ground=ground, rows=tuple(known.values()))
+    plan = Plan(profile=profile, devices=devices, rows=tuple(known.values()))
     best = plan.best()
     return None if best is None else (row, best)
 

@@ -10,7 +10,7 @@ from typing import Any
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
 import nbtrain.registry as registry
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.compat import kernel
 from nbtrain.defer_interrupts import shielded
 from nbtrain.engines.base import Death, Pool
@@ -207,7 +207,7 @@ class PoolManager:
     def catch_up(self) -> None:
         """Receive what the ranks have sent, also those that are forming a new group at this moment."""
         self.listen(0)
-        patience = Patience(MOMENT)
+        patience = AwakeTimeout(MOMENT)
         while not self.everybody_ready and not self.deaths and not patience.over:
             self.listen(BEAT)
 
@@ -418,7 +418,7 @@ class PoolManager:
     def settle(self) -> list[Event]:
         """Wait until every rank has answered the last adoption; returns the other events of that time."""
         events: list[Event] = []
-        patience = Patience(LONG)
+        patience = AwakeTimeout(LONG)
         while self._adopting and not self.deaths:
             events += self.listen(BEAT)
             if patience.over:

@@ -10,7 +10,7 @@ import nbtrain.humanize as humanize
 import nbtrain.registry as registry
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import DeviceMemory, ground
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.session.report.oom_report import LESS
 from nbtrain.specs import Needs, RunSpec
@@ -41,7 +41,7 @@ def instead(
     ranks; `held`: they hold a step of the cell, which the next cell would drop."""
     first = FIRST if held else ""
     try:
-        at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
+        at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))
     except Exception:  # a missing driver, say: the user still has to be told that memory ran out
         return f"{first} {LESS}".strip()
     try:
@@ -54,17 +54,15 @@ def instead(
 
 def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: DeviceMemory) -> str:
     """The plan's alternative, with figures."""
-    from nbtrain.planning.plan import make_plan
     from nbtrain.planning.plan.plan_rows import Candidate, make, planned
-    from nbtrain.planning.profile.recompute import recomputed, repeated
-    from nbtrain.planning.profile.subject import subject
+    from nbtrain.planning.profile.model_and_batch import find_model_and_batch
+    from nbtrain.planning.profile.recompute import recomputed
 
-    found = subject({name: notebook[name] for name in (*names.hard, *names.soft) if name in notebook})
+    found = find_model_and_batch({name: notebook[name] for name in (*names.hard, *names.soft) if name in notebook})
     if sum(1 for _ in found.model.modules()) > MODULES:
         return _guided(run, at)
-    made = make_plan.profile_of(found, run.precision)
+    made = found.profile(run.precision)
     blocks = next((name for name in run.checkpoint_activations if any(u.kind == name for u in made.units)), "")
-    again = recomputed(made, name) if (name := blocks or repeated(made)) else None
     entry = registry.find_strategy(run.strategy)
     failed = planned(
         Candidate(
@@ -73,11 +71,10 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Dev
             source=entry or notebook[run.strategy],
             options=run.options,
         ),
-        again if blocks and again is not None else made,
+        recomputed(made, blocks) if blocks else made,
         at,
     )
-    plan = make(made, at, recomputed=again)
-    better = plan.less_than(failed)
+    better = make(made, at, recompute=blocks).less_than(failed)
     if better is None or failed.estimate is None:
         return _guided(run, at)
     assert better.estimate is not None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import nbtrain.humanize as humanize
-from nbtrain.awake_time import Standing
+from nbtrain.awake_time import UnchangedTimer
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
@@ -57,7 +57,7 @@ class CellRun(RunState):
         """the lead has begun"""
         self._sent = 0.0
         self._said_slow = self._said_hang = False
-        self._waited = Standing()
+        self._waited = UnchangedTimer()
         self._kept_alive = 0.0
         self._early: list[Event] = []
         """events from before all ranks had the cell"""

@@ -80,10 +80,10 @@ def _instead(
     pids: Iterable[int],
 ) -> tuple[Planned, Planned] | None:
     """The rows of ddp, which does not fit, and of what does; None if ddp fits."""
-    from nbtrain.planning.plan.device_memory import ground
+    from nbtrain.planning.plan.device_memory import DeviceMemory
     from nbtrain.planning.plan.quick_estimate import instead_of, weighed
 
-    at = ground(run.pool, run.precision, run.accumulate, tuple(pids))
+    at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))
     if sum(p.nbytes for p in weights) * STATES < SHARE * min(one.bytes for one in at.each):
         return None
     return instead_of("ddp", weighed(name, models, weights, optimizers, run.precision), at)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import ODD
@@ -126,7 +126,7 @@ class TorchSave:
 
     def _written(self, key: int) -> bool:
         """Wait for rank 0; whether it has written this file."""
-        patience = Patience(PATIENCE)
+        patience = AwakeTimeout(PATIENCE)
         while True:
             past = self.collective_guard.past_us() or patience.over  # asked first: it may write in between
             if self.collective_guard.has_written(key, self.calls[key]):

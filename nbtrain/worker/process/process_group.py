@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.compat import groups
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
@@ -188,7 +188,7 @@ class RankGroup:
         mine = (self._run << 32) + self._formed
         self.board.parts[rank][FORMING] = mine
         timeout = asked.get("timeout") or dist.default_pg_timeout
-        patience = Patience(timeout.total_seconds())
+        patience = AwakeTimeout(timeout.total_seconds())
         while self.board.parts[0][FORMING] < mine and not patience.over:
             time.sleep(SOON)
         store = groups.meet(url, rank, size, timeout, f"nbtrain/{mine}")

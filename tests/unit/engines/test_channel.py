@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import nbtrain.engines._local.directory as private
-from nbtrain.awake_time import Patience
+from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines._local.kernel_channel import PATIENCE, STRANGERS, Channel
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Output, RankState
@@ -144,7 +144,7 @@ def test_an_interrupt_does_not_tear_a_frame(channel: Channel, directory: str) ->
             connection.recv(1, socket.MSG_PEEK)  # the frame has begun
             connection.setblocking(False)
             os.kill(os.getpid(), signal.SIGINT)
-            patience = Patience(20)
+            patience = AwakeTimeout(20)
             while len(came) < 2 and not patience.over:
                 came.extend(channel.receive(0.1))
 
@@ -249,7 +249,7 @@ def test_what_was_read_while_another_was_written_to_is_not_waited_for(directory:
     with closing(channel), linked(channel, directory, 0) as first, linked(channel, directory, 1) as second:
 
         def both_heard() -> None:
-            patience = Patience(3)
+            patience = AwakeTimeout(3)
             while len(channel._heard) < 2 and not patience.over:
                 time.sleep(0.001)
             read.set()

@@ -17,24 +17,24 @@ from nbtrain.magics.extension import state_here
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Chosen
 from nbtrain.magics.picker import options_form
-from nbtrain.magics.picker.picker_state import PickerState
+from nbtrain.magics.picker.notebook_model import PlanSettings
+from nbtrain.magics.picker.picker_state import PickerState, ranks_of
 from nbtrain.magics.picker.training_loop import loop, resized
-from nbtrain.magics.picker.wishes import Wish, ranks_of
 from nbtrain.magics.state import MagicsState
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.plan.device_memory import ground
-from nbtrain.planning.plan.make_plan import plan
+from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.profile.subject import subject
+from nbtrain.planning.plan.plan_rows import make
+from nbtrain.planning.profile.model_and_batch import find_model_and_batch
 from nbtrain.specs import PoolSpec
 from tests.support.shells import notebook as shell_notebook
 
 STATE = {"__name__": "__main__"}
 
 
-class Backed:
-    """A picker's backing: real plans, of a machine with as much memory as is said; and what was to be measured."""
+class FakeModel:
+    """In place of the notebook's: real plans, of a machine with so much memory; notes what it was asked to measure."""
 
     def __init__(self, limit: int = 10**9) -> None:
         self.limit = limit
@@ -42,15 +42,15 @@ class Backed:
         self.verified: list[tuple[str, str]] = []
         self.model: Any = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
 
-    def plan(self, wish: Wish) -> Plan:
+    def plan(self, settings: PlanSettings) -> Plan:
         if self.model is None:
             raise UsageError("name a model")
-        names = {"model": self.model, "x": torch.ones(wish.batch or 16, 64)}
-        count = ranks_of(wish.devices, 2)
-        at = ground(PoolSpec(devices=("cpu",) * count), wish.precision)
+        names = {"model": self.model, "x": torch.ones(settings.batch or 16, 64)}
+        count = ranks_of(settings.devices, 2)
+        at = DeviceMemory.of(PoolSpec(devices=("cpu",) * count), settings.precision)
         each = tuple(replace(one, bytes=self.limit) for one in at.each)
         at = replace(at, each=each, alone=replace(at.alone, bytes=self.limit))
-        return plan(subject(names), at, goal=wish.goal, loss=wish.loss)
+        return make(find_model_and_batch(names).profile(at.precision), at, goal=settings.goal, loss=settings.loss)
 
     def cell(self) -> str:
         return "nothing is run"
@@ -83,8 +83,8 @@ Picking = Callable[..., PickerState]
 
 @pytest.fixture
 def picking(state: MagicsState) -> Picking:
-    def make(line: str = "--devices 2", backing: Backed | None = None) -> PickerState:
-        made = PickerState(state, backing or Backed(), state.read(line))
+    def make(line: str = "--devices 2", model: FakeModel | None = None) -> PickerState:
+        made = PickerState(state, model or FakeModel(), state.read(line))
         made.begin()
         return made
 
@@ -117,7 +117,7 @@ def test_memory_stands_against_the_room(picking: Picking) -> None:
     assert shown["memory"]["parameters"] == shown["memory"]["gradients"] == 74_784
     assert 0.99 * 10**9 < shown["room"] <= 10**9
     assert shown["fits"] is True
-    assert card(picking(backing=Backed(limit=350_000)), "ddp")["shown"]["fits"] is False
+    assert card(picking(model=FakeModel(limit=350_000)), "ddp")["shown"]["fits"] is False
 
 
 def test_what_cannot_be_used_says_why_and_what_helps(picking: Picking) -> None:
@@ -244,9 +244,9 @@ def test_a_batch_of_another_size_is_planned_for(picking: Picking) -> None:
 
 
 def test_without_a_model_there_are_cards_all_the_same(picking: Picking) -> None:
-    backing = Backed()
-    backing.model = None
-    choice = picking(backing=backing)
+    model = FakeModel()
+    model.model = None
+    choice = picking(model=model)
     data = choice.data()
     assert (data["lacks"], data["plan"]) == ("name a model", None)
     assert card(choice, "fsdp")["shown"]["memory"] is None
@@ -255,14 +255,14 @@ def test_without_a_model_there_are_cards_all_the_same(picking: Picking) -> None:
 
 
 def test_what_is_measured(picking: Picking) -> None:
-    backing, told = Backed(), list[dict[str, Any]]()
-    choice = picking(backing=backing)
+    model, told = FakeModel(), list[dict[str, Any]]()
+    choice = picking(model=model)
     assert choice.data()["worth"][0] == "ddp"
     choice.do({"kind": "take", "line": "--strategy fsdp"})
     choice.do({"kind": "option", "name": "cpu_offload", "value": "on"})
     choice.tell = told.append
     choice.do({"kind": "measure", "names": ["ddp", "single", "fsdp"], "seq": 12})
-    assert backing.measured == [
+    assert model.measured == [
         (
             "speed",
             [
@@ -281,12 +281,12 @@ def test_what_is_measured(picking: Picking) -> None:
 
 
 def test_what_is_chosen_is_verified(picking: Picking) -> None:
-    backing, told = Backed(), list[dict[str, Any]]()
-    choice = picking(backing=backing)
+    model, told = FakeModel(), list[dict[str, Any]]()
+    choice = picking(model=model)
     choice.do({"kind": "take", "line": "--strategy fsdp"})
     choice.tell = told.append
     choice.do({"kind": "verify", "seq": 3})
-    assert backing.verified == [("fsdp", "--strategy fsdp --devices 2")]
+    assert model.verified == [("fsdp", "--strategy fsdp --devices 2")]
     assert [one["busy"] for one in told] == ["verify", "verify", ""]
     assert told[-1]["receipt"]["state"] == "equal"
     assert "✓ equal" in told[-1]["receipt"]["text"]
@@ -364,11 +364,11 @@ def test_the_loop_that_is_made_for_a_model_trains_it(batches: str) -> None:
             torch.utils.data.TensorDataset(names["x"], names["y"]), batch_size=4
         )
     before = names["net"].weight.clone()
-    code = loop(subject(names, "net", batches), names).replace("10**6", "3")
+    code = loop(find_model_and_batch(names, "net", batches), names).replace("10**6", "3")
     exec(compile(code, "cell", "exec"), names)
     assert not torch.equal(names["net"].weight, before)
     del names["opt"]
-    exec(compile(loop(subject(names, "net", batches), names).replace("10**6", "3"), "cell", "exec"), names)
+    exec(compile(loop(find_model_and_batch(names, "net", batches), names).replace("10**6", "3"), "cell", "exec"), names)
     assert list(islice(names["net"].parameters(), 1))
 
 

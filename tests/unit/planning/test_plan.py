@@ -18,8 +18,7 @@ import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.device_room import DeviceRoom
+from nbtrain.planning.plan.device_memory import DeviceMemory, DeviceRoom
 from nbtrain.planning.plan.plan import Plan, Planned
 from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.profile import profile
@@ -76,7 +75,7 @@ def on(room: int, ranks: int = 4, alone: int | None = None, host: int | None = N
 
 def plan(room: int, ranks: int = 4, **more: Any) -> Plan:
     made = some_profile()
-    return make(made, on(room, ranks, **more), recomputed=recomputed(made, "Block"))
+    return make(made, on(room, ranks, **more), recompute="Block")
 
 
 # ---------------------------------------------------------------- rows
@@ -470,9 +469,9 @@ def test_programs_get_the_same(nb: Notebook) -> None:
     net = PLANNED["mlp"].model()
     nb.run("%distributed --devices 3")
     found = nbtrain.plan(net, PLANNED["mlp"].batch(16), optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
-    assert (found.profile.samples, found.profile.optimizer, found.ground.count) == (16, "SGD", 3)
+    assert (found.profile.samples, found.profile.optimizer, found.devices.count) == (16, "SGD", 3)
     assert found.profile.state == found.profile.gradients
-    assert nbtrain.plan("net", "batch", devices=2, precision="bf16-true").ground.precision == "bf16-true"
+    assert nbtrain.plan("net", "batch", devices=2, precision="bf16-true").devices.precision == "bf16-true"
     named = nbtrain.plan("net", "batch", devices=4, goal="model", loss="small").recommended
     assert named is not None
     assert named.strategy in guide.GUIDE["model", "small"].ways

@@ -146,9 +146,9 @@ def test_what_memory_counts_on_a_gpu() -> None:
     on_card = Memory(rank=0, time=time.time(), process=10**9, allocated=2 * 10**9, reserved=3 * 10**9, peak=5 * 10**9)
     run = record(metric(1, loss=1.0), on_card)
     assert run.figures["peak_memory"] == 5e9
-    (course,) = [run.course("memory")]
-    assert course is not None
-    assert course.curves["rank 0"][1] == [3 * 10**9]
+    (memory,) = [run.curves("memory")]
+    assert memory is not None
+    assert memory.curves["rank 0"][1] == [3 * 10**9]
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_a_kernel_that_is_stuck_is_listed_and_not_waited_for(server: Server, mon
         assert (found["kernel"], found["pid"], found["state"]) == ("another", process.pid, "silent")
         monkeypatch.setattr(pools, "PATIENCE", 0.1)
         mine = pools.Pools(server.runtime / "nbtrain")
-        with pytest.raises(pools.Silent):
+        with pytest.raises(pools.NoAnswer):
             asyncio.run(mine.ask("another", {"command": "stop"}))
         process.send_signal(signal.SIGCONT)
         until(lambda: server.ask(API).data[0]["state"] == "idle")
@@ -493,10 +493,10 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
     for name, kind in types.items():
         answer = server.ask(f"nbtrain/static/{name}")
         assert (answer.code, answer.headers["Content-Type"], answer.headers["Cache-Control"]) == (200, kind, "no-cache")
-    for name in ("..", "../server/app.py", "..%2fserver%2fapp.py", "%2e%2e", "x.js", "/etc/passwd"):
+    for name in ("..", "../server/pools.py", "..%2fserver%2fpools.py", "%2e%2e", "x.js", "/etc/passwd"):
         assert server.ask(f"nbtrain/static/{name}").code in (403, 404)
 
 
 def test_the_server_needs_no_torch() -> None:
-    code = "import sys, nbtrain.server.app; print({'torch', 'IPython', 'ipykernel', 'numpy'} & {*sys.modules})"
+    code = "import sys, nbtrain.server.handlers; print({'torch', 'IPython', 'ipykernel', 'numpy'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "set()\n"

@@ -558,10 +558,10 @@ def test_the_widget_appears_after_a_while_and_a_picture_takes_its_place(front: P
     assert front.calls[1:] == [(3.0, True)]
     assert len(front.ids) == 1
     assert set(front.bundle) == {"text/html", "text/plain"}
-    assert view._panel._feed._callbacks == []
+    assert view._widget._feed._callbacks == []
     kinds = [kind for kind, _ in Comm.sent]
     assert (kinds.count("comm_open"), kinds.count("comm_close")) == (2, 0)  # its layout is a widget too
-    assert view._panel.comm.say({"kind": "hello"})[0]["ended"] == {"how": "done", "text": ""}
+    assert view._widget.comm.say({"kind": "hello"})[0]["ended"] == {"how": "done", "text": ""}
     front.run(widget(front, at_once=True), 0)  # the next run's
     assert [kind for kind, _ in Comm.sent if kind.startswith("comm_")] == ["comm_close"] * 2 + ["comm_open"] * 2
 
@@ -570,7 +570,7 @@ def test_a_widget_that_cannot_be_made_is_html(front: Page, monkeypatch: pytest.M
     def fails(*_: Any) -> None:
         raise ImportError("ipywidgets are too old")
 
-    monkeypatch.setattr("nbtrain.views.panel.Panel", fails)
+    monkeypatch.setattr("nbtrain.views.anywidgets.DashboardWidget", fails)
     front.run(widget(front), 4, ok=True)
     said = "nbtrain: no widget (ImportError: ipywidgets are too old); plain HTML is shown instead\n"
     assert front.lines == [(2.0, said)]
@@ -589,15 +589,15 @@ def test_a_page_that_comes_late_is_told_everything(front: Page) -> None:
     front.run(view, 20)
     updates = [data["state"]["start"] for _, data in Comm.sent if data.get("method") == "update"]
     assert [everything["now"] for everything in updates] == [2.5, 4.5, 10.5]
-    news = [message for message in view._panel.comm.heard() if message["seq"] == updates[-1]["seq"] + 1]
+    news = [message for message in view._widget.comm.heard() if message["seq"] == updates[-1]["seq"] + 1]
     assert len(news) == 1
-    assert view._panel.get_state()["start"]["now"] == 20
+    assert view._widget.get_state()["start"]["now"] == 20
 
 
 def test_a_page_that_says_hello_is_answered_and_not_told_again(front: Page) -> None:
     view = widget(front)
     front.run(view, 2.2)
-    (answer,) = view._panel.comm.say({"kind": "hello"})
+    (answer,) = view._widget.comm.say({"kind": "hello"})
     assert (answer["kind"], answer["ranks"][1]["step"]) == ("all", 22)
     front.run(view, 10)
     assert not [data for _, data in Comm.sent if data.get("method") == "update"]
@@ -608,14 +608,14 @@ def test_which_anywidget_the_page_takes(front: Page, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("nbtrain.machine.host.environment", lambda: where)
     view = widget(front, at_once=True)
     front.run(view, 0)
-    assert (view._panel._model_module_version, view._panel._view_module_version) == (version, version)
+    assert (view._widget._model_module_version, view._widget._view_module_version) == (version, version)
 
 
 def test_buttons(front: Page) -> None:
     buttons = Buttons()
     view = widget(front, buttons)
     front.run(view, 3)
-    page = view._panel.comm
+    page = view._widget.comm
     for _ in range(2):  # a page that is not sure asks once more
         assert page.say({"kind": "command", "id": "7", "command": "stop"}) == [
             {"kind": "ack", "id": "7", "command": "stop", "ok": True, "text": "stop is done"}
@@ -626,7 +626,7 @@ def test_buttons(front: Page) -> None:
     page.handle_msg({"content": {"data": {"method": "custom", "content": "?"}}, "buffers": []})
     without = widget(front)
     front.run(without, 3)
-    assert without._panel.comm.say({"kind": "command", "id": "9", "command": "stop"})[0]["ok"] is False
+    assert without._widget.comm.say({"kind": "command", "id": "9", "command": "stop"})[0]["ok"] is False
 
 
 def test_all_messages_are_json_and_few(front: Page) -> None:
@@ -634,7 +634,7 @@ def test_all_messages_are_json_and_few(front: Page) -> None:
     front.feed.receive(logged(0, 0, loss=math.nan))
     front.run(view, 30)
     json.dumps([data for _, data in Comm.sent], allow_nan=False)
-    assert len(view._panel.comm.heard()) <= 10 * 28 + 1
+    assert len(view._widget.comm.heard()) <= 10 * 28 + 1
 
 
 def test_ipykernels_choice_of_thread_is_undone(front: Page) -> None:
@@ -648,7 +648,7 @@ def test_ipykernels_choice_of_thread_is_undone(front: Page) -> None:
         patch.setattr("comm.create_comm", Kernels)
         view = widget(front)
         front.run(view, 3)
-    assert view._panel.comm._reply_subshell_for({}, "the page's own") == "the page's own"
+    assert view._widget.comm._reply_subshell_for({}, "the page's own") == "the page's own"
 
 
 @pytest.mark.parametrize("name", registry.VIEWS)

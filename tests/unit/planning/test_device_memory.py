@@ -11,8 +11,16 @@ import pytest
 from nbtrain.machine import host
 from nbtrain.machine.gpus import Gpu, GpuUser
 from nbtrain.machine.host import HostMemory
-from nbtrain.planning.plan.device_memory import DeviceMemory, devices, ground
-from nbtrain.planning.plan.device_room import CONTEXT, INTERPRETER, DeviceRoom, in_memory, on_card, room
+from nbtrain.planning.plan.device_memory import (
+    CONTEXT,
+    INTERPRETER,
+    DeviceMemory,
+    DeviceRoom,
+    device_rooms,
+    devices_flag,
+    in_memory,
+    on_card,
+)
 from nbtrain.registry import STRATEGIES
 from nbtrain.specs import PoolSpec
 
@@ -72,7 +80,7 @@ def test_here_a_process_of_ours_makes_room_by_what_it_holds() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         free = host.memory().available
-        mine = room("cpu", ("cpu",), 1, [child.pid])[0]
+        mine = device_rooms("cpu", ("cpu",), 1, [child.pid])[0]
         child.communicate()
     assert mine.bytes + INTERPRETER > min(free, host.memory().available) + 300_000_000
 
@@ -109,7 +117,7 @@ def test_the_least_of_the_cards_decides() -> None:
 
 
 def test_a_limit_of_the_users_is_the_room() -> None:
-    at = ground(PoolSpec(devices=("cpu", "cpu"))).at_most(1000, "--memory 1kB")
+    at = DeviceMemory.of(PoolSpec(devices=("cpu", "cpu"))).at_most(1000, "--memory 1kB")
     assert [one.bytes for one in (at.alone, *at.each)] == [1000] * 3
     assert at.each[0].why == "--memory 1kB is what a rank may come to have"
 
@@ -124,7 +132,7 @@ def test_a_limit_of_the_users_is_the_room() -> None:
     ],
 )
 def test_devices_are_typed_so_that_they_are_these(pool: PoolSpec, typed: str) -> None:
-    assert devices(pool, len(pool.devices)) == typed
+    assert devices_flag(pool, len(pool.devices)) == typed
 
 
 def test_a_line_says_what_makes_the_figures_true() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.errors import UsageError
-from nbtrain.planning.profile.sample_batch import first_batch
+from nbtrain.planning.profile.profile import profile
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
+from nbtrain.strategies.memory_estimate import Profile
+from nbtrain.training.random_states.default_generators import capture, restore
 
 PAIRS = (
     ("xb", "yb"),
@@ -33,11 +36,13 @@ SINGLE = ("batch", "inputs", "xb", "x", "X", "tokens", "images", "input_ids", "d
 """names that a batch may have, those of a loop's body first"""
 OTHERS = ("val", "valid", "test", "eval", "dev")
 """parts of names of loaders that are not for training"""
+GUESS = 32
+"""samples of a batch, where a batch sampler does not say how many"""
 NOT_THEIRS = ("In", "Out", "exit", "quit", "get_ipython")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class ModelAndBatch:
     """A model, its optimizer and a batch, with their names in the notebook."""
 
     name: str
@@ -51,8 +56,13 @@ class Subject:
     notes: tuple[str, ...] = ()
     """which of several candidates was chosen, in sentences"""
 
+    def profile(self, precision: str) -> Profile:
+        """The profile of one step, with the model's name and the notes. Allocates nothing for the model."""
+        made = profile(self.model, self.batch, self.optimizer, precision=precision)
+        return replace(made, model=self.name, notes=(*made.notes, *self.notes))
 
-def subject(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> Subject:
+
+def find_model_and_batch(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> ModelAndBatch:
     """`model`, `batch`: names of the notebook; empty: the most likely one.
 
     A batch may be a tensor, a tuple, list or dict of tensors, or a DataLoader, whose first samples are collated without
@@ -64,7 +74,7 @@ def subject(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> Su
     found = _model(theirs, name)
     optimizer_name = _optimizer(theirs, name, found, notes)
     batch_name = batch or _main_batch(theirs, name, notes)
-    return Subject(
+    return ModelAndBatch(
         name=name,
         model=found,
         optimizer=theirs[optimizer_name] if optimizer_name else None,
@@ -75,7 +85,7 @@ def subject(notebook: Mapping[str, Any], model: str = "", batch: str = "") -> Su
     )
 
 
-def optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
+def find_optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
     """The optimizer that the user gave, as an object or by its name."""
     name = value if isinstance(value, str) else "optimizer"
     found = _value(notebook, name, lambda one: _is(one, Optimizer), "an optimizer") if name is value else value
@@ -198,7 +208,7 @@ def _batch(theirs: Mapping[str, Any], name: str) -> Any:
         return tuple(values)
     (value,) = values
     if _is(value, DataLoader):
-        return first_batch(names[0], value)
+        return _first_batch(names[0], value)
     if _is(value, nn.Module) or not (_may_be_batch(value) or hasattr(type(value), "__dataclass_fields__")):
         raise UsageError(
             f"{names[0]} is {_kind(value)}, not a batch: that is a tensor, a tuple, list or dict of tensors, or a "
@@ -238,3 +248,58 @@ def _kind(value: Any) -> str:
 def _listed(names: Iterable[str]) -> str:
     several = list(names)
     return several[0] if len(several) == 1 else f"{', '.join(several[:-1])} and {several[-1]}"
+
+
+# ---------------------------------------------------------------- a batch of a loader that is not iterated
+
+
+def _first_batch(name: str, loader: DataLoader[Any]) -> Any:
+    """The dataset's first samples, collated by the loader's own function. Raises a UsageError if that fails."""
+    random_state = capture()
+    try:
+        if isinstance(loader.dataset, IterableDataset):
+            return _streamed(name, loader)
+        return _indexed(name, loader)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"no batch could be made of the first samples of {name} ({type(error).__name__}: {error}); make one "
+            "yourself, as in x, y = next(iter(loader)), and write --batch x,y"
+        ) from error
+    finally:
+        restore(random_state)
+
+
+def _indexed(name: str, loader: DataLoader[Any]) -> Any:
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None:  # the dataset gives whole batches
+        return loader.collate_fn(dataset[0])
+    count = min(_count(loader), len(dataset))
+    if not count:
+        raise UsageError(f"the dataset of {name} is empty; name something else with --batch")
+    indices = list(range(count))
+    if callable(getattr(dataset, "__getitems__", None)):
+        return loader.collate_fn(dataset.__getitems__(indices))
+    return loader.collate_fn([dataset[i] for i in indices])
+
+
+def _streamed(name: str, loader: DataLoader[Any]) -> Any:
+    dataset: Any = loader.dataset
+    samples = iter(dataset)
+    once = samples is dataset or samples is iter(dataset)
+    if once or any(isinstance(held, Iterator) for held in vars(dataset).values()):
+        raise UsageError(
+            f"the dataset of {name} can be gone through once only, so nothing is taken from it; make a batch yourself "
+            "and name it, as in --batch x"
+        )
+    count = 1 if loader.batch_size is None else _count(loader)
+    found = list(islice(samples, count))
+    if not found:
+        raise UsageError(f"the dataset of {name} gives nothing; name something else with --batch")
+    return loader.collate_fn(found[0] if loader.batch_size is None else found)
+
+
+def _count(loader: DataLoader[Any]) -> int:
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else GUESS

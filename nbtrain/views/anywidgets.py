@@ -1,31 +1,50 @@
-"""The dashboard's widget, in a file of its own: anywidget takes long to import, and short cells do not need it."""
+"""The dashboard and the picker as widgets. Loaded on use: anywidget takes long to import, and short cells need none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import anywidget
 import traitlets
 
 from nbtrain.compat import kernel
-from nbtrain.views.base import BUNDLE, WIDGET, Controls, own_version
+from nbtrain.views.base import BUNDLE, Controls, own_version, widget_bundle
 from nbtrain.watch.feed import Feed
 
 KEPT = 100
 """answers that are remembered, at most"""
 
-_resting: list[Panel] = []
-"""panels whose run is over"""
+_resting: list[DashboardWidget] = []
+"""those whose run is over"""
 
 
-class Panel(anywidget.AnyWidget):
+class FrontEndWidget(anywidget.AnyWidget):
+    """A widget of nbtrain's own front end, in the version of anywidget that fits the page."""
+
+    _model_module_version = traitlets.Unicode("*").tag(sync=True)
+    _view_module_version = traitlets.Unicode("*").tag(sync=True)
+
+    def __init__(self, **state: Any) -> None:
+        super().__init__(**state, **own_version(anywidget.AnyWidget))
+        self.on_msg(self._hear)
+
+    @property
+    def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Its mimebundle, without a text, and metadata: on Colab these say where the widget manager is."""
+        found = self._repr_mimebundle_()
+        return widget_bundle(self.model_id), dict(found[1]) if isinstance(found, tuple) else {}
+
+    def _hear(self, widget: Any, content: Any, buffers: Any) -> None:
+        """Called for each message of the page."""
+        raise NotImplementedError
+
+
+class DashboardWidget(FrontEndWidget):
     """Passes messages of the feed to the page, and commands of the page to the controls."""
 
     _esm = BUNDLE
     _css = BUNDLE.with_suffix(".css")
-    _model_module_version = traitlets.Unicode("*").tag(sync=True)
-    _view_module_version = traitlets.Unicode("*").tag(sync=True)
     start = traitlets.Dict().tag(sync=True)
     """what the page starts with: all that is known by then"""
 
@@ -38,20 +57,8 @@ class Panel(anywidget.AnyWidget):
         self._controls = controls
         self._answers: dict[Any, dict[str, Any]] = {}
         self._unsubscribe: Callable[[], None] = feed.subscribe(self._tell)
-        super().__init__(start=feed.everything(), **own_version(anywidget.AnyWidget))
+        super().__init__(start=feed.everything())
         kernel.answer_in_own_thread(self.comm)
-        self.on_msg(self._hear)
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """Its mimebundle, without a text."""
-        return {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.model_id}}
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Metadata of the bundle: on Colab it says where the front end finds the widget manager."""
-        found = self._repr_mimebundle_()
-        return dict(found[1]) if isinstance(found, tuple) else {}
 
     def rest(self) -> None:
         """The run is over. The widget is closed only when the next one is made: a page that was reloaded during the run
@@ -92,3 +99,23 @@ class Panel(anywidget.AnyWidget):
                 self._answers.clear()
             self._answers[number] = {"kind": "ack", "id": number, "command": command, "ok": ok, "text": text}
         return self._answers[number]
+
+
+class PickerWidget(FrontEndWidget):
+    """Shows the picker's data, and passes the page's requests on; it knows nothing of strategies."""
+
+    _esm = BUNDLE.with_name("picker.js")
+    _css = BUNDLE.with_name("picker.css")
+    data = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, data: Mapping[str, Any], do: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(data=dict(data))
+        self._do = do
+
+    def show(self, data: Mapping[str, Any]) -> None:
+        """Send the data at once, whatever the kernel is doing."""
+        self.data = dict(data)
+
+    def _hear(self, widget: Any, content: Any, buffers: Any) -> None:
+        if isinstance(content, dict):
+            self._do(content)

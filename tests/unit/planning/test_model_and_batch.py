@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.planning.profile.subject import optimizer, subject
+from nbtrain.planning.profile.model_and_batch import find_model_and_batch, find_optimizer
 from tests.support.planned import mlp, mlp_batch
 
 X, Y = mlp_batch(20)
@@ -28,7 +28,7 @@ def test_the_only_model_its_optimizer_and_its_batch() -> None:
     mine = notebook()
     mine["opt"] = torch.optim.SGD(mine["model"].parameters())
     mine["other"] = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    found = subject(mine)
+    found = find_model_and_batch(mine)
     assert (found.name, found.optimizer_name, found.batch_name, found.notes) == ("model", "opt", "x, y", ())
     assert found.model is mine["model"]
     assert found.optimizer is mine["opt"]
@@ -39,7 +39,7 @@ def test_the_only_model_its_optimizer_and_its_batch() -> None:
 def test_parts_losses_and_other_names_for_it_are_no_other_models() -> None:
     mine = notebook(loss=nn.CrossEntropyLoss(), frozen=nn.Linear(900, 900).requires_grad_(False))
     mine |= {"net": mine["model"], "head": mine["model"][-1], "layers": nn.ModuleList([mine["model"]])}
-    found = subject(mine)
+    found = find_model_and_batch(mine)
     assert (found.name, found.notes) == ("model", ())
     assert (found.optimizer, found.optimizer_name) == (None, "")
 
@@ -47,17 +47,17 @@ def test_parts_losses_and_other_names_for_it_are_no_other_models() -> None:
 def test_the_largest_of_several_is_said() -> None:
     with nbtrain.empty():
         large = mlp(5000)
-    found = subject(notebook(large=large))
+    found = find_model_and_batch(notebook(large=large))
     assert found.model is large
     assert "of large and model it is about large" in found.notes[0]
-    assert subject(notebook(large=large), "model").notes == ()
+    assert find_model_and_batch(notebook(large=large), "model").notes == ()
 
 
 def test_the_optimizer_that_trains_most_of_it() -> None:
     mine = notebook()
     first, *rest = mine["model"].parameters()
     mine |= {"a": torch.optim.SGD([first]), "b": torch.optim.Adam(rest)}
-    found = subject(mine)
+    found = find_model_and_batch(mine)
     assert found.optimizer_name == "b"
     assert "b has 7 of the 8 weights of model" in found.notes[0]
 
@@ -89,7 +89,7 @@ def test_a_batch_of_a_loader_without_going_through_it() -> None:
     )
     mine = notebook(loader=loader)
     states = torch.get_rng_state(), random.getstate()
-    found = subject(mine, batch="loader")
+    found = find_model_and_batch(mine, batch="loader")
     assert [one.shape for one in found.batch] == [(6, 3), (6,)]
     assert pictures.asked == list(range(6))
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -101,9 +101,9 @@ def test_a_batch_of_a_loader_without_going_through_it() -> None:
 def test_loaders_come_before_tensors_and_the_one_to_train_with_before_others() -> None:
     data = TensorDataset(X, Y)
     val, mine, train = (DataLoader(data, batch_size=size) for size in (2, 3, 4))
-    assert subject(notebook(val_loader=val)).batch_name == "val_loader"
-    assert subject(notebook(val_loader=val, mine=mine)).batch_name == "mine"
-    found = subject(notebook(val_loader=val, mine=mine, train_dl=train))
+    assert find_model_and_batch(notebook(val_loader=val)).batch_name == "val_loader"
+    assert find_model_and_batch(notebook(val_loader=val, mine=mine)).batch_name == "mine"
+    found = find_model_and_batch(notebook(val_loader=val, mine=mine, train_dl=train))
     assert found.batch[0].shape == (4, 32)
     assert found.notes == ("batches are those of train_dl, not of mine and val_loader",)
 
@@ -111,9 +111,9 @@ def test_loaders_come_before_tensors_and_the_one_to_train_with_before_others() -
 def test_loaders_whose_batches_are_made_elsewhere() -> None:
     data = TensorDataset(X, Y)
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), 5, False)
-    batch = subject(notebook(dl=DataLoader(data, batch_sampler=sampler))).batch
+    batch = find_model_and_batch(notebook(dl=DataLoader(data, batch_sampler=sampler))).batch
     assert batch[0].shape == (5, 32)
-    whole = subject(notebook(dl=DataLoader([(X, Y)], batch_size=None))).batch  # type: ignore[arg-type]
+    whole = find_model_and_batch(notebook(dl=DataLoader([(X, Y)], batch_size=None))).batch  # type: ignore[arg-type]
     assert whole[0].shape == (20, 32)
 
 
@@ -132,10 +132,12 @@ class Once(IterableDataset[Any]):
 
 
 def test_streams_but_not_those_that_end_by_it() -> None:
-    assert subject(notebook(dl=DataLoader(Stream(), batch_size=4))).batch.tolist() == [[float(i)] * 3 for i in range(4)]
+    assert find_model_and_batch(notebook(dl=DataLoader(Stream(), batch_size=4))).batch.tolist() == [
+        [float(i)] * 3 for i in range(4)
+    ]
     once = Once()
     with pytest.raises(UsageError, match=r"the dataset of dl can be gone through once only.*--batch x"):
-        subject(notebook(dl=DataLoader(once, batch_size=4)))
+        find_model_and_batch(notebook(dl=DataLoader(once, batch_size=4)))
     assert next(once.source) == 0
 
 
@@ -149,31 +151,31 @@ class Broken(Dataset[Any]):
 
 def test_what_to_write_instead_is_said() -> None:
     with pytest.raises(UsageError, match=r"no batch could be made .* dl \(KeyError: 'no such file'\).*--batch x,y"):
-        subject(notebook(dl=DataLoader(Broken())))
+        find_model_and_batch(notebook(dl=DataLoader(Broken())))
     with pytest.raises(UsageError, match="the notebook has no 'modle'; did you mean model"):
-        subject(notebook(), "modle")
+        find_model_and_batch(notebook(), "modle")
     with pytest.raises(UsageError, match="the notebook has no 'loader'; a batch could be x and y"):
-        subject(notebook(), batch="loader")
+        find_model_and_batch(notebook(), batch="loader")
     with pytest.raises(UsageError, match="x is a Tensor, not a model"):
-        subject(notebook(), "x")
+        find_model_and_batch(notebook(), "x")
     with pytest.raises(UsageError, match="model is a Sequential, not a batch"):
-        subject(notebook(), batch="model")
+        find_model_and_batch(notebook(), batch="model")
     bare = notebook()
     del bare["x"], bare["y"]
     with pytest.raises(UsageError, match=r"what model is called with.*--batch x.*--batch loader"):
-        subject(bare)
+        find_model_and_batch(bare)
     with pytest.raises(UsageError, match="no model with weights to train"):
-        subject({"x": X, "loss": nn.MSELoss()})
+        find_model_and_batch({"x": X, "loss": nn.MSELoss()})
 
 
 def test_batches_by_name() -> None:
     mine = notebook(both=(X, Y), named={"x": X}, holder=nn.Module())
     mine["holder"].net = mlp(4)
-    assert subject(mine, batch="both").batch == (X, Y)
-    assert subject(mine, batch="named").batch == {"x": X}
-    assert subject(mine, batch="x,y").batch == (X, Y)
-    assert subject(mine, batch="x").batch is X
-    assert subject(mine, "holder.net").model is mine["holder"].net
+    assert find_model_and_batch(mine, batch="both").batch == (X, Y)
+    assert find_model_and_batch(mine, batch="named").batch == {"x": X}
+    assert find_model_and_batch(mine, batch="x,y").batch == (X, Y)
+    assert find_model_and_batch(mine, batch="x").batch is X
+    assert find_model_and_batch(mine, "holder.net").model is mine["holder"].net
 
 
 def test_an_optimizer_that_does_not_say_what_it_steps_is_not_taken() -> None:
@@ -183,6 +185,6 @@ def test_an_optimizer_that_does_not_say_what_it_steps_is_not_taken() -> None:
 
     mine = notebook()
     mine["opt"] = Wraps(torch.optim.SGD(mine["model"].parameters()))
-    assert subject(mine).optimizer is None
+    assert find_model_and_batch(mine).optimizer is None
     with pytest.raises(UsageError, match="opt, a Wraps, has no param_groups"):
-        optimizer(mine, "opt")
+        find_optimizer(mine, "opt")

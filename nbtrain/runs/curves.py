@@ -1,0 +1,181 @@
+"""Curves over a run: of a metric, speed, memory, or the phases of a step.
+
+They are read from the record, and drawn with matplotlib where it is installed, else as an SVG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from nbtrain import svg
+from nbtrain.events import PHASES
+from nbtrain.humanize import quantity, size
+from nbtrain.runs.read_run_file import RunRecord
+from nbtrain.runs.run_rows import COLUMNS, METRICS
+from nbtrain.svg import Chart, Picture
+from nbtrain.views.base import duration, metric
+from nbtrain.watch.figures import Rate
+from nbtrain.watch.series import Series
+
+MEASURED = ("throughput", "memory", "phases")
+"""what can be plotted besides metrics"""
+CHARTS = 2
+"""charts in a row"""
+LEGEND = 4
+"""names in a line of the legend"""
+
+Points = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunCurves:
+    title: str
+    across: str
+    """the x axis: step, or seconds"""
+    curves: Mapping[str, Points]
+    """`rank 0` and so on, the lowest first; or phases, of the lowest rank"""
+    words: Callable[[float], str]
+    """formats y"""
+
+
+def logged(record: RunRecord) -> list[str]:
+    """The names of metrics, in the order in which they came."""
+    return list(dict.fromkeys(name for _, name, _ in record.rows(METRICS)))
+
+
+def read_curves(record: RunRecord, name: str) -> RunCurves | None:
+    """A metric, or one of MEASURED; None if there is nothing of it."""
+    found = _metric(record, name)
+    if not found.curves and name in MEASURED:
+        found = {"throughput": _speed, "memory": _memory, "phases": _phases}[name](record)
+    return found if found.curves else None
+
+
+def columns(kind: str) -> tuple[str, ...]:
+    """The columns of this kind of rows."""
+    rates = ("steps_per_second", "samples_per_second") if kind == "throughput" else ()
+    return "rank", *(("step",) if kind == METRICS else COLUMNS[kind]), *rates
+
+
+def throughput(record: RunRecord) -> list[dict[str, Any]]:
+    """Its throughput rows, with rates of the last seconds."""
+    rates: dict[int, tuple[Rate, Rate]] = {}
+    found = []
+    for row in record.table("throughput"):
+        steps, samples = rates.setdefault(row["rank"], (Rate(), Rate()))
+        steps.add(row["running"], row["steps"])
+        samples.add(row["running"], row["samples"])
+        found.append({**row, "steps_per_second": steps.value, "samples_per_second": samples.value})
+    return found
+
+
+def _metric(record: RunRecord, name: str) -> RunCurves:
+    points = (
+        (rank, step or 0, value or 0.0)
+        for rank, its, rows in record.rows(METRICS)
+        if its == name
+        for step, value in rows
+    )
+    return RunCurves(name, "step", _of_ranks(points), metric)
+
+
+def _speed(record: RunRecord) -> RunCurves:
+    rows = throughput(record)
+    unit = "samples" if any(row["samples"] for row in rows) else "steps"
+    points = ((row["rank"], row["seconds"], row[f"{unit}_per_second"]) for row in rows)
+    return RunCurves(f"{unit}/s", "seconds", _of_ranks(points), quantity)
+
+
+def _memory(record: RunRecord) -> RunCurves:
+    # where torch holds nothing on a device, the process is what counts
+    rows = record.table("memory")
+    points = ((row["rank"], row["seconds"], row["reserved"] or row["process"]) for row in rows)
+    return RunCurves("memory", "seconds", _of_ranks(points), size)
+
+
+def _phases(record: RunRecord) -> RunCurves:
+    """Milliseconds of a step in each phase."""
+    rows = record.table("phases")
+    mine = [row for row in rows if row["rank"] == rows[0]["rank"]]
+    points = (
+        (phase, now["seconds"], 1000 * (now[phase] - before[phase]) / steps)
+        for before, now in pairwise(mine)
+        if (steps := now["steps"] - before["steps"])
+        for phase in PHASES
+    )
+    return RunCurves("a step, ms", "seconds", _gathered(points), quantity)
+
+
+def _of_ranks(points: Iterable[tuple[int, float, float | None]]) -> dict[str, Points]:
+    found = _gathered(points)
+    return {f"rank {rank}": found[rank] for rank in sorted(found)}
+
+
+def _gathered(points: Iterable[tuple[Any, float, float | None]]) -> dict[Any, Points]:
+    """A curve for each key, of its (x, y)."""
+    found: dict[Any, Points] = {}
+    for key, x, y in points:
+        if y is not None:
+            xs, ys = found.setdefault(key, ([], []))
+            xs.append(x)
+            ys.append(y)
+    return found
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def draw(several: Sequence[RunCurves], ax: Any = None) -> Any:
+    """matplotlib's axes, one or an array of them, as pandas returns them; without matplotlib a Picture."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        titles = ", ".join(one.title for one in several)
+        more = "an SVG, .svg is its text (pip install matplotlib, and it is matplotlib's axes)"
+        return Picture(picture(several), f"{titles}: {more}")
+    if ax is None:
+        wide = min(CHARTS, len(several))
+        high = math.ceil(len(several) / wide)
+        _, ax = pyplot.subplots(high, wide, figsize=(6.4 * wide, 3.4 * high), squeeze=False, layout="constrained")
+        for unused in ax.flat[len(several) :]:
+            unused.remove()
+        ax = ax.flat[: len(several)]
+    every = list(getattr(ax, "flat", [ax]))
+    for one, axes in zip(several, every, strict=False):
+        _plot(one, axes)
+    return ax if len(every) > 1 else every[0]
+
+
+def picture(several: Sequence[RunCurves]) -> str:
+    names = list(dict.fromkeys(name for one in several for name in one.curves))
+    charts = []
+    for one in several:
+        curves = [(names.index(name), _series(*points)) for name, points in one.curves.items()]
+        across = svg.step if one.across == "step" else duration
+        charts.append(Chart(one.title, one.words(curves[0][1].last), curves, svg.narrow(one.words), across, False))
+    legend = [(name, svg.colour(number)) for number, name in enumerate(names[: svg.DISTINCT])]
+    if len(names) > svg.DISTINCT:
+        legend.append((f"and {len(names) - svg.DISTINCT} more", "none"))
+    legends = [legend[at : at + LEGEND] for at in range(0, len(legend), LEGEND)]
+    return svg.draw_charts(charts, CHARTS, legends if len(names) > 1 else [])
+
+
+def _plot(one: RunCurves, axes: Any) -> None:
+    for name, (xs, ys) in one.curves.items():
+        axes.plot(xs, ys, label=name, linewidth=1.3, marker="." if len(xs) == 1 else "")
+    axes.set(title=one.title, xlabel=one.across)
+    axes.yaxis.set_major_formatter(lambda y, _: one.words(y))
+    axes.grid(alpha=0.25)
+    if len(one.curves) > 1:
+        axes.legend(fontsize="small")
+
+
+def _series(xs: Sequence[float], ys: Sequence[float]) -> Series:
+    series = Series()
+    for x, y in zip(xs, ys, strict=True):
+        series.add(x, y)
+    return series
