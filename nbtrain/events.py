@@ -106,7 +106,7 @@ class Progress(Event):
 
 
 GROUP = ".param_groups["
-"""in a name of `Finished.agreement`: it is a number of an optimizer, not a tensor"""
+"""in a name of `Finished.replica_checksums`: it is a number of an optimizer, not a tensor"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +185,7 @@ class Finished(Event):
     """from the lead rank: what comes home, packed"""
     random_states: Any = None
     """from the lead rank: the notebook's random states after the cell"""
-    agreement: Any = None
+    replica_checksums: Any = None
     """checksums of what should be equal on every rank"""
     values: Any = None
     """checksums of what each name holds, of which the notebook gets the lead's"""

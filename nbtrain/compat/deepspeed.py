@@ -29,7 +29,7 @@ _HOOKS = "deepspeed.runtime.zero.parameter_offload"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _GROUPS = "deepspeed.utils.groups"
 
-# --- what is replaced (nbtrain/intercept.py) -----------------------------------------------------
+# --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
 
 BUILD_SHM = "deepspeed.comm.torch.build_shm_op"
 """Compiles an op for collectives of inference, half a minute, as soon as a process group is made."""

@@ -18,7 +18,7 @@ from nbtrain.compat.internals import Internals
 its = Internals("horovod")
 check = its.check
 
-# --- what is replaced (nbtrain/intercept.py) -----------------------------------------------------
+# --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
 
 START = "horovod.torch.mpi_ops._basics.init"
 """What `hvd.init()` comes to: the ranks meet."""

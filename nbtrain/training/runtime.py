@@ -1,7 +1,7 @@
 """The one object by which a worker runs cells under a strategy: it owns every part of `training`.
 
-The parts listen to functions of torch (`intercept.TABLE` says to which, and why) and to torch's two global optimizer
-hooks, from `install` to `uninstall`.
+The parts listen to functions of torch (`replaced_functions.TABLE` says to which, and why) and to torch's two global
+optimizer hooks, from `install` to `uninstall`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
@@ -31,7 +30,7 @@ from nbtrain.training.checkpoints.live_weights import answer_request
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import SaveSchedule
 from nbtrain.training.checkpoints.torch_save import TorchSave
-from nbtrain.training.data.batch_dealing import Deal
+from nbtrain.training.data.batch_dealing import Deal, share_of
 from nbtrain.training.data.loaders import Loaders
 from nbtrain.training.gradients.local_gradient_hooks import GradientHooks
 from nbtrain.training.loop import learning_rate
@@ -49,15 +48,14 @@ from nbtrain.training.precision.loss_scaling import LossScaling
 from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
 from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives, loop_fixes
-from nbtrain.training.ranks.agreement import Agreement
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import RunningStatistics
+from nbtrain.training.ranks.replica_checksums import ReplicaChecksums
 from nbtrain.training.setup import option_advice
 from nbtrain.training.setup.components import Components, Replaced
 from nbtrain.training.setup.in_cell_models import InCellModels
 from nbtrain.training.setup.replace_references import replace_references
-from nbtrain.training.setup.validate_strategy import share_of
 from nbtrain.training.setup.weight_draws import WeightDraws
 
 _installed: Runtime | None = None
@@ -78,6 +76,7 @@ class Runtime:
         """`randomness`: the previous runtime's. A rank's random states outlive a change of strategy, as the notebook
         sends its own only when they have changed. `replaced`: called with the pairs (old, new) of replaced tensors."""
         self.info = info
+        self.several = info.world_size > 1
         self.strategy = strategy
         strategy.place = info
         self.emit = emit
@@ -98,7 +97,7 @@ class Runtime:
         self.forwards = Forwards(self.format, self.device) if self.format else None
         self.scaling: LossScaling | None = None
         if self.forwards is not None and self.forwards.form.scaled:
-            self.scaling = LossScaling(lambda: self._manages_models and info.world_size > 1, lambda: self.steps.ends)
+            self.scaling = LossScaling(lambda: self._manages_models and self.several, lambda: self.steps.ends)
             self.forwards.before_model, self.forwards.after_model = self.scaling.before_model, self.scaling.after_model
         self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.components.models)
         self.accumulation: Accumulation | None = None
@@ -114,7 +113,7 @@ class Runtime:
         self.collective_guard = CollectiveGuard(
             info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within
         )
-        self.torch_save = TorchSave(self.collective_guard, info.world_size > 1)
+        self.torch_save = TorchSave(self.collective_guard, self.several)
         self.recompute = ActivationCheckpointing()
         self.in_cell_models = InCellModels(lambda: self._manages_models, self._set_up_in_cell)
         self.running_statistics = RunningStatistics(lambda: self._manages_models)
@@ -132,7 +131,7 @@ class Runtime:
         self.weight_draws = WeightDraws(self.randomness, self.components, lambda: self._manages_models)
         self.trial_steps: TrialSteps | None = None
         """set while the cell is a trial"""
-        self._agreement = Agreement(strategy.hands_off)
+        self._replica_checksums = ReplicaChecksums(strategy.hands_off)
         self._listeners = Listeners()
         self._prepared: Mapping[str, object] | None = None
         """the objects that `begin` follows for"""
@@ -151,13 +150,13 @@ class Runtime:
             if part is not None:
                 part.listen(listeners)
         self.backward_and_step.listen(listeners)
-        if self.info.world_size > 1:
+        if self.several:
             self.gradient_hooks.listen(listeners)
         self.loaders.listen(listeners)
         self.collective_guard.listen(listeners)
-        if self.info.world_size > 1 or self.low_precision is not None:
+        if self.several or self.low_precision is not None:
             self.in_cell_models.listen(listeners)
-        if self.info.world_size > 1:
+        if self.several:
             self.running_statistics.listen(listeners)
             self.weight_draws.listen(listeners)
             loop_fixes.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
@@ -171,9 +170,7 @@ class Runtime:
             self.operations.end()  # a cell that was given up has not come to its end
             self.recompute.off()
             self.backward_and_step.rate.end()
-            if self.accumulation is not None:
-                self.accumulation.leave()
-                self.accumulation = None
+            self._end_accumulation()
             self.components.forget(whole)
         finally:
             if _installed is self:
@@ -196,15 +193,16 @@ class Runtime:
         if self._prepared is not objects:
             self.prepare(objects, board, number)
         self._prepared = None
-        names = () if self.strategy.hands_off else run.checkpoint_activations
-        self.recompute.begin(names, [item for item in objects.values() if isinstance(item, torch.nn.Module)])
+        models = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
+        optimizers = [item for item in objects.values() if isinstance(item, Optimizer)]
+        self.recompute.begin(() if self.strategy.hands_off else run.checkpoint_activations, models)
         draw_from(self.randomness.one_process)
         self.components.enter()
         index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
         if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:
             deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
-        self.steps.begin(item for item in objects.values() if isinstance(item, Optimizer))
+        self.steps.begin(optimizers)
         self.stopping.begin(board, number)
         self.stopping.save_live_weights = partial(answer_request, self.checkpoints, run.weights_folder)
         self.loaders.begin(deal, self.strategy.hands_off, run.share_eval)
@@ -212,43 +210,40 @@ class Runtime:
             self.accumulation = Accumulation(
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.components.prepared
             )
-            self.accumulation.enter(item for item in objects.values() if isinstance(item, Optimizer))
+            self.accumulation.enter(optimizers)
         self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
         api.enter(self.checkpoints)
         self.running = True
         self.backward_and_step.begin(self.accumulation)
-        apart = count > 1 and run.ranks is None and run.trial is None and not self.strategy.hands_off
-        self.backward_and_step.same_work.begin(apart)
+        sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
+        self.backward_and_step.same_work.begin(sharing > 1 and run.trial is None)
         self._logged_apart = ""
         self._rule = run.scale_lr
         self._batches = run.accumulate * (1 if run.split_batches else deal.count)
         self.backward_and_step.rate.begin(run.scale_lr, self._batches)
-        sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
         self.backward_and_step.summed_losses.begin(sharing, run.split_batches)
-        several = self.info.world_size > 1 and run.ranks is None and run.trial is None
-        self.backward_and_step.autograd_gradients.begin(several)
+        self.backward_and_step.autograd_gradients.begin(self.several and run.ranks is None and run.trial is None)
         if self.trial_steps is not None:
             self._begin_trial(self.trial_steps, count)
         if not self.strategy.hands_off and run.ranks is None:
             self.in_cell_models.begin()
             self.running_statistics.begin()
             self.weight_draws.begin()
-            self._manages_models = self.info.world_size > 1 or self.low_precision is not None
+            self._manages_models = self.several or self.low_precision is not None
             self.randomness.together()
         if self.scaling is not None:
-            self.scaling.begin(item for item in objects.values() if isinstance(item, Optimizer))
+            self.scaling.begin(optimizers)
         if self.forwards is not None:
             self.forwards.on = True
         self.recompute.on()
-        self.phases.begin(any(isinstance(item, (torch.nn.Module, Optimizer)) for item in objects.values()))
+        self.phases.begin(bool(models or optimizers))
         self.operations.begin()
         if self.strategy.hands_off:
             return []
         hooks = self.gradient_hooks.begin()
         who = "ranks" if count == self.info.world_size else "groups of ranks"
-        held = [item for item in objects.values() if isinstance(item, Optimizer)]
-        rates = learning_rate.notes(held, run.scale_lr, self._batches)
-        return [*_batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]
+        rates = learning_rate.notes(optimizers, run.scale_lr, self._batches)
+        return [*option_advice.batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not. Returns sentences for the user."""
@@ -269,9 +264,7 @@ class Runtime:
         self.randomness.apart(over=True)
         self.stopping.end()
         self.collective_guard.end(ok)
-        if self.accumulation is not None:
-            self.accumulation.leave()
-            self.accumulation = None
+        self._end_accumulation()
         try:
             if not ok:
                 self.backward_and_step.reset()
@@ -282,6 +275,11 @@ class Runtime:
         if self.loaders.evaluations.dealt:
             notes += self.backward_and_step.summed_losses.notes()
         return [*notes, *self.loaders.end()]
+
+    def _end_accumulation(self) -> None:
+        if self.accumulation is not None:
+            self.accumulation.leave()
+            self.accumulation = None
 
     def readings(self) -> list[Event]:
         """Where the rank is: phase, throughput, progress. From any thread, while a cell runs and just after."""
@@ -314,9 +312,9 @@ class Runtime:
             self.loaders.record = self.backward_and_step.record = trial_steps.record
         trial_steps.begin(self.steps)
 
-    def agreement(self) -> list[tuple[str, int]]:
+    def replica_checksums(self) -> list[tuple[str, int]]:
         """(name, checksum) pairs that must be equal on all ranks, of what may have changed since the last call."""
-        return self._agreement.take(self.components.prepared, self.steps.total, self.randomness)
+        return self._replica_checksums.take(self.components.prepared, self.steps.total, self.randomness)
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""
@@ -434,22 +432,3 @@ UNLIKE = (
     "some ranks have made a copy of {name} that others have not: under fsdp models and their copies are divided among "
     "all ranks, together. Copy it on every rank, or use --strategy ddp"
 )
-
-
-def _batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
-    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: what the batches are split over."""
-    notes: list[str] = []
-    for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
-        size = getattr(loader.batch_sampler, "batch_size", None)
-        if not isinstance(size, int) or isinstance(size, bool):
-            continue
-        note = f"batch {size}"
-        if deal.count > 1:
-            note += f" split over {deal.count} {who}" if deal.split else f" × {deal.count}"
-        if accumulate > 1:
-            note += f" × {accumulate} accumulated"
-        if (times := accumulate * (1 if deal.split else deal.count)) > 1:
-            note += f" = {size * times}"
-        if note not in notes and note != f"batch {size}":
-            notes.append(note)
-    return notes

@@ -21,8 +21,6 @@ from nbtrain.exchange.home import Home
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
-from nbtrain.training.random_states.packed_states import adopt as adopt_random_states
-from nbtrain.training.random_states.packed_states import collect as collect_random_states
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.home.trial_baseline import trial_steps
@@ -264,8 +262,8 @@ class Rank:
                 time=time.time(),
                 steps=self.runtime.steps.count,
                 home=self._home(homeward, run, lead),
-                random_states=collect_random_states(self.runtime.randomness) if lead else None,
-                agreement=self.runtime.agreement() if self.info.world_size > 1 else None,
+                random_states=self.runtime.randomness.collect_packed() if lead else None,
+                replica_checksums=self.runtime.replica_checksums() if self.info.world_size > 1 else None,
                 values=values,
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
@@ -350,7 +348,7 @@ class Rank:
                 self._trial_steps.record = runtime.recording(record)
             self.twins.namespace.update(self._trial_steps.trial.names)
         if run.random_states is not None:
-            adopt_random_states(runtime.randomness, run.random_states)
+            runtime.randomness.adopt_packed(run.random_states)
         if touched:
             self._state("preparing")
         runtime.components.retire(self.twins.holds)

@@ -36,8 +36,8 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api, background_write, folder, ownership
-from nbtrain.training.checkpoints.rank_parts import Described, owners
+from nbtrain.training.checkpoints import api, background_write, folder
+from nbtrain.training.checkpoints.content import Described, owners
 from nbtrain.training.random_states import default_generators
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import rank_info
@@ -742,7 +742,7 @@ def test_the_folder_of_another_training_is_left_alone(tmp_path: Path) -> None:
     # The same one, in another process, with a model beside it that the cell before did not use.
     _of(nn.Linear(3, 3), to, 6, teacher=nn.Linear(7, 7))
     assert sorted(path.name for path in to.iterdir()) == ["step-000004", "step-000006"]
-    folder.prune(to, 0, lambda said: ownership.same({"another": ["x"]}, said))
+    folder.prune(to, 0, {"another": ["x"]})
     assert len(list(to.iterdir())) == 2
 
 

@@ -33,10 +33,10 @@ def _norms(rank: int) -> dict[str, Any]:
     model: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     bench.cell(lambda: train(model, optimizer, bench.loader(), 1), model=model, optimizer=optimizer)
-    first = bench.runtime.agreement()
-    again = bench.runtime.agreement()
+    first = bench.runtime.replica_checksums()
+    again = bench.runtime.replica_checksums()
     bench.cell(lambda: None, model=model, optimizer=optimizer)
-    idle = bench.runtime.agreement()
+    idle = bench.runtime.replica_checksums()
     with torch.no_grad():
         model[0].weight[0, 0] += rank
     return {
@@ -44,11 +44,11 @@ def _norms(rank: int) -> dict[str, Any]:
         "first": first,
         "again": again,
         "idle": idle,
-        "apart": bench.runtime.agreement(),
+        "apart": bench.runtime.replica_checksums(),
     }
 
 
-def test_agreement_sees_ranks_drift_apart_and_leaves_batch_norm_out() -> None:
+def test_checksums_see_ranks_drift_apart_and_leaves_batch_norm_out() -> None:
     one, other = run_on_ranks(_norms)
     assert torch.equal(one["mean"], other["mean"]), "all ranks evaluate the same model"
     assert one["first"] == other["first"]

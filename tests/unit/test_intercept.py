@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from nbtrain import intercept
 from nbtrain.compat import strategy_packages
 from nbtrain.compat.internals import find
-from nbtrain.intercept import TABLE, Listeners, While, listening, original, without
+from nbtrain.intercept import Listeners, While, listening, original, without
+from nbtrain.replaced_functions import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKWARD = "torch.autograd.backward"

@@ -130,10 +130,10 @@ def _differing(finished: Mapping[int, Finished]) -> list[str]:
 
 def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
     """Sentences about what should be equal on all ranks and is not. The others get the lead's with the next cell."""
-    expected = dict(finished[lead].agreement or ())
+    expected = dict(finished[lead].replica_checksums or ())
     differing: dict[str, list[int]] = {}
     for rank, done in finished.items():
-        for name, number in done.agreement or ():
+        for name, number in done.replica_checksums or ():
             if expected.get(name, number) != number:
                 differing.setdefault(name, []).append(rank)
     if groups := [name for name in differing if GROUP in name]:  # the reason for all the others

@@ -28,7 +28,7 @@ from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync import kept_handles
-from nbtrain.training.random_states.packed_states import States, capture, restore
+from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MISSING = object()
 BUDGET = 0.2
@@ -182,7 +182,7 @@ class NotebookSide:
         return refusal(culprits, self.namespace, Cells(self._numbers, self._running))
 
     def _random_states_to_send(self) -> States | None:
-        now = capture()
+        now = packed(capture())
         changed, self._random_states = now != self._random_states, now
         return now if changed else None
 
@@ -226,7 +226,7 @@ class NotebookSide:
         if (
             random_states is not None and random_states != self._random_states
         ):  # where the cell drew nothing, they stand already
-            restore(random_states)
+            restore(unpacked(random_states))
             self._random_states = None  # the other ranks do not have the lead's
         return touched
 

@@ -1,6 +1,6 @@
 """DeepSpeed itself: imported quietly, on this rank's device and process group, and put right where it needs to be.
 
-`intercept.TABLE` says which of its functions are replaced, and why.
+`replaced_functions.TABLE` says which of its functions are replaced, and why.
 """
 
 from __future__ import annotations

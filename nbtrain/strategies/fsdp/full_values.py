@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
-from nbtrain.intercept import NUMBERS, Listeners, While
+from nbtrain.intercept import Listeners, While
+from nbtrain.replaced_functions import NUMBERS
 from nbtrain.strategies.fsdp import mixed_operands
 from nbtrain.strategies.kit import draws_in_pieces, tensor_views
 from nbtrain.strategies.kit.collective_calls import ODD

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import NbtrainError
-from nbtrain.training.checkpoints import folder, full_format, ownership, sharded_format
-from nbtrain.training.checkpoints.disk_full import room_told
-from nbtrain.training.checkpoints.rank_parts import Described, RankPart
+from nbtrain.training.checkpoints import folder, full_format, sharded_format
+from nbtrain.training.checkpoints.content import Described, RankPart
 
 PAUSE = 0.01
 LOOK = 0.1
@@ -123,7 +122,7 @@ def _write(job: Job) -> None:
     try:
         if job.rank:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
-        with room_told(str(job.place)):
+        with folder.telling_of_a_full_disk(str(job.place)):
             if job.laid is None:
                 results = sharded_format.write(job.made, job.rank, job.parts, job.described)
             else:
@@ -146,7 +145,7 @@ def _write(job: Job) -> None:
         give_up(job.made, job.rank, error)
         raise
     if job.keep is not None:
-        folder.prune(job.place.parent, job.keep, lambda said: ownership.same(job.said["trains"], said))
+        folder.prune(job.place.parent, job.keep, job.said["trains"])
 
 
 def owe(made: Path, ranks: Iterable[int]) -> None:

@@ -3,24 +3,39 @@
 It is written under another name beside its place, synchronised, and moved there. One that is replaced is put aside
 first and removed last. A process that is killed leaves either a folder that was cut short (removed by the next save)
 or one that was put aside (`load` finds it, and the next save puts it back); what was there before is never harmed.
+
+A training neither replaces nor removes the checkpoints of another one. It is known by the names of its models and the
+shapes in them: these are the same after the kernel was started anew, under another strategy and on other ranks. Two
+cells are of one training if they have a model in common, and what they have in common is alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import itertools
 import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from nbtrain.errors import UsageError
+from nbtrain.humanize import size
+from nbtrain.training.checkpoints.content import Content, Described
+
 MARKER = "checkpoint.json"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TORCH_WRITER = "inline_container.cc"
+"""the file of torch's that a failed write names, beside `unexpected pos 832 vs 726` alone"""
+Trained = Mapping[str, Sequence[str]]
+"""name of a model → hashes of the shapes of all that are called so"""
 _NUMBERS = itertools.count()
 _OURS = re.compile(r"\.(?P<name>.+)\.(?P<host>\w+)-(?P<pid>\d+)-\d+\.(?P<what>tmp|old)")
 
@@ -34,7 +49,7 @@ def marker(folder: Path) -> dict[str, Any] | None:
     """What a whole checkpoint says about itself; None: it is none, or some of it is missing."""
     try:
         said: dict[str, Any] = json.loads((folder / MARKER).read_text())
-        if all((folder / name).stat().st_size == size for name, size in said["files"].items()):
+        if all((folder / name).stat().st_size == length for name, length in said["files"].items()):
             return said
     except (OSError, ValueError, KeyError, AttributeError):
         pass
@@ -111,11 +126,63 @@ def at_intervals(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, said) for path, said in inside(folder) if re.fullmatch(r"step-\d+", path.name)]
 
 
-def prune(folder: Path, keep: int, ours: Callable[[dict[str, Any]], bool]) -> None:
-    """Of the checkpoints made at intervals that are `ours`, keep the newest ones."""
-    steps = [path for path, said in at_intervals(folder) if ours(said)]
+def prune(folder: Path, keep: int, mine: Trained) -> None:
+    """Of this training's checkpoints that were made at intervals, keep the newest ones."""
+    steps = [path for path, said in at_intervals(folder) if same_training(mine, said)]
     for path in steps[: max(0, len(steps) - keep)]:
         remove(path)
+
+
+# --- whose it is ---------------------------------------------------------------------------------
+
+
+def trained(content: Content, described: Mapping[str, Described]) -> Trained:
+    """What the marker says of the training, to know it by."""
+    found: dict[str, list[str]] = {}
+    tables = [(name, one["tensors"]) for name, one in content.tree["modules"].items()]
+    tables += [(name, one["loose"]) for name, one in content.tree["optimizers"].items() if one["loose"]]
+    for name, tensors in tables or [(name, {}) for kind in content.tree.values() for name in kind]:
+        shapes = sorted((path, described[key].shape) for path, key in tensors.items())
+        kind, made_in_the_cell, _ = name.partition("#")  # a number there counts what the cell has made
+        found.setdefault(kind + made_in_the_cell, []).append(hashlib.sha256(repr(shapes).encode()).hexdigest()[:16])
+    return found
+
+
+def same_training(mine: Trained, said: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint with this marker is of the same training."""
+    theirs: Trained = said.get("trains") or {}
+    common = mine.keys() & theirs.keys()
+    return bool(common) and all(set(mine[name]) & set(theirs[name]) for name in common)
+
+
+def refuse_anothers(to: Path, mine: Trained) -> None:
+    """Raise if the folder of `--save-to` has checkpoints of another training."""
+    for path, said in at_intervals(to):
+        if not same_training(mine, said):
+            raise UsageError(
+                f"{to} has checkpoints of another training: {path.name} there holds {', '.join(said['holds'])}, and "
+                f"the names or shapes of models are others here ({', '.join(mine)}). They would be replaced. Give this "
+                f"training a folder of its own, as in --save-to {to.name}-2, or remove what is in there"
+            )
+
+
+# --- the disk ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def telling_of_a_full_disk(path: str) -> Iterator[None]:
+    """Around the writing of a file: an error for want of room says so, and how much is left."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) not in NO_ROOM and TORCH_WRITER not in str(error):
+            raise
+        try:  # while what was written so far is still there; a quota may leave less
+            left = f"{size(shutil.disk_usage(os.path.dirname(path) or '.').free)} are"
+        except OSError:
+            left = "nothing is"
+        said = f"there is no room for it ({left} left on this disk): make room, or write somewhere else"
+        raise OSError(errno.ENOSPC, said, path) from error
 
 
 def synchronise(file: int) -> None:

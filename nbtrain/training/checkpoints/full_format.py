@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from nbtrain.errors import NotSupported
+from nbtrain.training.checkpoints.content import Described, RankPart
 from nbtrain.training.checkpoints.folder import synchronise
-from nbtrain.training.checkpoints.rank_parts import Described, RankPart
 
 TRAINING = "training.safetensors"
 SUFFIX = ".safetensors"

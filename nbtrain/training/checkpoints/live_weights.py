@@ -7,15 +7,17 @@ up, the notebook's objects are put back as they were: what comes home is what th
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nbtrain.defer_interrupts import shielded
-from nbtrain.training.checkpoints import find_source, folder, uninterrupted
+import torch
+
+from nbtrain.defer_interrupts import shielded, uninterrupted
+from nbtrain.training.checkpoints import folder, open_checkpoint
 from nbtrain.training.checkpoints.content import CheckpointObjects
-from nbtrain.training.checkpoints.rollback import Rollback
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, Board
 
@@ -71,8 +73,8 @@ class LiveWeights:
             with shielded():  # never half a model
                 self._before = self._before or Rollback(self._objects)
                 checkpoints = Checkpoints()
-                source = find_source.together(place, checkpoints.say)
-                uninterrupted.together(lambda: checkpoints.restore(source, self._objects, asked=False))
+                source = open_checkpoint.together(place, checkpoints.say)
+                uninterrupted(lambda: checkpoints.restore(source, self._objects, asked=False))
         finally:
             self._clear()
         return True
@@ -112,3 +114,40 @@ def answer_request(checkpoints: Checkpoints, directory: str, request: int) -> No
         checkpoints.save_live_weights(place(directory, request))
     except Exception as error:
         checkpoints.say(f"the notebook asked for the weights, and they could not be given: {error}")
+
+
+class Rollback:
+    """What these objects held when it was made, to be put back exactly."""
+
+    def __init__(self, objects: CheckpointObjects) -> None:
+        modules = objects.modules.values()
+        owned = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._optimizers = [(one, *_state(one)) for one in objects.optimizers.values()]
+        for optimizer, state, _ in self._optimizers:
+            owned += [p for group in optimizer.param_groups for p in group["params"]]
+            owned += [value for held in state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+        # By address: what two share is copied once.
+        unique = {id(tensor): tensor for tensor in owned}.values()
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in unique if not tensor.is_meta]
+        self._schedulers = [(one, copy.deepcopy(one.state_dict())) for one in objects.schedulers.values()]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, content in self._tensors:
+                if not torch.equal(tensor, content):
+                    tensor.copy_(content)
+        for optimizer, state, groups in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update({p: dict(held) for p, held in state.items()})
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                for name in group.keys() - options.keys() - {"params"}:
+                    del group[name]
+                group.update(options)
+        for scheduler, held in self._schedulers:
+            scheduler.load_state_dict(held)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """Its state, and the options of its groups; the tensors themselves are copied elsewhere."""
+    options = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return {p: dict(held) for p, held in optimizer.state.items()}, options

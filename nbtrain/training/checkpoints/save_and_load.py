@@ -23,22 +23,29 @@ import torch
 from torch.optim import Optimizer
 
 from nbtrain.compat import tensors
+from nbtrain.defer_interrupts import changing, uninterrupted
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.checkpoints import find_source, folder, ownership, uninterrupted
+from nbtrain.training.checkpoints import folder, open_checkpoint
 from nbtrain.training.checkpoints import full_format as full
 from nbtrain.training.checkpoints.background_write import BackgroundWrite, Job, give_up, owe
-from nbtrain.training.checkpoints.content import CheckpointObjects, Content, ParameterNames
-from nbtrain.training.checkpoints.find_source import ABOUT, FORMAT, CheckpointSource, agree
-from nbtrain.training.checkpoints.matches_objects import Match, compare
-from nbtrain.training.checkpoints.rank_parts import Described, Holdings, RankPart, owners, snapshot
-from nbtrain.training.checkpoints.restore import Restore, make_state, same_state
-from nbtrain.training.checkpoints.schedule import Interval, SaveSchedule, place_of
+from nbtrain.training.checkpoints.content import (
+    CheckpointObjects,
+    Content,
+    Described,
+    Holdings,
+    ParameterNames,
+    RankPart,
+    owners,
+    snapshot,
+)
+from nbtrain.training.checkpoints.open_checkpoint import ABOUT, FORMAT, CheckpointSource, agree
+from nbtrain.training.checkpoints.restore import Match, Restore, compare
+from nbtrain.training.checkpoints.schedule import SaveSchedule, place_of
 from nbtrain.training.data.loop_position import Positions
 from nbtrain.training.loop.steps import Steps
-from nbtrain.training.random_states import saved_states
-from nbtrain.training.random_states.default_generators import restore
+from nbtrain.training.random_states.default_generators import capture, restore
 from nbtrain.training.random_states.rank_draws import Randomness
 from nbtrain.training.ranks import collectives
 from nbtrain.training.setup.components import Components
@@ -81,8 +88,7 @@ class Checkpoints:
         """why there are no checkpoints in this cell"""
         self.off = False
         """nothing is written: the cell is a trial"""
-        self._plan: SaveSchedule | None = None
-        self._interval = Interval()
+        self._schedule: SaveSchedule | None = None
         self._saved = -1
         self._resuming: str | None = None
         if steps is not None:
@@ -93,16 +99,14 @@ class Checkpoints:
     def begin(
         self,
         objects: Mapping[str, Any],
-        plan: SaveSchedule | None = None,
+        schedule: SaveSchedule | None = None,
         resume: tuple[str, bytes] | None = None,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`resume`: where loops go on, and by which load; once for each."""
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
-        self._plan, self._saved = plan, -1
-        self._interval = Interval(plan.steps, plan.seconds) if plan is not None else Interval()
-        self._interval.begin()
+        self._schedule, self._saved = schedule, -1
         self.refused = ""
         if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
             self.refused = (
@@ -111,10 +115,10 @@ class Checkpoints:
             )
         elif ranks is not None and len(ranks) < self.world_size:
             self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
-        if plan is not None and self.refused:
+        if schedule is not None and self.refused:
             self.say(f"no checkpoints are made in this cell: {self.refused}")
-        elif plan is not None and (chosen := CheckpointObjects.of(objects)):
-            self._check_folder(plan.to, chosen)
+        elif schedule is not None and (chosen := CheckpointObjects.of(objects)):
+            self._check_folder(schedule.to, chosen)
         self.positions.begin()
         if resume is not None and resume[0] not in _resumed:
             self._resuming = resume[0]
@@ -141,12 +145,13 @@ class Checkpoints:
 
     def _step_ended(self) -> None:
         """Save if a checkpoint is due, then stop if that was asked for. All ranks come here after the same steps."""
-        plan = self._plan
-        if plan is not None and not self.refused:
+        schedule = self._schedule
+        if schedule is not None and not self.refused:
             number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
-            if self._interval.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
+            if schedule.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
                 self._saved = number
-                self._save(plan.to / f"step-{number:06d}", chosen, full_format=False, in_a_step=True, keep=plan.keep)
+                place = schedule.to / f"step-{number:06d}"
+                self._save(place, chosen, full_format=False, in_a_step=True, keep=schedule.keep)
         self._stop()
 
     def end(self) -> None:
@@ -156,7 +161,7 @@ class Checkpoints:
                 _taken[optimizer] = _taken.get(optimizer, 0) + taken
             self.steps.taken.clear()
         self._given, self._made = {}, {}
-        self._plan = None
+        self._schedule = None
         if self._resuming is not None and self.positions.used:
             _resumed.add(self._resuming)
             self._resuming = None
@@ -181,33 +186,32 @@ class Checkpoints:
         """`objects`: by name; none: all that the cell uses."""
         if self.off:
             return
-        self._check("save")
+        chosen = self._chosen("save", objects)
         place = place_of(path)
         if place.suffix == full.SUFFIX:
             raise UsageError(
                 f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
                 f"{place.stem}/model.safetensors, and what going on needs beside it"
             )
-        chosen = CheckpointObjects.of(objects or self.objects)
-        if not chosen:
-            raise UsageError(
-                "save(path): no model, optimizer or scheduler is used here. Name them: "
-                "save(path, model=model, optimizer=optimizer)"
-            )
         self._save(place, chosen, full_format)
 
     def load(self, path: Any, objects: Mapping[str, Any]) -> None:
         """`objects`: by name; none: all that the cell uses."""
-        self._check("load")
+        chosen = self._chosen("load", objects)
+        agree(self.finish)
+        source = open_checkpoint.together(place_of(path), self.say)
+        uninterrupted(lambda: self._load(source, chosen, bool(objects)))
+
+    def _chosen(self, call: str, objects: Mapping[str, Any]) -> CheckpointObjects:
+        if self.refused:
+            raise NotSupported(f"{call}(): {self.refused}")
         chosen = CheckpointObjects.of(objects or self.objects)
         if not chosen:
             raise UsageError(
-                "load(path): no model, optimizer or scheduler is used here. Name them: "
-                "load(path, model=model, optimizer=optimizer)"
+                f"{call}(path): no model, optimizer or scheduler is used here. Name them: "
+                f"{call}(path, model=model, optimizer=optimizer)"
             )
-        agree(self.finish)
-        source = find_source.together(place_of(path), self.say)
-        uninterrupted.together(lambda: self._load(source, chosen, bool(objects)))
+        return chosen
 
     def save_live_weights(self, place: Path) -> None:
         """Save for the notebook at the end of a step, apart from the cell's own checkpoints."""
@@ -227,17 +231,17 @@ class Checkpoints:
         writing: BackgroundWrite = _writing,
     ) -> None:
         late = self.late() if writing is self.writing else None
-        mine: dict[str, Any] = {}
+        made: list[Path] = []
 
         def make() -> None:
             try:
-                writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, mine))
+                writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, made))
             except BaseException as error:  # from here on the others count on what this rank writes
-                if (made := mine.get("made")) is not None:
-                    give_up(made, self.rank, error)
+                for begun in made:
+                    give_up(begun, self.rank, error)
                 raise
 
-        uninterrupted.together(make)
+        uninterrupted(make)
 
     def _job(
         self,
@@ -247,16 +251,13 @@ class Checkpoints:
         in_a_step: bool,
         keep: int | None,
         late: NbtrainError | None,
-        mine: dict[str, Any],
+        made: list[Path],
     ) -> Job:
-        """What this rank writes, settled by all ranks together. `mine`: filled with what this rank has."""
+        """What this rank writes, settled by all ranks together. `made`: the folder is added as soon as it is known."""
         number = self._step(chosen.optimizers.values())
         with self._paused():
-            self._collect(place, chosen, late, mine, keep is not None)
-            told = self._tell(mine["told"])
-            mine["made"] = Path(told[0]["made"])
-            content: Content = mine["content"]
-            holdings: Holdings = mine["holdings"]
+            content, holdings, told = self._collect(place, chosen, late, made, keep is not None)
+            made[:] = [Path(told[0]["made"])]
             described = holdings.described()
             shares = owners(described, [one["kept"] for one in told])
             parts = snapshot(holdings, shares[self.rank])
@@ -268,19 +269,19 @@ class Checkpoints:
             "loops": self.positions.state(in_a_step),
             "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
             "random": {
-                "one": saved_states.of_one_process(self.randomness),
+                "one": capture() if self.randomness is None else self.randomness.notebook_states(),
                 "ranks": [one["random"] for one in told],
             },
         }
-        packed = find_source.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        length = int(collectives.gather(packed.numel())[0]) if full_format and self._several else packed.numel()
+        packed = open_checkpoint.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = int(self._gather(packed.numel())[0]) if full_format else packed.numel()
         described[ABOUT] = Described((length,), torch.uint8)
         if self.rank == 0:
             parts.append(RankPart(ABOUT, 0, packed))
         processes = [one["process"] for one in told]
         return Job(
             place=place,
-            made=mine["made"],
+            made=made[0],
             rank=self.rank,
             parts=parts,
             described=described,
@@ -294,7 +295,7 @@ class Checkpoints:
                 "strategy": None if self.strategy is None else type(self.strategy).__name__,
                 "ranks": self.world_size,
                 "holds": [name for _, table in chosen.kinds() for name in table],
-                "trains": ownership.trained(content, described),
+                "trains": folder.trained(content, described),
             },
             laid=full.layout(content.tree, described) if full_format else None,
             peers={
@@ -307,20 +308,19 @@ class Checkpoints:
 
     def _check_folder(self, to: Path, chosen: CheckpointObjects) -> None:
         """Before the first step: raise if the folder is another training's."""
-        there = self.rank == 0 and bool(folder.at_intervals(to))
-        if not any(collectives.gather(there) if self._several else [there]):
+        if not any(self._gather(self.rank == 0 and bool(folder.at_intervals(to)))):
             return
         with self._paused():
-            pieces = self.components.pieces() if self.components is not None else ()
 
             def check() -> None:
                 if self.rank:
                     return
                 try:
-                    content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
+                    content = Content.of(chosen, self._names(chosen))
                 except UsageError:  # a lazy layer has no shape yet; the first save looks again
                     return
-                ownership.check(to, ownership.trained(content, Holdings.of(content.tensors, pieces).described()))
+                described = Holdings.of(content.tensors, self._pieces()).described()
+                folder.refuse_anothers(to, folder.trained(content, described))
 
             agree(check)
 
@@ -329,49 +329,45 @@ class Checkpoints:
         place: Path,
         chosen: CheckpointObjects,
         late: NbtrainError | None,
-        mine: dict[str, Any],
+        made: list[Path],
         at_an_interval: bool,
-    ) -> None:
-        """Fill `mine` with what this rank has, and what it tells the others, errors among it."""
+    ) -> tuple[Content, Holdings, list[dict[str, Any]]]:
+        """What this rank has, and what every rank tells. Raises on all of them what is wrong on any."""
         told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
-        mine["told"] = told
+        content, holdings = Content(), Holdings({})
         try:
             if late is not None:
                 raise late
-            content = Content.of(chosen, ParameterNames(chosen.modules, self._modules()))
-            holdings = Holdings.of(content.tensors, self.components.pieces() if self.components is not None else ())
+            content = Content.of(chosen, self._names(chosen))
+            holdings = Holdings.of(content.tensors, self._pieces())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
-            told["random"] = saved_states.of_rank(self.randomness) if self.randomness is not None else None
-            mine |= {"content": content, "holdings": holdings}
+            told["random"] = self.randomness.state_dict() if self.randomness is not None else None
             if self.rank == 0:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 folder.tidy(place.parent)
                 if place.exists() and folder.marker(place) is None and (place.is_file() or any(place.iterdir())):
                     raise UsageError(f"{place} is there already, and is no whole checkpoint: it is not overwritten")
                 if at_an_interval:
-                    ownership.check(place.parent, ownership.trained(content, holdings.described()))
-                made = mine["made"] = folder.beside(place)
-                made.mkdir()
-                owe(made, range(1, self.world_size))
-                told["made"] = str(made)
+                    folder.refuse_anothers(place.parent, folder.trained(content, holdings.described()))
+                made.append(folder.beside(place))
+                made[0].mkdir()
+                owe(made[0], range(1, self.world_size))
+                told["made"] = str(made[0])
         except (NbtrainError, OSError) as error:
             told["error"] = error
-
-    def _tell(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather what every rank tells. Raises on all ranks if any has an error."""
-        every = collectives.gather(told) if self._several else [told]
-        error = next((one["error"] for one in every if one["error"] is not None), None)
-        if error is None and len({one["digest"] for one in every}) > 1:
-            error = NbtrainError(
+        every = self._gather(told)
+        failure = next((one["error"] for one in every if one["error"] is not None), None)
+        if failure is None and len({one["digest"] for one in every}) > 1:
+            failure = NbtrainError(
                 "the ranks do not hold the same tensors (a layer or an optimizer's state that exists on some only): "
                 "this cannot be one checkpoint"
             )
-        if error is not None:
-            if isinstance(error, OSError):
-                raise NbtrainError(f"the checkpoint could not be written: {type(error).__name__}: {error}") from error
-            raise error
-        return every
+        if isinstance(failure, OSError):
+            raise NbtrainError(f"the checkpoint could not be written: {type(failure).__name__}: {failure}") from failure
+        if failure is not None:
+            raise failure
+        return content, holdings, every
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -382,27 +378,24 @@ class Checkpoints:
 
     def restore(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> Match:
         """Load only what these objects hold. `asked`: the user named them."""
-        names = ParameterNames(chosen.modules, self._modules())
+        names = self._names(chosen)
         found: list[Match] = []
         with self._paused():
             agree(lambda: found.append(compare(source, chosen, names, asked)))
-            match = found[0]
-            uninterrupted.changing(lambda: self._restore(source, chosen, names, match))
-        return match
+            changing(lambda: self._restore(Restore(source, chosen, names, found[0])))
+        return found[0]
 
-    def _restore(
-        self, source: CheckpointSource, chosen: CheckpointObjects, names: ParameterNames, match: Match
-    ) -> None:
-        make_state(source, chosen, names, match, self._pieces())
-        fits = same_state(source, chosen, names, match, self._pieces())
-        apart = self.components is not None and not all(collectives.gather(fits) if self._several else [fits])
+    def _restore(self, one: Restore) -> None:
+        one.make_state(self._pieces())
+        fits = one.same_state(self._pieces())
+        apart = self.components is not None and not all(self._gather(fits))
         if apart:
-            self._take_apart(chosen)
-            names = ParameterNames(chosen.modules, self._modules())
-        Restore(source, find_source.reading(source, self.say), self._pieces(), names, match).restore(chosen)
+            self._take_apart(one.objects)
+            one.names = self._names(one.objects)
+        one.restore(open_checkpoint.reading(one.source, self.say), self._pieces())
         if apart:
             assert self.components is not None
-            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(chosen.all())}})
+            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(one.objects.all())}})
 
     def _take_apart(self, chosen: CheckpointObjects) -> None:
         """Close the components of these objects, so that they are whole until they are set up again."""
@@ -424,7 +417,7 @@ class Checkpoints:
         if self.randomness is None:
             restore(random["one"])
         else:
-            saved_states.go_on(self.randomness, self.world_size, random["one"], random["ranks"])
+            self.randomness.go_on(self.world_size, random["one"], random["ranks"])
         if self.scaling is not None and about.get("scale") is not None:
             self.scaling.scale, self.scaling.good = about["scale"]
         self.positions.go_on(about["loops"])
@@ -432,17 +425,12 @@ class Checkpoints:
 
     # --- both ------------------------------------------------------------------------------------
 
-    @property
-    def _several(self) -> bool:
-        return self.world_size > 1
+    def _gather(self, value: Any) -> list[Any]:
+        return collectives.gather(value) if self.world_size > 1 else [value]
 
     def say(self, line: str) -> None:
         if self.rank == 0:
             print(f"nbtrain: {line}", file=sys.stderr, flush=True)
-
-    def _check(self, what: str) -> None:
-        if self.refused:
-            raise NotSupported(f"{what}(): {self.refused}")
 
     def _paused(self) -> Any:
         return self.components.paused() if self.components is not None else nullcontext()
@@ -450,12 +438,12 @@ class Checkpoints:
     def _pieces(self) -> dict[int, Any]:
         return {id(t): piece for t, piece in self.components.pieces()} if self.components is not None else {}
 
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        """All known models, for the names of parameters."""
-        found = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
+    def _names(self, chosen: CheckpointObjects) -> ParameterNames:
+        """Names of parameters: of the models that are saved with them, else of any that is known."""
+        known = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
         for prepared in self.components.prepared if self.components is not None else ():
-            found = {**prepared.component.modules, **found}
-        return found
+            known = {**prepared.component.modules, **known}
+        return ParameterNames(chosen.modules, known)
 
     def _step(self, optimizers: Iterable[Optimizer]) -> int:
         """The number of steps in all cells: the optimizers' own count, or the one kept here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,19 @@ LOOK = 0.5
 """Seconds between two looks at rank 0's clock, about."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SaveSchedule:
-    """`--save-every`, `--save-to`, `--keep-last`."""
+    """`--save-every`, `--save-to` and `--keep-last` in one cell."""
 
     steps: int | None
     seconds: float | None
     to: Path
     keep: int
+    _last: float = field(default_factory=time.monotonic)
+    _looked: float = field(default_factory=time.monotonic)
+    _passes: int = 1
+    """steps from one look at the clock to the next"""
+    _left: int = 1
 
     @classmethod
     def of(cls, run: RunSpec) -> SaveSchedule | None:
@@ -34,31 +39,8 @@ class SaveSchedule:
             return None
         return cls(run.save_steps, run.save_seconds, place_of(run.save_to), run.keep_last)
 
-
-def place_of(path: Any) -> Path:
-    """A checkpoint's full path: the working directory may change while it is written."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"a checkpoint's path is text, as in save('best', model=model), not {type(path).__name__}")
-    return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
-
-
-@dataclass(slots=True)
-class Interval:
-    """Asked at the end of each step, on every rank."""
-
-    steps: int | None = None
-    seconds: float | None = None
-    _last: float = 0.0
-    _looked: float = 0.0
-    _passes: int = 1
-    """steps from one look to the next"""
-    _left: int = 1
-
-    def begin(self) -> None:
-        self._last = self._looked = time.monotonic()
-
     def due(self, step: int) -> bool:
-        """`step`: the number of the one that has ended."""
+        """Whether to save now. Asked at the end of each step, on every rank. `step`: its number."""
         if self.seconds is None:
             return self.steps is not None and step > 0 and step % self.steps == 0
         self._left -= 1
@@ -79,3 +61,10 @@ class Interval:
         if is_due:
             self._last = now
         return is_due
+
+
+def place_of(path: Any) -> Path:
+    """A checkpoint's full path: the working directory may change while it is written."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"a checkpoint's path is text, as in save('best', model=model), not {type(path).__name__}")
+    return Path(os.path.abspath(os.path.expanduser(os.fspath(path))))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nbtrain.training.checkpoints.rank_parts import Described, RankPart
+from nbtrain.training.checkpoints.content import Described, RankPart
 
 
 class _Planner(DefaultSavePlanner):

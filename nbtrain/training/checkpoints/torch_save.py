@@ -27,7 +27,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import ODD
 from nbtrain.strategies.kit.stage_tensors import gathered as placed
-from nbtrain.training.checkpoints.disk_full import room_told
+from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
 
 PIECES = (
@@ -139,7 +139,7 @@ class TorchSave:
 def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
     beside = f"{path}.{os.getpid()}.tmp"
     try:
-        with room_told(path):
+        with telling_of_a_full_disk(path):
             old(obj, beside, *args, **kwargs)
         if os.path.exists(path):
             shutil.copymode(path, beside)

@@ -25,6 +25,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from nbtrain.errors import UsageError
+from nbtrain.strategies.base import Strategy
 from nbtrain.training.random_states.rank_draws import Randomness
 
 COUNTS = ("num_replicas", "num_processes")
@@ -41,6 +43,18 @@ class Deal:
     split: bool = False
     whole: bool = False
     """one process stands for all ranks, and gets the whole round"""
+
+
+def share_of(strategy: Strategy, rank: int, world_size: int) -> tuple[int, int]:
+    """(index, count) of the batches that this rank sees, checked: a strategy may be written in a cell."""
+    found = strategy.share(rank, world_size)
+    match found:
+        case (int(index), int(count)) if 0 <= index < count:
+            return index, count
+    raise UsageError(
+        f"{type(strategy).__name__}.share({rank}, {world_size}) returned {found!r}: it has to return (index, count), "
+        "which of so many shares of the batches this rank sees, index being less than count"
+    )
 
 
 def dealt_out(loader: DataLoader[Any]) -> bool:

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbtrain.compat import loaders as iterators
 from nbtrain.training.data.batch_dealing import Deal, dealt_out
 from nbtrain.training.random_states import default_generators
-from nbtrain.training.random_states.rank_draws import Randomness
-from nbtrain.training.random_states.saved_states import STREAMS, of_rank, put_back
+from nbtrain.training.random_states.rank_draws import STREAMS, Randomness
 
 
 @dataclass(slots=True)
@@ -214,7 +213,7 @@ class Positions:
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
         one = self.randomness
-        before = of_rank(one) if one is not None else {STREAMS: default_generators.capture()}
+        before = one.state_dict() if one is not None else {STREAMS: default_generators.capture()}
         self._skip = place["seen"]
         try:
             if place["seen"] is not None:
@@ -241,7 +240,7 @@ class Positions:
             if one is None:
                 default_generators.restore(before[STREAMS])
             else:
-                put_back(one, before)
+                one.load_state_dict(before)
 
     def _count(self, iterator: Any, seen: int, of: int | None, each: int) -> int:
         """Set the iterator's count as if it had handed out what was seen, so that it knows its last batch."""

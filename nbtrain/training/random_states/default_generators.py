@@ -1,4 +1,7 @@
-"""Reads and sets the states of a process's default random generators, importing nothing for it."""
+"""Reads and sets the states of a process's default random generators, importing nothing for it.
+
+On their way between notebook and ranks they are packed: plain bytes and numbers.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,29 @@ def restore(states: States) -> None:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and torch is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def packed(states: States) -> States:
+    made = dict(states)
+    for name in ("torch", "cuda"):
+        if name in made:
+            made[name] = made[name].cpu().numpy().tobytes()
+    if "numpy" in made:
+        kind, keys, *rest = made["numpy"]
+        made["numpy"] = (kind, keys.tobytes(), *rest)
+    return made
+
+
+def unpacked(states: States) -> States:
+    made = dict(states)
+    for name in ("torch", "cuda"):
+        if name in made:
+            import torch
+
+            made[name] = torch.frombuffer(bytearray(made[name]), dtype=torch.uint8)
+    if "numpy" in made:
+        import numpy
+
+        kind, keys, *rest = made["numpy"]
+        made["numpy"] = (kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest)
+    return made

@@ -16,6 +16,9 @@ that torch remembers beside its state is replaced by a mark while the ranks are 
 another mark: a state from before it that is set again (`fork_rng`) brings its own shared state back.
 
 All of it follows from the notebook's random states when the cell begins.
+
+A checkpoint has every rank's states, and those of one process. On as many ranks as before each goes on with its own. On
+another number they start from where rank 0 stood, as at the beginning of a cell.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import hashlib
 import random
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +35,16 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.generators import seed_in
-from nbtrain.training.random_states.default_generators import States, capture, restore
+from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MARK = 0x6E62747261696E
 """What `torch.initial_seed()` says on a rank until the cell sets a seed of its own; then one more."""
 REMEMBERED = 32
 """marks whose shared state can be brought back"""
+STREAMS = "streams"
+"""The key of random states in checkpoints, as all versions write it."""
+KEPT = ("shared_states", "began", "seed", "cuda_seed", "mark", "last_mark", "left", "is_together")
+"""The attributes of `Randomness` that a checkpoint has."""
 
 
 def derive(state: Any, rank: int) -> int:
@@ -93,6 +100,17 @@ class Randomness:
             self._mark()
         self.began = self.known = capture()
 
+    def adopt_packed(self, states: States) -> None:
+        """Start from what the notebook has sent. What it has not loaded yet starts from the rest."""
+        import numpy
+
+        states = unpacked(states)
+        # Not this rank's own: where that stands after an earlier cell is another place on every rank.
+        states.setdefault("torch", torch.Generator().get_state())
+        seed = random.Random(repr(states["random"])).randrange(2**32)
+        states.setdefault("numpy", numpy.random.RandomState(seed).get_state(legacy=True))
+        self.adopt(states)
+
     def together(self) -> None:
         """Draw from the shared state."""
         if not self.alone and self.shared_states and not self.is_together:
@@ -130,6 +148,11 @@ class Randomness:
         if self.seed is not None and MARK <= seed.item() <= self.last_mark:
             seed.fill_(self.seed)
         return states
+
+    def collect_packed(self) -> States | None:
+        """`collect`, to be sent to the notebook."""
+        states = self.collect()
+        return None if states is None else packed(states)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -220,6 +243,42 @@ class Randomness:
         if state is not self.printed[0]:  # it is another object whenever it has moved
             self.printed = state, derive(state, 0)
         return self.printed[1]
+
+    # --- in a checkpoint -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs."""
+        held = {name: getattr(self, name) for name in KEPT}
+        held |= {name: dict(value) for name, value in held.items() if isinstance(value, dict)}
+        return {"kept": held, STREAMS: capture()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name, value in saved["kept"].items():
+            setattr(self, name, dict(value) if isinstance(value, dict) else value)
+        restore(saved[STREAMS])
+        self.known, self.printed = None, (None, 0)  # the notebook does not know of these
+
+    def notebook_states(self) -> States:
+        """The notebook's random states if the cell ended here (on rank 0)."""
+        if self.alone or self.is_together:
+            return capture()
+        known, self.known = self.known, None
+        try:
+            return self.collect() or capture()
+        finally:
+            self.known = known
+
+    def go_on(self, world_size: int, one_process: States, ranks: Sequence[Any]) -> None:
+        """Go on from a checkpoint: `notebook_states`, and the `state_dict` of each rank."""
+        if len(ranks) == world_size:
+            self.load_state_dict(ranks[self.rank])
+            return
+        self.is_together = False
+        self.adopt(one_process)
+        self.together()
+        self.known = None
+
+    # --- its parts -------------------------------------------------------------------------------
 
     def _seed(self, states: States) -> None:
         if "torch" in states:

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NotSupported
-from nbtrain.intercept import COLLECTIVES, Listeners
+from nbtrain.intercept import Listeners
+from nbtrain.replaced_functions import COLLECTIVES
 from nbtrain.strategies.kit.collective_calls import ALONE, MESH, ODD
 from nbtrain.training.loop.shared_board import (
     CELL,

@@ -20,13 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.errors import NotPrepared
+from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.ranks.collectives import equalise
 from nbtrain.training.setup.meta_init import MetaInit, is_blank
 from nbtrain.training.setup.replace_references import replace_references
-from nbtrain.training.setup.validate_strategy import set_up
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
@@ -138,8 +137,7 @@ class Components:
         """Forget objects that are no longer `held`, like the old model when a notebook makes it anew."""
         for kept in self.kept[:]:
             component = kept.prepared.component
-            groups = (component.modules, component.optimizers, component.schedulers)
-            gone = [(group, name) for group in groups for name, item in group.items() if not held(item)]
+            gone = [(group, name) for group in _tables(component) for name, item in group.items() if not held(item)]
             for group, name in gone:
                 kept.objects -= {id(group.pop(name))}  # another object may have this id by then
             if not (component.modules or component.optimizers):
@@ -151,10 +149,9 @@ class Components:
         self._last = None
         for kept in self.kept[:]:
             component = kept.prepared.component
-            groups: tuple[dict[str, Any], ...] = (component.modules, component.optimizers, component.schedulers)
-            held = [(group, name, id(item), ref(item)) for group in groups for name, item in group.items()]
+            held = [(group, name, id(item), ref(item)) for group in _tables(component) for name, item in group.items()]
             hold_again = kept.prepared.release_modules() if models else None
-            for group in groups:
+            for group in _tables(component):
                 group.clear()
             if hold_again is not None:
                 kept.prepared = Prepared(component)  # stays if what was set up is found with its modules
@@ -172,12 +169,12 @@ class Components:
 
     def is_ready(self, optimizer: Optimizer) -> bool:
         """Whether all of its parameters are set up."""
-        return all(id(p) in self.ready for group in optimizer.param_groups for p in group["params"])
+        return all(id(p) in self.ready for p in _held_by(optimizer))
 
     def divides(self, optimizer: Optimizer) -> bool:
         """Whether the strategy has to learn of this optimizer: its parameters are in pieces, so its state will be, or
         it was given another model's parameters."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = _held_by(optimizer)
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
                 return not ({id(p) for p in held} <= kept.ids() and kept.prepared.knows(optimizer))
@@ -194,7 +191,7 @@ class Components:
         held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
         if self.known.get(optimizer) == held:
             return
-        loose = [p for group in groups for p in group if id(p) not in self.ready]
+        loose = [p for p in _held_by(optimizer) if id(p) not in self.ready]
         for prepared in self.prepared:
             prepared.about_to_step(optimizer)
         if not loose:
@@ -208,11 +205,9 @@ class Components:
             )
 
     def _set_up(self, component: Component) -> None:
-        groups = (component.modules, component.optimizers, component.schedulers)
-        objects = frozenset(id(item) for group in groups for item in group.values())
-        parameters = component.parameters()
-        layout = [(id(p), p.dtype, p.shape) for p in parameters]
-        ids = {id(p) for p in parameters}
+        objects = frozenset(id(item) for group in _tables(component) for item in group.values())
+        layout = [(id(p), p.dtype, p.shape) for p in component.parameters()]
+        ids = {number for number, _, _ in layout}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
         if not self.strategy.moves:
             move_to_device(component, self.device)
@@ -233,7 +228,7 @@ class Components:
             elif blanks is not None and wanted == "hollow":
                 self._tell(blanks.hollow(self.device))
             equalise([*component.parameters(), *component.buffers()], checksum)
-            prepared = set_up(self.strategy, component, self.precision)
+            prepared = _prepared_by(self.strategy, component, self.precision)
             self._tell(prepared.replaced)
             if blanks is not None and wanted != "filled":
                 self._tell(blanks.deal_out(prepared, self.device))
@@ -274,6 +269,26 @@ class Components:
         self._last = None
 
 
+def _prepared_by(strategy: Strategy, component: Component, precision: str) -> Prepared:
+    """What the strategy's `set_up` returns, checked: a strategy that is written in a cell may return something else."""
+    prepared = strategy.set_up(component, precision)
+    if not isinstance(prepared, Prepared):
+        raise UsageError(
+            f"{type(strategy).__name__}.set_up returned {type(prepared).__name__}: it has to return an "
+            "nbtrain.Prepared, as in `return nbtrain.Prepared(component)`"
+        )
+    if getattr(prepared, "component", None) is not component:
+        raise UsageError(
+            f"what {type(strategy).__name__}.set_up returned has another component, or none: an `__init__` of a class "
+            "of your own has to call super().__init__(component)"
+        )
+    if hasattr(prepared, "clip_value"):
+        raise UsageError(
+            f"{type(prepared).__name__}.clip_value is not called any more: write before_clip_value(self, parameters)"
+        )
+    return prepared
+
+
 def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
     return before is now or [(name, id(item)) for name, item in before.items()] == [
         (name, id(item)) for name, item in now.items()
@@ -285,10 +300,9 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
     found: list[Any] = []
     for item in objects.values():
         if isinstance(item, nn.Module):
-            tensors = (p for p in (*item.parameters(), *item.buffers()) if not is_lazy(p))
-            found += [(id(p), p.dtype, p.shape, p.device) for p in tensors]
+            found += [(id(p), p.dtype, p.shape, p.device) for p in _held_by(item) if not is_lazy(p)]
         elif isinstance(item, Optimizer):
-            found += [id(p) for group in item.param_groups for p in group["params"]]
+            found += map(id, _held_by(item))
     return found
 
 
@@ -315,46 +329,50 @@ def move_to_device(component: Component, device: torch.device) -> None:
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:
     """The connected components of `objects`, merged with those of `before` that they are connected to."""
-    modules = {name: item for name, item in objects.items() if isinstance(item, nn.Module)}
-    optimizers = {name: item for name, item in objects.items() if isinstance(item, Optimizer)}
-    schedulers = {name: item for name, item in objects.items() if isinstance(item, LRScheduler)}
     links = _Links()
     for component in before:
         everything = (*component.modules.values(), *component.optimizers.values(), *component.loose.values())
         links.join([*map(id, everything), *map(id, component.parameters()), *map(id, component.buffers())])
-    for module in modules.values():
-        links.join([id(module), *map(id, module.parameters()), *map(id, module.buffers())])
-    for optimizer in optimizers.values():
-        links.join([id(optimizer), *(id(p) for group in optimizer.param_groups for p in group["params"])])
-    for scheduler in schedulers.values():
-        if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
-            links.join([id(scheduler), id(scheduler.optimizer)])
+    for item in objects.values():
+        links.join([id(item), *map(id, _held_by(item))])
 
     found: dict[int, Component] = {}
     touched = set()
     for component in before:  # first, so that names stay what they were
         for item in (*component.modules.values(), *component.optimizers.values(), *component.loose.values()):
             target = found.setdefault(links.root(id(item)), Component())
-            _merge(target, component)
+            for mine, others in zip(_tables(target), _tables(component), strict=True):
+                for name, other in others.items():
+                    _add(mine, name, other)
             break
-    for name, module in modules.items():
-        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
-            root = links.root(id(module))
+    for i, kind in enumerate((nn.Module, Optimizer, LRScheduler)):
+        for name, item in objects.items():
+            root = links.root(id(item))
+            if not isinstance(item, kind) or (kind is nn.Module and not _held_by(item)):
+                continue
+            if kind is LRScheduler and root not in found:  # its optimizer is not here
+                continue
             touched.add(root)
-            _add(found.setdefault(root, Component()).modules, name, module)
-    for name, optimizer in optimizers.items():
-        root = links.root(id(optimizer))
-        touched.add(root)
-        _add(found.setdefault(root, Component()).optimizers, name, optimizer)
-    for name, scheduler in schedulers.items():
-        root = links.root(id(scheduler))
-        if root in found:
-            touched.add(root)
-            _add(found[root].schedulers, name, scheduler)
+            _add(_tables(found.setdefault(root, Component()))[i], name, item)
     chosen = [found[root] for root in found if root in touched]
     for component in chosen:
         _find_loose(component)
     return chosen
+
+
+def _tables(component: Component) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    return component.modules, component.optimizers, component.schedulers
+
+
+def _held_by(item: object) -> list[Any]:
+    """What belongs to the same component as this module, optimizer or scheduler."""
+    if isinstance(item, nn.Module):
+        return [*item.parameters(), *item.buffers()]
+    if isinstance(item, Optimizer):
+        return [p for group in item.param_groups for p in group["params"]]
+    if isinstance(item, LRScheduler) and isinstance(getattr(item, "optimizer", None), Optimizer):
+        return [item.optimizer]
+    return []
 
 
 def _find_loose(component: Component) -> None:
@@ -362,16 +380,10 @@ def _find_loose(component: Component) -> None:
     component.loose = {}
     owned = set(map(id, component.parameters()))
     for name, optimizer in component.optimizers.items():
-        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for i, p in enumerate(_held_by(optimizer)):
             if id(p) not in owned:
                 owned.add(id(p))
                 component.loose[f"{name}[{i}]"] = p
-
-
-def _merge(target: Component, other: Component) -> None:
-    for attribute in ("modules", "optimizers", "schedulers"):
-        for name, item in getattr(other, attribute).items():
-            _add(getattr(target, attribute), name, item)
 
 
 def _add(table: dict[str, Any], name: str, item: Any) -> None:

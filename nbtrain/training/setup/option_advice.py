@@ -1,14 +1,16 @@
-"""Advice on some options of strategies, shown once per notebook."""
+"""What to say of a cell's options: the batch that makes a step, and advice on options of strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import nbtrain.humanize as humanize
+from nbtrain.training.data.batch_dealing import Deal
 
 SMALL = 16 * 2**30
 """Bytes of a card that has little room for buckets."""
@@ -29,7 +31,7 @@ BUCKETS = (
 
 
 def of_options(options: Any, device: torch.device) -> dict[str, str]:
-    """Name → sentence. `options`: the strategy's."""
+    """Name → sentence, each shown once per notebook. `options`: the strategy's."""
     given = {one.name: getattr(options, one.name) for one in fields(options)} if is_dataclass(options) else {}
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     return dict(_of(given, room))
@@ -49,3 +51,22 @@ def _of(given: dict[str, Any], room: int) -> Iterator[tuple[str, str]]:
     if buckets and 0 < room < SMALL and taken > PART * room:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in buckets)
         yield "buckets", BUCKETS.format(taken=humanize.size(taken), room=humanize.size(room), flags=flags)
+
+
+def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
+    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: what the batches are split over."""
+    notes: list[str] = []
+    for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        if not isinstance(size, int) or isinstance(size, bool):
+            continue
+        note = f"batch {size}"
+        if deal.count > 1:
+            note += f" split over {deal.count} {who}" if deal.split else f" × {deal.count}"
+        if accumulate > 1:
+            note += f" × {accumulate} accumulated"
+        if (times := accumulate * (1 if deal.split else deal.count)) > 1:
+            note += f" = {size * times}"
+        if note not in notes and note != f"batch {size}":
+            notes.append(note)
+    return notes

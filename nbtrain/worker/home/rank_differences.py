@@ -1,8 +1,9 @@
 """Computes a number per name, by which the notebook sees which names differ between ranks.
 
-Models, optimizers and loaders are left out: what a strategy keeps equal is compared in `training.agreement`. Tensors,
-arrays and lists of plain values are looked at as a whole, but for memory that nobody here has written to; of a long
-list of other objects only its length and both its ends: this runs after every cell.
+Models, optimizers and loaders are left out: what a strategy keeps equal is compared by
+`training/ranks/replica_checksums.py`. Tensors, arrays and lists of plain values are looked at as a whole, but for
+memory that nobody here has written to; of a long list of other objects only its length and both its ends: this runs
+after every cell.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from nbtrain.training.checkpoints import uninterrupted
+from nbtrain.defer_interrupts import changing, uninterrupted
 from nbtrain.training.loop.shared_board import RAISED, Board
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")
@@ -62,7 +62,7 @@ def inside_uninterruptible(frame: FrameType | None) -> bool:
     """Whether this frame or a caller updates weights, or runs a step that all ranks must finish together."""
     moving = _moving()
     while frame is not None:
-        if _moves(frame.f_code, moving) or frame.f_code is uninterrupted.together.__code__:
+        if _moves(frame.f_code, moving) or frame.f_code is uninterrupted.__code__:
             return True
         frame = frame.f_back
     return False
@@ -79,7 +79,7 @@ def interrupted_a_step(trace: TracebackType | None) -> bool:
 
 
 def _moves(code: CodeType, moving: frozenset[str]) -> bool:
-    return code.co_filename in moving or code is uninterrupted.changing.__code__
+    return code.co_filename in moving or code is changing.__code__
 
 
 def _moving() -> frozenset[str]:

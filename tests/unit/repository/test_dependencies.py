@@ -30,7 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_AN_EXTRA = {
     "deepspeed": (
         *("strategies/deepspeed/", "compat/deepspeed.py"),
-        "training/checkpoints/other_formats.py",
+        "training/checkpoints/open_checkpoint.py",
     ),
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),

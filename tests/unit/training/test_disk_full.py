@@ -11,13 +11,13 @@ import pytest
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from nbtrain.training.checkpoints.disk_full import room_told
+from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = sys.argv[1] + "/model.pt"
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # as a quota has it
 what = torch.zeros(1 << 17)
 try:
-    with room_told(path):
+    with telling_of_a_full_disk(path):
         {write}
 except OSError as error:
     print(error)
@@ -41,7 +41,7 @@ def test_no_room_is_told_as_that(tmp_path: Path, write: str) -> None:
 
 
 def test_another_error_stays_what_it_is() -> None:
-    from nbtrain.training.checkpoints.disk_full import room_told
+    from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
 
-    with pytest.raises(RuntimeError, match="storage has wrong byte size"), room_told("x"):
+    with pytest.raises(RuntimeError, match="storage has wrong byte size"), telling_of_a_full_disk("x"):
         raise RuntimeError("storage has wrong byte size")

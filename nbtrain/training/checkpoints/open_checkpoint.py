@@ -1,15 +1,22 @@
 """Opens a checkpoint: one of nbtrain, sharded or full, a folder of them, a safetensors file, or what DeepSpeed, torch
 or Lightning have written.
 
-All ranks open it together (`together`): each reads it, or one for all where it is held in memory.
+All ranks open it together (`together`): each reads it, or one for all where it is held in memory. Of what others have
+written the weights are taken: DeepSpeed's partitions are put together; a folder of torch.distributed.checkpoint and a
+file of Lightning's are read tensor by tensor.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +24,18 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.training.checkpoints import folder, full_format, other_formats, sharded_format
-from nbtrain.training.checkpoints.rank_parts import Described
+from nbtrain.training.checkpoints import folder, full_format, sharded_format
+from nbtrain.training.checkpoints.content import Described
 from nbtrain.training.ranks import collectives
 
 ABOUT = "about"
 """The key under which the tree is stored, pickled, as bytes."""
 FORMAT = 1
+OF_OPTIMIZERS = ("optim", "sched")
+"""How parts of a checkpoint of torch.distributed.checkpoint begin that hold no weights."""
+LIGHTNING = "pytorch-lightning_version"
+SLOW = 2.0
+"""Seconds of loading after which its progress is printed."""
 
 
 @dataclass(slots=True)
@@ -49,21 +61,16 @@ def packed(about: Mapping[str, Any]) -> torch.Tensor:
 
 
 def find(path: Path) -> tuple[Path, str]:
-    """What `load(path)` means, and a sentence where that needs saying. Raises if there is nothing."""
-    if (
-        folder.marker(path) is not None
-        or path.is_file()
-        or other_formats.is_deepspeed(path)
-        or other_formats.is_torchs(path)
-    ):
+    """The checkpoint that `load(path)` means, and a sentence if that needs saying. Raises if there is none."""
+    if folder.marker(path) is not None or path.is_file() or _is_deepspeed(path) or _is_torchs(path):
         return path, ""
     if made := folder.inside(path):
         newest, said = made[-1]
         return newest, f"{path}: the newest whole checkpoint in there is {newest.name} (step {said.get('step', '?')})"
     if (aside := folder.replaced_one(path)) is not None:
         return aside, f"{path} was about to be replaced when its process ended: the one from before is loaded"
-    if path.is_dir() and len(list(path.glob(f"*{full_format.SUFFIX}"))) == 1:
-        return next(path.glob(f"*{full_format.SUFFIX}")), ""
+    if path.is_dir() and len(files := list(path.glob(f"*{full_format.SUFFIX}"))) == 1:
+        return files[0], ""
     if not path.exists():
         raise UsageError(f"there is no checkpoint {path}")
     raise UsageError(
@@ -74,7 +81,7 @@ def find(path: Path) -> tuple[Path, str]:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """`path`: as `find` gave it."""
+    """Open what `find` has found."""
     said = folder.marker(path) if path.is_dir() else None
     if said is not None and said.get("format", FORMAT) > FORMAT:
         raise UsageError(f"{path} was written by a newer nbtrain ({said.get('nbtrain')}): pip install -U nbtrain")
@@ -82,7 +89,7 @@ def open_source(path: Path) -> CheckpointSource:
         return _full(path) if said.get("kind") == "full" else _sharded(path)
     if path.is_file():
         return _lightning(path) if path.suffix == ".ckpt" else _file(path)
-    return _torchs(path) if other_formats.is_torchs(path) else _deepspeed(path)
+    return _torchs(path) if _is_torchs(path) else _deepspeed(path)
 
 
 def _sharded(path: Path) -> CheckpointSource:
@@ -121,29 +128,102 @@ def _file(path: Path) -> CheckpointSource:
 
 
 def _lightning(path: Path) -> CheckpointSource:
-    held = other_formats.lightnings(path)
-    if held is None:
+    """The weights in a checkpoint file of Lightning's Trainer. They are read when they are asked for."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:
+        raise UsageError(f"{path} cannot be read as a checkpoint file of Lightning's: {error}") from error
+    if not isinstance(saved, dict) or LIGHTNING not in saved:
         raise UsageError(
             f"{path} was not written by Lightning's Trainer. Of what torch.save has written: "
             "model.load_state_dict(torch.load(path))"
         )
-    described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
-    return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), elsewhere=True)
+    held = {key: value for key, value in saved["state_dict"].items() if isinstance(value, torch.Tensor)}
+    return _of_tensors(path, held, elsewhere=True)
+
+
+def _is_torchs(path: Path) -> bool:
+    """Whether torch.distributed.checkpoint has written this folder, in full: this file is the last."""
+    return (path / ".metadata").is_file()
 
 
 def _torchs(path: Path) -> CheckpointSource:
-    models, described, read = other_formats.torchs(path)
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = checkpoint.FileSystemReader(path).read_metadata()
+    described = {
+        key: Described(tuple(one.size), one.properties.dtype)
+        for key, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    whole_path: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    models: dict[str, dict[str, str]] = {}
+    for key in described:
+        *holder, name = map(str, whole_path.get(key, (key,)))
+        if not any(part.startswith(OF_OPTIMIZERS) for part in holder):
+            models.setdefault(".".join(holder), {})[name] = key
+
+    def read(key: str) -> torch.Tensor:
+        one = described[key]
+        found = {key: torch.empty(one.shape, dtype=one.dtype)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no other process takes part
+            checkpoint.load(found, storage_reader=checkpoint.FileSystemReader(path), no_dist=True)
+        return found[key]
+
     modules = {name if len(models) > 1 else "": {"tensors": tensors, "extra": {}} for name, tensors in models.items()}
     return CheckpointSource(
         path, {"modules": modules, "optimizers": {}, "schedulers": {}}, described, read, elsewhere=True
     )
 
 
+def _is_deepspeed(path: Path) -> bool:
+    """Whether it is a folder with the file `latest`, or the folder of one step in there."""
+    return path.is_dir() and (_has_states(path) or ((path / "latest").is_file() and _has_states(_newest(path))))
+
+
 def _deepspeed(path: Path) -> CheckpointSource:
-    """Put together when it is asked for: one rank is enough for that."""
-    held = other_formats.weights(path)
+    """The whole model in 32 bits, which takes as much host memory: one rank is enough for that."""
+    step = path if _has_states(path) else _newest(path)
+    return _of_tensors(path, _deepspeed_weights(path, step), costly=True)
+
+
+def _deepspeed_weights(path: Path, step: Path) -> Mapping[str, torch.Tensor]:
+    if not list(step.glob("*zero_pp_rank_*_optim_states.pt")):  # stage 0, or no optimizer: the weights are whole
+        states = torch.load(min(step.glob("*_model_states.pt")), map_location="cpu", weights_only=False)
+        return {key: value for key, value in states["module"].items() if isinstance(value, torch.Tensor)}
+    if find_spec("deepspeed") is None:
+        raise UsageError(
+            f"{path} was written by DeepSpeed in {len(list(step.glob('*_optim_states.pt')))} partitions, and only "
+            "DeepSpeed can put them together: pip install deepspeed"
+        )
+    before = dict(os.environ)
+    try:
+        from nbtrain.strategies.deepspeed.library import imported
+
+        imported(torch.device("cpu"))
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells of every partition
+            return dict(get_fp32_state_dict_from_zero_checkpoint(str(step.parent), tag=step.name))
+    finally:
+        for name in os.environ.keys() - before.keys():  # DeepSpeed's import sets some
+            del os.environ[name]
+
+
+def _newest(path: Path) -> Path:
+    return path / (path / "latest").read_text().strip()
+
+
+def _has_states(path: Path) -> bool:
+    return path.is_dir() and next(path.glob("*_model_states.pt"), None) is not None
+
+
+def _of_tensors(path: Path, held: Mapping[str, torch.Tensor], **what: Any) -> CheckpointSource:
+    """A source of weights that are in memory. `what`: its other fields."""
     described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
-    return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), costly=True)
+    return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), **what)
 
 
 def _weights_only(keys: Any) -> dict[str, Any]:
@@ -157,9 +237,6 @@ def _about(data: torch.Tensor) -> dict[str, Any]:
 
 def _described(about: Mapping[str, Any]) -> dict[str, Described]:
     return {key: Described(tuple(shape), dtype) for key, (shape, dtype) in about["shapes"].items()}
-
-
-SLOW = 2.0
 
 
 def agree(check: Callable[[], Any]) -> None:
@@ -192,7 +269,7 @@ def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
     if sentence:
         say(sentence)
     opened: list[CheckpointSource] = []
-    alone = several and folder.marker(where) is None and other_formats.is_deepspeed(where)
+    alone = several and folder.marker(where) is None and _is_deepspeed(where)
     agree(lambda: opened.append(open_source(where)) if lead or not alone else None)
     if alone:
         outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]

@@ -17,7 +17,7 @@ from nbtrain.training.random_states.rank_draws import Randomness
 ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
 
 
-class Agreement:
+class ReplicaChecksums:
     """Remembers what was compared last, so that a cell that trained nothing costs nothing."""
 
     def __init__(self, hands_off: bool = False) -> None:

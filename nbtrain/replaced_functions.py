@@ -1,0 +1,300 @@
+"""Which functions of other packages are replaced, who listens to each of them, why, and in which order.
+
+`intercept.py` does it. The table is shown in docs/internals/replaced_functions.md; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nbtrain.compat import cuda, dtensor, extensions, groups, loaders, modules, training_libraries
+from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import horovod as hvd
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "all_gather_single",
+    "reduce_scatter_single",
+)  # fmt: skip
+"""functions of torch.distributed that need every rank. Not every torch has the last two."""
+NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+"""methods by which a number is read out of a tensor"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One function, or several that are replaced alike: then `names` fill the `{}` of its paths."""
+
+    path: str
+    listeners: Mapping[str, str]
+    """name → why it listens; outermost first"""
+    also: tuple[str, ...] = ()
+    """other paths of the same function"""
+    names: tuple[str, ...] = ()
+    imported: bool = False
+    """cells import it by name"""
+    maybe: bool = False
+    """not every version of the package has it"""
+    added: bool = False
+    """the package has no such function: it is what the listener makes"""
+    static: bool = False
+    """it is a static method"""
+
+    def paths(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(path, other paths) of each function"""
+        for name in self.names or ("",):
+            yield self.path.format(name), tuple(other.format(name) for other in self.also)
+
+
+TABLE: tuple[Row, ...] = (
+    Row(
+        "torch.autograd.backward",
+        {
+            "pipeline": "a graph ends where a stage begins: which loss a backward starts from is noted, and what "
+            "cannot be answered is refused",
+            "pieces": "a loss that is made of parameters in pieces alone is put together",
+            "step": "the strategy, accumulation and loss scaling do their part; a backward cut short is forgotten",
+            "precision": "layers that are computed again make tensors in the model's 16 bits",
+        },
+        imported=True,
+    ),
+    Row(
+        "torch.autograd.grad",
+        {
+            "step": "what it gives is this rank's own: added to an averaged gradient, that is averaged again; used "
+            "otherwise, that is said",
+            "pipeline": "gradients by name are refused, and no parameter gets one meanwhile",
+            "pieces": "by weights in pieces: it is asked of what is gathered, and each rank gets its part of the mean",
+            "deepspeed": "what DeepSpeed cannot follow is said in words",
+        },
+        imported=True,
+    ),
+    Row(
+        "torch.utils.checkpoint.checkpoint",
+        {"pipeline": "without re-entering autograd: a backward of its own would begin inside of a stage's"},
+        imported=True,
+    ),
+    Row(
+        "torch.{}.functional_call",
+        {
+            "step": "what it takes in the place of weights is known for such",
+            "pipeline": "a model in stages is called with the weights given: every rank computes all of it",
+            "pieces": "a model in pieces is called with the weights given, without what gathers its own",
+            "deepspeed": "stage 3 gathers a model's own weights: others are said to be refused",
+        },
+        names=("func", "nn.utils.stateless"),
+        imported=True,
+    ),
+    Row(
+        "torch.nn.utils.{}",
+        {"step": "a strategy may know the norm better; between accumulated batches nothing is clipped"},
+        also=("torch.nn.utils.clip_grad.{}",),
+        names=("clip_grad_norm_", "clip_grad_value_"),
+        imported=True,
+    ),
+    Row(
+        "torch.amp.GradScaler.scale",
+        {
+            "step": "refused where the strategy scales losses by itself",
+            "scaling": "a loop that scales its losses is left alone by 16-mixed",
+        },
+    ),
+    Row(
+        "torch.amp.GradScaler.step",
+        {
+            "accumulation": "the K-th call only",
+            "step": "a step that is passed over has ended, too",
+        },
+    ),
+    Row("torch.amp.GradScaler.{}", {"accumulation": "the K-th call only"}, names=("unscale_", "update")),
+    Row(
+        "torch.optim.Optimizer.zero_grad",
+        {
+            "accumulation": "nothing is cleared between accumulated batches",
+            "scaling": "an overflow of gradients that are no more is forgotten",
+        },
+    ),
+    Row("torch.nn.Module.zero_grad", {"accumulation": "nothing is cleared between accumulated batches"}),
+    Row(
+        "torch.optim.lr_scheduler.LRScheduler.step",
+        {"accumulation": "the K-th call only; of every class of schedules"},
+    ),
+    Row(
+        "torch.optim.lr_scheduler.ReduceLROnPlateau.step",
+        {
+            "accumulation": "the K-th call only",
+            "lines": "by the ranks' mean, or their learning rates would part",
+        },
+    ),
+    Row(
+        "torch.optim.Optimizer.{}",
+        {"in_cell_models": "models that the cell makes are set up"},
+        names=("__init__", "add_param_group"),
+    ),
+    Row("torch.nn.Module.__setstate__", {"in_cell_models": "a copied model is one that the cell made"}),
+    Row(
+        "torch.nn.Module.__call__",
+        {
+            "record": "pipeline writes down what a forward calls",
+            "criterion": "the criterion that --loss names takes a model's output that is still to be computed",
+            "precision": "what a model computes in, where that is not 32 bits",
+        },
+    ),
+    Row("torch.optim.Optimizer.load_state_dict", {"pipeline": "each rank keeps of it what is its own"}),
+    Row(
+        "torch.Tensor.{}",
+        {"hooks": "where ranks average gradients, it would see this rank's own: refused, or said once"},
+        names=("register_hook", "register_post_accumulate_grad_hook"),
+    ),
+    Row(
+        "torch.Tensor.{}",
+        {"weight_draws": "what is drawn for a weight is the same on every rank, and what one process draws"},
+        names=(
+            *("normal_", "uniform_", "random_", "bernoulli_"),
+            *("exponential_", "log_normal_", "cauchy_", "geometric_"),
+        ),
+    ),
+    Row(
+        "torch.nn.init.{}",
+        {"weight_draws": "the same: these draw for a tensor of their own, and write it into the weight"},
+        names=("orthogonal_", "sparse_"),
+        imported=True,
+    ),
+    Row(
+        "torch.{}",
+        {"weight_draws": "the same, for noise that has a weight's shape"},
+        names=("rand_like", "randn_like", "randint_like"),
+        imported=True,
+    ),
+    Row("torch.Tensor.retain_grad", {"scaling": "its gradient, too, is divided by the scale"}),
+    Row(
+        "torch.Tensor.__deepcopy__",
+        {"low_precision": "a copy of weights in 16 bits is known for one"},
+        also=("torch.nn.Parameter.__deepcopy__",),
+    ),
+    Row("torch.Tensor.__reduce_ex__", {"xla": "who reads a file may have no XLA: tensors are saved as of the CPU"}),
+    Row(
+        "torch.distributed.tensor.DTensor.{}",
+        {"values": "what is read out of tensors in pieces is the whole's value"},
+        names=("__str__", "__format__", *NUMBERS),
+    ),
+    Row(
+        "torch.distributed.tensor.DTensor.data",
+        {"values": "each rank takes its part of what is put there; torch would drop it"},
+    ),
+    Row(
+        dtensor.FUNCTION,
+        {"values": "what meets an ordinary tensor, or is differentiated in the loop, is computed with the whole"},
+        static=True,
+    ),
+    Row(
+        "torch.distributed.tensor.DTensor._repr_pretty_",
+        {"values": "the last line of a cell says whether it shows the whole"},
+        added=True,
+    ),
+    Row(
+        dtensor.MOVERS[0],
+        {"values": "a rank that comes alone is told so, and does not wait for ever"},
+        also=dtensor.MOVERS[1:],
+        maybe=True,
+    ),
+    Row(loaders.BATCHES, {"loaders": "batches are dealt out to the ranks"}),
+    Row(
+        "torch.utils.data.DataLoader.__iter__",
+        {"loaders": "counted, and dealt out in an order that all ranks share"},
+    ),
+    Row(
+        f"{loaders.ITERATOR}.{{}}",
+        {"loaders": "seeds of workers differ by rank; batches are counted and go to the rank's device"},
+        names=("__init__", "__next__"),
+    ),
+    Row("torch.utils.data.dataset.randperm", {"loaders": "random_split splits alike on all ranks"}, maybe=True),
+    Row(
+        "torch.distributed.{}",
+        {
+            "subset": "refused in a cell that runs on some ranks only",
+            "collective_guard": "raises when ranks enter different collectives, instead of hanging",
+        },
+        also=("torch.distributed.distributed_c10d.{}",),
+        names=COLLECTIVES,
+        imported=True,
+        maybe=True,
+    ),
+    Row(
+        "torch.distributed.recv",
+        {"collective_guard": "waiting counts as communication"},
+        also=("torch.distributed.distributed_c10d.recv",),
+        imported=True,
+        maybe=True,
+    ),
+    Row("torch.distributed.distributed_c10d.Work.wait", {"collective_guard": "waiting counts as communication"}),
+    Row(
+        "torch.distributed.init_process_group",
+        {"group": "a script under none is given the ranks' own group, or the one it asks for in its place"},
+        also=("torch.distributed.distributed_c10d.init_process_group",),
+        imported=True,
+        maybe=True,
+    ),
+    Row(groups.MAKE, {"group": "the sockets of every group are known, and its threads are patient"}),
+    Row("torch.save", {"saving": "one file, written once"}, also=("torch.serialization.save",), imported=True),
+    Row(
+        f"{modules.NORM_LAYER}.reset_running_stats",
+        {"norms": "update_bn counts the batches of all ranks"},
+    ),
+    Row("torch.nn.SyncBatchNorm.forward", {"lines": "works on the CPU, too"}),
+    Row(cuda.INITIALISE, {"lines": 'on a rank without a GPU: says what to write for "cuda"'}),
+    Row(
+        "torch.compile",
+        {"deepspeed": "while DeepSpeed is imported: it would compile kernels of its Muon, for ten seconds"},
+    ),
+    Row(
+        "torch.nn.functional.linear",
+        {"deepspeed": "stage 3 computes it by a function of its own, while its cells run"},
+    ),
+    Row(ds.JIT_LOAD, {"deepspeed": "what is compiled is said, by one rank for all, and ends with it"}),
+    Row(extensions.RUN_NINJA, {"deepspeed": "compilers end with the rank, and their progress is told"}, maybe=True),
+    Row(ds.BUILD_SHM, {"deepspeed": "it would compile an op for a collective that training does not use"}),
+    Row(
+        ds.EMPTY_PARAMETER,
+        {"deepspeed": "a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty"},
+    ),
+    Row(ds.CUT_TO_BLOCKS, {"deepspeed": "gradients are read from the disk to where they belong"}),
+    Row(ds.SEND_WEIGHTS, {"deepspeed": "weights that have been compared are not sent again while an engine is made"}),
+    Row(ds.SEND_WEIGHT, {"deepspeed": "the same, under stage 3"}),
+    Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
+    Row(
+        hvd.START,
+        {
+            "brought": "refused under another strategy than horovod: no rank would find the others",
+            "horovod": "a cell's own hvd.init() goes on with the ranks there are",
+        },
+    ),
+    Row(hvd.WAIT, {"horovod": "waiting can be interrupted, and does not take a processor"}),
+    *(
+        Row(
+            f"{one.path}.{{}}",
+            {"brought": "refused under another strategy than none; made in the notebook it knows one process"},
+            names=("__init__", *one.uses),
+            maybe=True,
+        )
+        for one in training_libraries.CLASSES
+    ),
+    Row(training_libraries.DEEPSPEED, {"brought": "refused under another strategy than none"}, maybe=True),
+    Row(training_libraries.HOROVOD, {"brought": "refused: -s horovod does it"}, maybe=True),
+    Row(
+        f"{training_libraries.LAUNCHERS}.{{}}",
+        {"brought": "processes of its own, beside the ranks: says what to write"},
+        also=("accelerate.{}",),
+        names=("notebook_launcher", "debug_launcher"),
+        maybe=True,
+    ),
+    Row(
+        "torch.multiprocessing.{}",
+        {"brought": "processes of its own, beside the ranks: says what to write"},
+        also=("torch.multiprocessing.spawn.{}",),
+        names=("start_processes",),
+        imported=True,
+    ),
+)
