@@ -114,7 +114,7 @@ STRATEGIES: Mapping[str, Entry] = _table(
         summary="every rank holds a part of all there is; a layer is gathered while it computes",
         shards="batches, optimizer, gradients, parameters",
         in_pieces=True,
-        internals=(*strategy_packages.EVERYWHERE, "fsdp2", "dtensor", "wrap_policies"),
+        internals=(*strategy_packages.EVERYWHERE, "fsdp2", "dtensor"),
         instead="ddp",
     ),
     Entry(

@@ -24,7 +24,7 @@ its.members("torch.autograd.Variable._execution_engine", "queue_callback")
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a part of a backward, for which there is no public function."""
+    """Whether this thread runs a part of a backward; torch has no public function for that."""
     return bool(_task() != -1)
 
 
@@ -39,31 +39,31 @@ def after_backward(callback: Callable[[], Any]) -> None:
 
 
 def saves_by_hooks() -> bool:
-    """`torch.autograd.graph.saved_tensors_hooks` are in force in this thread; another thread would not have them."""
+    """Whether this thread is inside `torch.autograd.graph.saved_tensors_hooks`; another thread would not be."""
     return _saved_tensors_hooks(True) is not None
 
 
 def in_functional_transform() -> bool:
-    """Inside of `torch.func.vmap`, `grad` and the like, where a batch dimension may not be seen."""
+    """Whether this runs inside `torch.func.vmap`, `grad` or the like, where a batch dimension may be hidden."""
     return _functorch_level() is not None
 
 
 def unwrapped(value: Any, mapped: bool = False) -> Any:
-    """Of what `torch.func.grad` differentiates, the tensor that it was given; anything else as it is. Of what `vmap`
-    maps over samples it is the whole where `mapped` is set; otherwise that stays as it is."""
+    """The tensor inside the wrapper that `torch.func.grad` differentiates; any other value as it is. With `mapped`,
+    what `vmap` maps over samples becomes the whole batch, too."""
     while isinstance(value, torch.Tensor) and _is_wrapped(value) and (mapped or not _is_batched(value)):
         value = _unwrapped(value)
     return value
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Its numbers can be read."""
+    """Whether the tensor's values can be read."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapped(tensor)
     return plain and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def nodes_below(root: torch.Tensor) -> Iterator[Any]:
-    """All nodes of the graph that computed it."""
+    """All nodes of the graph that computed `root`."""
     todo = [root.grad_fn]
     seen: set[Any] = set()
     while todo:
@@ -75,21 +75,21 @@ def nodes_below(root: torch.Tensor) -> Iterator[Any]:
 
 
 def is_unit_gatherer(node: Any) -> bool:
-    """A node of a graph that FSDP2 put there: behind it are weights that are let go of after the first backward."""
+    """Whether FSDP2 put this node into the graph: the weights behind it are freed after the first backward."""
     return "RegisterPostBackwardFunction" in node.name()
 
 
 # --- how a loss was reduced -----------------------------------------------------------------------
 
 MEAN, SUM = 1, 2
-"""what torch's loss functions save of `reduction="mean"` and `"sum"`"""
+"""the numbers that torch's loss functions save for `reduction="mean"` and `"sum"`"""
 LINEAR = frozenset(f"{name}Backward0" for name in ("Add", "Sub", "Mul", "Neg", "Squeeze", "View")) | {"MulBackward1"}
-"""nodes of a graph behind which what was added up is still a sum"""
+"""nodes of a graph that make a sum of a sum"""
 DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
-"""by a tensor, which a Python number may be, too, and by a number"""
+"""division by a tensor, which may stand for a Python number, and by a number"""
 COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0"})
 LEAF = "torch::autograd::AccumulateGrad"
-"""the name of a node that puts a gradient into a parameter; a function of the user's may have a `variable`, too"""
+"""the node that accumulates a parameter's gradient; a user's own function may have a `variable`, too"""
 
 
 def node_name(node: Any) -> str:
@@ -105,29 +105,29 @@ def copied(tensor: torch.Tensor) -> Any:
 
 
 def was_summed(node: Any) -> bool:
-    """A loss function of torch's that was told `reduction="sum"`."""
+    """Whether the node is a loss function of torch with `reduction="sum"`."""
     return getattr(node, "_saved_reduction", None) == SUM
 
 
 def summed_shape(node: Any) -> tuple[int, ...]:
-    """The shape that `tensor.sum()` has summed; empty for any other node."""
+    """The shape of the tensor that `tensor.sum()` summed; empty for any other node."""
     if node_name(node) != "SumBackward0":
         return ()
     return tuple(map(int, getattr(node, "_saved_self_sym_sizes", ())))
 
 
 def factors(node: Any) -> list[float]:
-    """Numbers that a product has saved, if it is one of a tensor and a number."""
+    """The numbers in a product of a tensor and a number; none for any other node."""
     if node_name(node) != "MulBackward0":
         return []
     saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-    with without_modes():  # the same
+    with without_modes():  # they may stand for Python numbers, which a mode would be given
         return [float(one) for one in saved if isinstance(one, torch.Tensor) and _is_number(one)]
 
 
 def divisor(node: Any) -> float | None:
-    """What a mean was divided by: of a loss function's over targets, what they count together, without those that are
-    ignored; of `a / b`, b where that is one number."""
+    """The number that a mean was divided by: in a loss over targets their total weight, without ignored ones; in
+    `a / b` the number b."""
     name = node_name(node)
     if name.startswith("NllLoss"):
         found = getattr(node, "_saved_total_weight", None) if node._saved_reduction == MEAN else None
@@ -135,7 +135,7 @@ def divisor(node: Any) -> float | None:
         found = getattr(node, "_saved_other", None) if name == "DivBackward0" else None
     if not isinstance(found, torch.Tensor) or found.dim() or found.is_complex():
         return None
-    with without_modes():  # it may stand for a Python number, which they would be given
+    with without_modes():  # it may stand for a Python number, which a mode would be given
         return float(found.detach())
 
 

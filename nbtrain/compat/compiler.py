@@ -12,22 +12,20 @@ its = Internals("torch")
 check = its.check
 
 MODULE = "torch._dynamo"
-"""Every optimizer imports it when it is made; a rank's nursery does that beforehand."""
+"""Imported when an optimizer is made; the nursery of the ranks imports it beforehand."""
 _disable = its.name("torch._disable_dynamo")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_graphs(function: F) -> F:
-    """What it does is no computation, and is not to be looked into. `torch.compiler.disable` would import the compiler
-    here and now."""
+    """Keep a function out of compiled graphs. `torch.compiler.disable` does so, too, but imports the compiler."""
     found: F = _disable(function)
     return found
 
 
 def mark_outside_graphs(function: Any) -> None:
-    """A method that a class takes into its body: it becomes no part of its caller's graph. The compiler looks for the
-    mark."""
+    """Keep a method out of its caller's compiled graph, by a mark that the compiler looks for."""
     function._torchdynamo_disable = True
 
 
@@ -36,6 +34,6 @@ def is_loaded() -> bool:
 
 
 def has_compiled() -> bool:
-    """Something was compiled in this process."""
+    """Whether anything was compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and any(dynamo.counters.values())  # with fullgraph=True it counts no frames

@@ -1,4 +1,4 @@
-"""torch.cuda's way of waking up. Nothing here imports torch. All of it is there in torch 2.8 to 2.15."""
+"""How torch initialises CUDA. Nothing here imports torch. All of it is there in torch 2.8 to 2.15."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ its = Internals("torch")
 check = its.check
 
 INITIALISE = "torch.cuda._lazy_init"
-"""Whatever needs a card comes here first."""
+"""Called first by whatever needs a card."""
 its.members("torch.cuda", "_lazy_init", "_lazy_call", "_queued_calls")
 
 
 def call_when_initialised(cuda: Any, function: Callable[[], None]) -> bool:
-    """`cuda`: the module. False where this torch has no such queue."""
+    """Have torch call the function as soon as CUDA is initialised; False where this torch has no queue for it. `cuda`:
+    the module."""
     if not hasattr(cuda, "_lazy_call"):
         return False
     cuda._lazy_call(function)
@@ -24,5 +25,6 @@ def call_when_initialised(cuda: Any, function: Callable[[], None]) -> bool:
 
 
 def call_no_more(cuda: Any, function: Callable[[], None]) -> None:
+    """Undo `call_when_initialised`."""
     queue = getattr(cuda, "_queued_calls", [])
     queue[:] = [call for call in queue if call[0] != function]

@@ -3,10 +3,10 @@
 DeepSpeed calls its wrapper of the model the engine; the engine's optimizer, here `zero`, cuts parameters and gradients
 up, holds the pieces and steps them. Nothing here imports DeepSpeed before it is used.
 
-All of it is there in 0.19.8; older ones are refused, by names that they lack. Before 0.19.4 DeepSpeed cannot be told
-that the loop decides when a step is taken (`managed_gradient_accumulation`): each backward ends the gathering of
-gradients, and a loop that adds up several would step the last one alone. 0.19.4 can, but not where the optimizer is
-offloaded. Until 0.19.7 stages 1 and 2 send no gradients on the CPU without `contiguous_gradients`, and say nothing.
+All of it is there in 0.19.8; older versions lack names, and are refused. Before 0.19.4 DeepSpeed cannot be told that
+the loop decides when to step (`managed_gradient_accumulation`): each backward ends the gathering of gradients, and a
+loop that accumulates would step with the last one alone. 0.19.4 can, but not with an offloaded optimizer. Until 0.19.7
+stages 1 and 2 silently send no gradients on the CPU without `contiguous_gradients`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ _GROUPS = "deepspeed.utils.groups"
 # --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
 
 BUILD_SHM = "deepspeed.comm.torch.build_shm_op"
-"""Compiles an op for collectives of inference, half a minute, as soon as a process group is made."""
+"""Compiles an op for inference collectives, for half a minute, as soon as a process group is made."""
 JIT_LOAD = "deepspeed.ops.op_builder.builder.OpBuilder.jit_load"
-"""Compiles an op, inside of whatever asks for it, and says nothing."""
+"""Compiles an op when it is first used, silently."""
 EMPTY_PARAMETER = "deepspeed.runtime.zero.partition_parameters.free_param"
-"""Takes the memory of a parameter that is cut up: an empty tensor stands in its place."""
+"""Frees the memory of a partitioned parameter and leaves an empty tensor in its place."""
 CUT_TO_BLOCKS = "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper._adjust_for_misaligned_lengths"
-"""Of what is read from the disk or written to it, the ends that do not fill a block stay in memory; the beginnings are
-forgotten."""
+"""Keeps in memory the ends of tensors that do not fill a block of the disk; beginnings that do not, it forgets."""
 SEND_WEIGHTS = f"{_ENGINE}._broadcast_model"
-"""From rank 0 to all, when an engine is made."""
+"""Sends the weights of rank 0 to all when an engine is made."""
 SEND_WEIGHT = f"{_INIT}._zero_init_param"
-"""The same for one parameter, under stage 3, before it is cut up."""
+"""Sends one parameter of rank 0 to all, under stage 3, before it is partitioned."""
 PUT_LINEAR = (
     "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear"
 )
 """Replaces `torch.nn.functional.linear` for good, when an engine of stage 3 is made."""
 LINEAR = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
-"""By what: it keeps the weight for the backward, and not a view of the gathered one."""
+"""What it puts there: it keeps the weight for the backward, not a view of the gathered one."""
 
 its.members("deepspeed.comm.torch", "build_shm_op")
 its.members("deepspeed.runtime.zero.partition_parameters", "free_param")
@@ -66,42 +65,23 @@ its.members(_COORDINATOR)
 its.members(_GROUPS, "_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP")
 its.members("deepspeed.comm.comm", "cdb")
 its.fields("deepspeed.comm.torch.TorchBackend", "all_gather_function", "reduce_scatter_function")
-its.members(
-    _ENGINE, "_backward_prologue", "_backward_post_hook", "allreduce_gradients", "is_gradient_accumulation_boundary"
-)
-its.members(_ENGINE, "managed_gradient_accumulation")
+_HOOK_STATE = "deepspeed.runtime.base_optimizer.BackwardHookStateManager"
+its.members(_ENGINE, "_backward_prologue", "_backward_post_hook", "allreduce_gradients")
+its.members(_ENGINE, "is_gradient_accumulation_boundary", "managed_gradient_accumulation")
 its.fields(_ENGINE, "_manual_backward_expected", "_running_engine_step", "enable_backward_allreduce", "basic_optimizer")
-its.members(
-    _BASE,
-    *("_backward_active_depth", "clear_backward_seen_flag", "exit_backward"),
-    *("register_grad_acc_post_hook", "unregister_grad_acc_post_hooks"),
-)
+its.members(_BASE, "_backward_active_depth", "clear_backward_seen_flag", "exit_backward")
+its.members(_BASE, "register_grad_acc_post_hook", "unregister_grad_acc_post_hooks")
 its.fields(_BASE, "_backward_hook_state")
-its.members("deepspeed.runtime.base_optimizer.BackwardHookStateManager", "reset_for_new_step")
-its.fields(
-    "deepspeed.runtime.base_optimizer.BackwardHookStateManager", "remaining_grad_acc_hooks", "backward_active_depth"
-)
+its.members(_HOOK_STATE, "reset_for_new_step")
+its.fields(_HOOK_STATE, "remaining_grad_acc_hooks", "backward_active_depth")
 its.members(_TWO, "process_gradients", "scaled_global_norm", "override_loss_scale", "get_param_id")
 its.members(_TWO, "_use_compact_grad_partition_buffer")
 its.fields(
     _TWO,
-    "_offload_accumulated_param_ids",
-    *(
-        "all_grad_tensors",
-        "averaged_gradients",
-        "bit16_groups",
-        "bit16_groups_flat",
-        "cpu_offload",
-        "ipg_buckets",
-        "micro_step_id",
-    ),
-    *("parallel_partitioned_bit16_groups", "params_already_reduced", "params_in_partition", "partition_size"),
-    *(
-        "real_dp_process_group",
-        "round_robin_bit16_groups",
-        "round_robin_bit16_offsets",
-        "single_partition_of_fp32_groups",
-    ),
+    *("_offload_accumulated_param_ids", "all_grad_tensors", "averaged_gradients", "bit16_groups", "bit16_groups_flat"),
+    *("cpu_offload", "ipg_buckets", "micro_step_id", "parallel_partitioned_bit16_groups", "params_already_reduced"),
+    *("params_in_partition", "partition_size", "real_dp_process_group", "round_robin_bit16_groups"),
+    *("round_robin_bit16_offsets", "single_partition_of_fp32_groups"),
 )
 its.members(
     _THREE,
@@ -111,14 +91,13 @@ its.members(
 )
 its.fields(
     _THREE,
-    "_offload_boundary_param_ids",
-    *("fp16_groups", "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_position"),
-    *("ipg_buckets", "offload_optimizer", "params_already_reduced"),
+    *("_offload_boundary_param_ids", "fp16_groups", "fp16_partitioned_groups_flat_numel"),
+    *("fp32_partitioned_groups_flat", "grad_position", "ipg_buckets", "offload_optimizer", "params_already_reduced"),
 )
 
 
 def check() -> list[str]:
-    """Nothing before DeepSpeed is imported: by that it settles on a kind of device, and who imports it knows which."""
+    """What the installed version lacks. DeepSpeed is not imported for it, as that settles on a kind of device."""
     return its.check() if "deepspeed" in sys.modules else []
 
 
@@ -126,9 +105,8 @@ def check() -> list[str]:
 
 
 def use_group(world: Any, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
-    """DeepSpeed forgets the process groups that it knew, for there are others now, and makes none: it takes this one.
-    `gather`, `scatter`: by what it communicates, in the place of torch's functions as they were when it was
-    imported."""
+    """Have DeepSpeed use this process group: it forgets the groups it knew and makes none. `gather` and `scatter`
+    replace torch's functions, which DeepSpeed keeps as they were when it was imported."""
     deepspeed: Any = import_module("deepspeed")
     comm, groups = import_module("deepspeed.comm.comm"), import_module(_GROUPS)
     known: Any = groups
@@ -152,15 +130,15 @@ def set_counts(parameters: int, modules: int) -> None:
 
 
 def _module_count() -> list[int]:
-    """The default of an argument."""
+    """DeepSpeed's counter: it is the default of an argument."""
     (found,) = import_module(_HOOKS).DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     count: list[int] = found
     return count
 
 
 def forget_module(module: Any) -> int:
-    """What DeepSpeed keeps in tables of the process; returns how often it was in the one that is not filled again by
-    itself."""
+    """Remove a module from DeepSpeed's tables of the process; returns how often it was in the one that DeepSpeed does
+    not fill again."""
     stack = import_module(_HOOKS).FWD_MODULE_STACK
     before = len(stack)
     stack[:] = [one for one in stack if one is not module]
@@ -179,12 +157,12 @@ def remember_module(module: Any, times: int) -> None:
 
 
 def cut_up(init: Any, parameter: Any) -> None:
-    """What `SEND_WEIGHT` does, without the sending."""
+    """Partition a parameter as `SEND_WEIGHT` does, without sending it."""
     init._convert_to_deepspeed_param(parameter)
     parameter.partition()
 
 
-# --- what it hangs on modules, parameters and outputs ----------------------------------------------
+# --- what it puts on modules, parameters and outputs -----------------------------------------------
 
 _HUNG_LATER = frozenset(
     {
@@ -196,17 +174,17 @@ _MANAGERS = "_backward_hook_managers"
 
 
 def hangs(attribute: str) -> bool:
-    """DeepSpeed gives it to modules and parameters, some of it when they are used."""
+    """Whether DeepSpeed puts this attribute on modules or parameters; some come only when they are used."""
     return attribute.startswith("ds_") or attribute in _HUNG_LATER
 
 
 def gathers(node: Any) -> bool:
-    """A node of a graph at which stage 3 gathers weights, or lets go of them."""
+    """Whether stage 3 gathers or frees weights at this node of a graph."""
     return type(node).__name__.startswith(("PreBackwardFunctionForModule", "PostBackwardFunctionModule"))
 
 
 def is_marked(output: Any) -> bool:
-    """A model's output, by which the engine finds that a backward begins."""
+    """Whether the engine has marked a model's output, to find that a backward begins."""
     return hasattr(output, _MANAGERS)
 
 
@@ -218,7 +196,7 @@ def unmark(output: Any) -> None:
 
 
 def around_beginning(engine: Any, around: Callable[[Callable[[], None]], Callable[[], None]]) -> Callable[[], None]:
-    """What the engine calls before the first gradient of a backward; returns what it calls now."""
+    """Wrap what the engine calls before the first gradient of a backward; returns what it calls now."""
     begin = engine._backward_prologue = around(engine._backward_prologue)
     return begin
 
@@ -229,17 +207,17 @@ def in_backward(zero: Any) -> bool:
 
 
 def has_begun_once(zero: Any) -> None:
-    """Whatever has announced it, and a hook of a parameter may have: one end will end it."""
+    """Count the backward as begun once, whatever announced it (a parameter's hook may have): one end will end it."""
     zero._backward_active_depth = 1
 
 
 def expect_scaled(engine: Any) -> None:
-    """The loss of the backward that begins was multiplied by somebody else; DeepSpeed refuses it otherwise."""
+    """Allow a backward whose loss was scaled by others, which DeepSpeed refuses otherwise."""
     engine._manual_backward_expected = True
 
 
 def end_backward(engine: Any) -> None:
-    """What the engine does when all gradients have come."""
+    """Do what the engine does once all gradients have come."""
     engine._backward_post_hook()
 
 
@@ -251,8 +229,7 @@ def forget_backward(zero: Any) -> None:
 
 
 def gather_all(engine: Any) -> None:
-    """Stage 1 adds gradients up over the ranks, as `step()` would, and does so then. Of the mode in which the loop
-    decides when a step is taken."""
+    """Reduce the gradients of stage 1 over the ranks now, as `step()` does where the loop decides when to step."""
     engine._running_engine_step = True
     try:
         engine.allreduce_gradients()
@@ -264,12 +241,12 @@ def gather_all(engine: Any) -> None:
 
 
 def is_in_one_piece(zero: Any, group: int) -> bool:
-    """Stage 2 keeps this group's gradients as one flat piece and not each by itself."""
+    """Whether stage 2 keeps this group's gradients as one flat piece and not each by itself."""
     return bool(zero._use_compact_grad_partition_buffer(group))
 
 
 def forget_arrivals(zero: Any) -> None:
-    """Which gradients are on the host: stages 1 and 2 have another set for it than stage 3."""
+    """Forget which gradients have come to the host; stages 1 and 2 note that in another set than stage 3."""
     for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
         if hasattr(zero, name):
             setattr(zero, name, set())
@@ -295,7 +272,7 @@ def let_go_of_whole(zero: Any) -> None:
 
 
 def is_on_disk(zero: Any, group: int) -> bool:
-    """Stage 3: a flat piece and what the optimizer keeps for it."""
+    """Whether stage 3 keeps this group's flat piece and optimizer state on the disk."""
     return bool(zero._swappable_optimizer_subgroup(group))
 
 
@@ -304,10 +281,10 @@ def read_from_disk(zero: Any, group: int) -> None:
 
 
 def write_to_disk(zero: Any, group: int) -> None:
-    """Write it, and release its memory."""
+    """Write what was read, and release its memory."""
     zero._optimizer_states_and_gradient_swap_out(group)
 
 
 def leave_on_disk(zero: Any, group: int) -> None:
-    """Release what was read, as it was not changed."""
+    """Release what was read without writing it, as it was not changed."""
     zero._release_swap_buffers(group)

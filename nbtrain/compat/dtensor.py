@@ -1,8 +1,9 @@
-"""DTensor: the part that a rank has of it, and where torch moves rows between ranks. Nothing here imports torch."""
+"""DTensor: a rank's part of it, and where torch moves rows between ranks. Torch is imported only when it is used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat.internals import Internals, find
@@ -21,10 +22,10 @@ its.fields("torch.distributed.tensor.DTensor", LOCAL)
 MOVERS = tuple(
     f"torch.distributed.tensor.{name}.redistribute_local_tensor" for name in ("_redistribute", "_dispatch", "_api")
 )
-"""One function, by which torch moves rows between ranks, under the names of all modules that know it."""
+"""The function that moves rows between ranks, under its name in each module that uses it."""
 
 FUNCTION = "torch.distributed.tensor.DTensor.__torch_function__"
-"""By which every function of torch that is given one is called: one in C that calls it plainly, and is not bound."""
+"""Calls every function of torch that is given a DTensor. It is in C, is not bound, and calls the function plainly."""
 its.members("torch.distributed.tensor.DTensor", "__torch_function__")
 
 _PLAINLY = "torch._C._disabled_torch_function_impl"
@@ -32,35 +33,30 @@ its.members("torch._C", "_disabled_torch_function_impl")
 
 
 def untouched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it without `__torch_function__`. A function of torch would pass its module's attribute on there, which may
-    be a wrapper of nbtrain's."""
+    """Call a function without `__torch_function__`, to which torch would pass the module's attribute of that name:
+    perhaps a wrapper of nbtrain's."""
     return find(_PLAINLY)(function, (), args, kwargs)
 
 
 def is_divided(tensor: Any) -> bool:
-    """A rank has a part of it: a DTensor, told without importing it, or what stands in for one's gradient."""
+    """Whether a rank has a part of it: of a DTensor, told without importing it, or a stand-in for one's gradient."""
     return hasattr(tensor, LOCAL)
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's part itself; `to_local()` would make a node of a graph of it, or a view."""
+    """This rank's part itself; `to_local()` would add a node to the graph, or make a view."""
     part: torch.Tensor = tensor._local_tensor
     return part
 
 
 def met_undivided(error: BaseException) -> bool:
-    """An operation was given a tensor in pieces and an ordinary one. torch raises no class of its own for it."""
+    """Whether an operation was given a DTensor and an ordinary tensor; torch raises no class of its own for that."""
     return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
 
 
-class _Handle:
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
-
-
 def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Any:
-    """`tensor.item()`, `float(tensor)` and the like read what `complete` makes of the tensor; returns a handle, as of a
-    hook. None where torch has no such table: then its methods have to be replaced."""
+    """Have `tensor.item()`, `float(tensor)` and the like read what `complete` makes of the tensor. Returns a handle as
+    of a hook; None where torch has no table for that, so that its methods have to be replaced."""
     from torch.distributed.tensor import DTensor
 
     from nbtrain.compat.fake_tensors import READS_A_NUMBER
@@ -71,7 +67,7 @@ def read_numbers_by(complete: Callable[[Any], torch.Tensor]) -> Any:
         return None
     handlers[READS_A_NUMBER] = lambda op, args, kwargs: op(complete(args[0]))
 
-    return _Handle(lambda: handlers.pop(READS_A_NUMBER, None))
+    return SimpleNamespace(remove=lambda: handlers.pop(READS_A_NUMBER, None))
 
 
 def pose_with_local(tensor: Any, part: torch.Tensor) -> None:
@@ -106,8 +102,8 @@ WITHOUT_RULE = (
 
 
 def compute_by(names: tuple[str, ...], compute: Callable[[Any, Any, Any], Any]) -> Any:
-    """`compute(op, args, kwargs)` in the place of torch's own for all operations of aten under these names, on tensors
-    in pieces; returns a handle, as of a hook. `fill_.Tensor`: for this overload only."""
+    """Compute aten's operations of these names on DTensors by `compute(op, args, kwargs)`; returns a handle as of a
+    hook. `fill_.Tensor`: this overload only."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -126,7 +122,7 @@ def compute_by(names: tuple[str, ...], compute: Callable[[Any, Any, Any], Any]) 
         for op in ours:
             handlers.pop(op, None)
 
-    return _Handle(remove)
+    return SimpleNamespace(remove=remove)
 
 
 def plainly(op: Any, args: Any, kwargs: Any) -> Any:

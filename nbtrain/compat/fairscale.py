@@ -52,7 +52,7 @@ def classes() -> tuple[Any, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Around whatever FairScale does when it is imported or made: it warns of what torch has renamed since."""
+    """Silence the warnings of FairScale, when it is imported or made, about what torch has renamed since."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -73,12 +73,12 @@ def owners(oss: Any) -> Mapping[Any, int]:
 
 
 def send(oss: Any) -> None:
-    """Parameters, each from its owner to all. Collective."""
+    """Send each parameter from its owner to all. Collective."""
     oss._broadcast_params()
 
 
 def memory(oss: Any) -> Iterator[tuple[int, int]]:
-    """From which address to which the parameters lie that are sent together."""
+    """The ranges of addresses in which parameters lie that are sent together."""
     for by_rank in oss.buckets.values():
         for bucket in by_rank.values():
             start = bucket.buffer.data_ptr()
@@ -89,8 +89,8 @@ def memory(oss: Any) -> Iterator[tuple[int, int]]:
 
 
 def refresh(parallel: Any) -> dict[int, Callable[[], None]]:
-    """After something was frozen or thawed; returns, by id of a parameter, what sends its gradient to its owner. Nobody
-    calls them but who asked: FairScale's own hooks are off."""
+    """Make the reductions anew, after parameters were frozen or thawed: id of a parameter → what sends its gradient to
+    its owner. Only the caller calls them, as FairScale's own hooks are taken off."""
     with quiet():
         parallel.refresh_trainable()
     while parallel._grad_hooks:
@@ -100,7 +100,7 @@ def refresh(parallel: Any) -> dict[int, Callable[[], None]]:
 
 
 def begin(parallel: Any) -> None:
-    """No gradient of this backward has been sent."""
+    """Begin a backward: none of its gradients has been sent."""
     parallel._clear_counters()
     parallel._bucket_flush_callback_set = True  # else it would wait for them when the backward ends: `finish` does
 

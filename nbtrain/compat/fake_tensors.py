@@ -1,4 +1,5 @@
-"""Tensors without numbers, and the modes that see each operation. All of it is there in torch 2.8 to 2.15."""
+"""Fake tensors, which have shapes and no values, and the modes that see each operation. All of it is there in torch 2.8
+to 2.15."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ _function_modes = its.name("torch._C._len_torch_function_stack")
 READS_A_NUMBER: Any = its.name("torch.ops.aten._local_scalar_dense.default")
 """The operation behind `tensor.item()`."""
 LOGGER = "torch._subclasses.fake_tensor"
-"""where it says what cannot be done without numbers"""
+"""where torch reports what cannot be done without values"""
 ASKS_OF_FORM = frozenset({"_is_view"})
-"""What a mode is told by name, and says nothing of numbers."""
+"""Functions that a mode is told of and that read no values."""
 SWITCHES = frozenset({"_set_grad_enabled", "set_grad_enabled", "_enter_autocast", "_exit_autocast"})
 """Calls that a function mode sees when `no_grad` and `autocast` are entered and left."""
 
@@ -37,7 +38,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What goes wrong there is told by us."""
+    """Silence that logger: nbtrain reports such errors itself."""
     logger = logging.getLogger(LOGGER)
     before = logger.disabled
     logger.disabled = True
@@ -63,35 +64,35 @@ def function_modes() -> int:
 
 
 def schema_of(operation: Any) -> Any:
-    """What it takes, returns and writes to; None for what has no schema. Nothing public says so."""
+    """An operation's schema, which has no public name; None where it has none."""
     return getattr(operation, "_schema", None)
 
 
 def packet_of(operation: Any) -> Any:
-    """All overloads of it, as FLOP formulas are registered."""
+    """The packet of all overloads of an operation, for which FLOP formulas are registered."""
     return getattr(operation, "_overloadpacket", operation)
 
 
 def is_of_shapes(error: BaseException) -> bool:
-    """It is only about there being no numbers."""
+    """Whether an error only says that fake tensors have no values."""
     return type(error).__module__.startswith("torch._subclasses")
 
 
 def wants_numbers(error: BaseException) -> bool:
-    """A forward looked at numbers."""
+    """Whether an error says that a forward reads values."""
     return is_of_shapes(error) and type(error).__name__.startswith(("DataDependent", "DynamicOutput"))
 
 
 def attention_on_cpu(backward: bool) -> list[Any]:
-    """torch's table of FLOP formulas is that of GPUs; a CPU computes attention in operations of its own."""
+    """The operations in which a CPU computes attention: torch has FLOP formulas for those of GPUs only."""
     return packets("_scaled_dot_product_flash_attention_for_cpu" + ("_backward" if backward else ""))
 
 
 def whole_networks() -> frozenset[Any]:
-    """Recurrent networks that are computed in one call."""
+    """The operations that compute a recurrent network in one call."""
     return frozenset(packets("_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "miopen_rnn"))
 
 
 def packets(*names: str) -> list[Any]:
-    """Not every build of torch has all of them."""
+    """Aten's operations of these names; not every build of torch has all."""
     return [getattr(aten, name) for name in names if hasattr(aten, name)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from nbtrain.compat import versions
 from nbtrain.compat.dtensor import local
@@ -41,6 +42,11 @@ its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_r
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs")
 
+_WRAP = "torch.distributed.fsdp.wrap"
+_Policy = its.name(f"{_WRAP}._Policy")
+its.takes(f"{_WRAP}.CustomPolicy._run_policy", "self", "root_module", "ignored_modules", "root_kwargs")
+its.fields(f"{_WRAP}.ModuleWrapPolicy", "_module_classes")
+
 _UNREDUCED = "unsharded_accumulated_grad"
 """What batches without communication have added up. An attribute until torch 2.14; from 2.15 on it is the gathered
 weight's own gradient, of which this is another name that cannot be set."""
@@ -50,7 +56,7 @@ weight's own gradient, of which this is another name that cannot be set."""
 
 
 def set_up(root: nn.Module) -> None:
-    """Once all of its units are made: what torch would do before the first forward."""
+    """Initialise `root` once all its units are made, as torch does before the first forward."""
     state(root)._lazy_init()
 
 
@@ -59,8 +65,7 @@ def state(unit: nn.Module) -> Any:
 
 
 def average_rightly(unit: Any) -> None:
-    """gloo adds up where it is told to average rows: found in torch 2.8, mended in 2.12. So it is told to add up, and
-    torch divides."""
+    """Have gloo sum and torch divide: before torch 2.12 gloo sums rows also where it is told to average them."""
     if versions.release(torch.__version__) < (2, 12) and dist.get_backend() != dist.Backend.NCCL:
         unit.set_force_sum_reduction_for_comms(True)
 
@@ -88,8 +93,8 @@ def gathered(weight: Any) -> Any:
 
 
 def give_memory(weight: Any, part: torch.Tensor) -> None:
-    """From now on this is the part, and what is gathered: torch sends a flat tensor of the same memory, which is of one
-    size on all ranks, so that there may have to be more of it."""
+    """Make this tensor a weight's part, and what is gathered. torch sends a flat tensor of the same memory, which has
+    one size on all ranks, so the memory may have to grow."""
     sent: torch.Tensor = weight._sharded_param_data
     mine = local(weight.sharded_param)
     if type(sent) is not torch.Tensor:  # a class that says itself what is sent
@@ -108,8 +113,8 @@ def give_memory(weight: Any, part: torch.Tensor) -> None:
 
 @torch.no_grad()
 def lay_where_gathered(weight: Any) -> None:
-    """What is gathered was given other memory (`.data = other`): with its numbers it is again where torch gathers to,
-    and would look for the next ones."""
+    """Put a gathered weight that was given other memory (`.data = other`) back to where torch gathers, with its new
+    values."""
     whole, there = gathered(weight), weight.all_gather_outputs
     if len(there) == 1 and whole.untyped_storage().data_ptr() != there[0].untyped_storage().data_ptr():
         memory = there[0].as_strided(whole.shape, torch.empty(whole.shape, device="meta").stride())
@@ -117,7 +122,7 @@ def lay_where_gathered(weight: Any) -> None:
 
 
 def forget(unit: nn.Module) -> None:
-    """torch keeps a table besides of what it has set up."""
+    """Remove a unit from torch's table of what it has set up."""
     _states_by_module.pop(unit, None)
 
 
@@ -134,8 +139,8 @@ def at_rest(one: Any) -> bool:
 
 
 def begin_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """As the unit's own forward begins, whatever of it is called; returns (args, kwargs). torch's
-    `register_fsdp_forward_method` does it for a method, and knows of no forward around it."""
+    """Do what begins a unit's own forward, for whichever of its methods is called; returns (args, kwargs). torch's
+    `register_fsdp_forward_method` does it too, but knows of no forward around the method."""
     return state._pre_forward(module, args, kwargs)
 
 
@@ -144,7 +149,7 @@ def end_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def end_backward_of(state: Any) -> None:
-    """The backward that runs now is to end as one does that began at a unit's output."""
+    """Have the running backward end like one that began at a unit's output."""
     state._register_root_post_backward_final_callback()
 
 
@@ -157,18 +162,18 @@ def reshard(state: Any) -> None:
 
 
 def is_gathered(state: Any) -> bool:
-    """All of it is whole, and stays so until somebody lets go of it."""
+    """Whether all of a unit's weights are gathered, and stay so until they are released."""
     return all(group.is_unsharded for group in groups(state))
 
 
 def show_pieces(state: Any) -> None:
-    """Modules have their parameters in pieces; what is gathered stays, and graphs have it."""
+    """Put the parameters in pieces on the modules. What is gathered stays: graphs have it."""
     for weight in _all_weights(state):
         weight._setattr_on_modules(weight.sharded_param)
 
 
 def show_gathered(state: Any) -> None:
-    """For a forward, as when they are gathered."""
+    """Put the gathered parameters on the modules, as torch does for a forward."""
     for weight in _all_weights(state):
         part, whole = weight.sharded_param, gathered(weight)
         if whole.requires_grad != part.requires_grad:
@@ -180,14 +185,14 @@ def show_gathered(state: Any) -> None:
 
 
 def reduces(group: Any) -> bool:
-    """Its gradients are communicated in the next backward."""
+    """Whether the next backward communicates this group's gradients."""
     return bool(group.reduce_grads)
 
 
 def held_back(weight: Any) -> list[torch.Tensor]:
     """Whole gradients that wait for the next backward that is communicated."""
     whole = gathered(weight)
-    held = _unreduced(weight), None if whole is None else whole.grad
+    held = vars(weight).get(_UNREDUCED), None if whole is None else whole.grad
     return [gradient for gradient in held if gradient is not None]
 
 
@@ -200,24 +205,18 @@ def drop_held_back(weight: Any) -> None:
 
 
 def give_zeros(weight: Any) -> None:
-    """The gradient of a weight that this backward did not use, as the others of its group have theirs: from torch 2.15
-    on that may be another type than the weight's."""
+    """Give a weight that this backward did not use a gradient of zeros, of the type that its group has: from torch 2.15
+    on that may be another than the weight's."""
     whole = gathered(weight)
     whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
-
-
-def _unreduced(weight: Any) -> torch.Tensor | None:
-    """Where it is another tensor than the gathered weight's gradient."""
-    found: torch.Tensor | None = vars(weight).get(_UNREDUCED)
-    return found
 
 
 # --- after an error ------------------------------------------------------------------------------
 
 
 def reset_tree(root: Any, states: Iterable[Any]) -> None:
-    """Forget a forward or backward that is not to be ended, with the gradients it had gathered. Those of the parameters
-    in pieces stay, which torch itself would drop from 2.15 on."""
+    """Forget an unfinished forward or backward, with the gradients it had gathered. Those of the parameters in pieces
+    stay; torch itself would drop them from 2.15 on."""
     states = list(states)
     kept = [(part, part.grad) for part in (sharded(weight) for one in states for weight in _all_weights(one))]
     try:
@@ -233,7 +232,7 @@ def reset_tree(root: Any, states: Iterable[Any]) -> None:
 
 
 def reset_unit(state: Any) -> None:
-    """Ends what one unit was in the middle of, as `reset_tree` does for all."""
+    """Forget what one unit was in the middle of, as `reset_tree` does for all."""
     state._training_state = _STAGES.IDLE
     _clear(state, "_modules_to_run_forward")
     shared, sent = state._state_ctx, state._comm_ctx
@@ -281,21 +280,40 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def around_gathering(group: Any, start: Around, wait: Around) -> None:
-    """What sends for a group's weights, and what waits for them."""
+    """Wrap what starts to gather a group's weights, and what waits for them."""
     group.unshard = start(group.unshard)
     group.wait_for_unshard = wait(group.wait_for_unshard)
 
 
 def around_outputs(state: Any, around: Around) -> None:
-    """What is called with a unit's output, and hangs on it the hook that gathers for the backward."""
+    """Wrap what is called with a unit's output and registers the hook that gathers for the backward."""
     state._register_pre_backward_hook = around(state._register_pre_backward_hook)
 
 
 def around_reduction(group: Any, around: Around) -> None:
-    """What is called when a group's gradients have been computed: they are sent."""
+    """Wrap what sends a group's gradients once they are computed."""
     group.post_backward = around(group.post_backward)
 
 
 def around_end(state: Any, around: Around) -> None:
-    """What is called when a backward has ended that began at this unit."""
+    """Wrap what is called when a backward that began at this unit has ended."""
     state._root_post_backward_final_callback = around(state._root_post_backward_final_callback)
+
+
+# --- policies that choose the modules to wrap ------------------------------------------------------
+
+
+def is_policy_object(rule: Any) -> bool:
+    """A ModuleWrapPolicy, a CustomPolicy, or another object that torch asks about a whole model at once."""
+    return isinstance(rule, _Policy)
+
+
+def classes_of(rule: Any) -> tuple[type[nn.Module], ...] | None:
+    """What a ModuleWrapPolicy was given; None for every other policy."""
+    return tuple(rule._module_classes) if isinstance(rule, ModuleWrapPolicy) else None
+
+
+def chosen(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Modules, and the options of its own that the policy has for each: mostly none."""
+    found: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored_modules=set(), root_kwargs={})
+    return found

@@ -11,7 +11,7 @@ its = Internals("torch")
 check = its.check
 
 MAKE = "torch.distributed.distributed_c10d._new_process_group_helper"
-"""Every group comes from here, those of `new_group` and of device meshes, too."""
+"""Makes every group, also those of `new_group` and of device meshes."""
 its.members("torch.distributed.distributed_c10d", "_new_process_group_helper", "_abort_process_group")
 its.takes("torch.distributed.rendezvous.rendezvous", "url", "rank", "world_size")
 
@@ -24,8 +24,8 @@ def abort() -> None:
 
 
 def meet(url: str, rank: int, world_size: int, timeout: datetime.timedelta, prefix: str) -> Any:
-    """The store at this address, as `init_process_group` makes it, but for the prefix: torch has the same names there
-    for every group, and a store may outlive its group."""
+    """The store at this address, as `init_process_group` makes it, but with a prefix: torch uses the same names for
+    every group, and a store may outlive its group."""
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))

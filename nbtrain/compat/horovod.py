@@ -21,9 +21,9 @@ check = its.check
 # --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
 
 START = "horovod.torch.mpi_ops._basics.init"
-"""What `hvd.init()` comes to: the ranks meet."""
+"""Called by `hvd.init()`: the ranks connect."""
 WAIT = "horovod.torch.mpi_ops.mpi_lib.horovod_torch_wait_and_clear"
-"""What `hvd.synchronize(handle)` comes to: it waits in C, where nothing can interrupt it, without ever sleeping."""
+"""Called by `hvd.synchronize(handle)`: it waits in C without sleeping, where nothing can interrupt it."""
 
 its.members("horovod.torch.mpi_ops", "_basics", "_handle_map", "poll", "synchronize")
 its.members("horovod.common.basics.HorovodBasics", "init")
@@ -32,8 +32,8 @@ its.members("horovod.runner.http.http_server", "RendezvousHTTPServer", "Rendezvo
 
 
 def forget_sent() -> None:
-    """What nobody has waited for, once Horovod is down. It keeps the tensors until then, and its next start only lays
-    the table aside."""
+    """Release what nobody has waited for, once Horovod is down. It keeps such tensors, and its next start only lays
+    their table aside."""
     import horovod.torch as hvd
 
     sent = hvd.mpi_ops._handle_map

@@ -1,4 +1,4 @@
-"""What a file of this folder uses of a package that the package does not promise, and whether it is there."""
+"""Lists what a file of this folder uses of a package's internals, and checks that the installed version has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbtrain.errors import VersionMismatch
 
 
 class Internals:
-    """The list of one file. To add to it costs nothing; only `check` and `name` import the package."""
+    """The internals that one file uses. Listing one costs nothing; only `check` and `name` import the package."""
 
     def __init__(self, package: str) -> None:
         """`package`: as pip calls it."""
@@ -20,8 +20,8 @@ class Internals:
         self._needs: list[Callable[[], str]] = []
 
     def name(self, path: str) -> Any:
-        """What is there under this path; where nothing is, a stand-in that says so as soon as it is used. So a file can
-        be imported, and asked, whatever the version."""
+        """The object at this path, or a stand-in that raises as soon as it is used: so the file can be imported, and
+        checked, with any version."""
         self._needs.append(lambda: _missing(path))
         try:
             return find(path)
@@ -29,24 +29,24 @@ class Internals:
             return Missing(f"{self.package} has no `{path}` here")
 
     def members(self, path: str, *names: str) -> None:
-        """The module or class there has all of these."""
+        """Require that the module or class at this path has all of these."""
         self._needs.append(lambda: _missing(path) or _lacking(path, names, hasattr))
 
     def fields(self, path: str, *names: str) -> None:
-        """Objects of the class there have all of these: its `__init__` sets them, or it declares them."""
+        """Require that objects of the class at this path have all of these: its `__init__` sets or it declares them."""
         self._needs.append(lambda: _missing(path) or _lacking(path, names, _sets))
 
     def takes(self, path: str, *parameters: str) -> None:
-        """The first parameters of the function there."""
+        """Require that these are the first parameters of the function at this path."""
         self._needs.append(lambda: _missing(path) or _other_parameters(path, parameters))
 
     def check(self) -> list[str]:
-        """What is not as this file needs it, each in words: `FSDPState has no _lazy_init`. Empty: it fits."""
+        """What the installed version lacks, in words: `FSDPState has no _lazy_init`. Empty if it fits."""
         return [found for need in self._needs if (found := need())]
 
 
 class Missing:
-    """In the place of what the installed version does not have."""
+    """Stands in for what the installed version does not have."""
 
     def __init__(self, why: str) -> None:
         object.__setattr__(self, "_why", why)
@@ -61,7 +61,7 @@ class Missing:
 
 
 def find(path: str) -> Any:
-    """What is there under this dotted path. A module comes before an attribute of its package: they may differ."""
+    """The object at this dotted path. A module comes before an attribute of its package: they may differ."""
     names = path.split(".")
     known = next((n for n in range(len(names), 0, -1) if ".".join(names[:n]) in sys.modules), 0)
     found: Any = sys.modules[".".join(names[:known])] if known else import_module(names[0])

@@ -1,5 +1,5 @@
-"""ipykernel, IPython, comm and ipywidgets: what a kernel keeps to itself. Each function does without where it is not
-there: IPython 7.34 to 9.18, ipykernel 6.17 to 7.4."""
+"""Internals of ipykernel, IPython, comm and ipywidgets. Each function does without where they are not there: IPython
+7.34 to 9.18, ipykernel 6.17 to 7.4."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ check = its.check
 
 its.members("IPython.core.interactiveshell.InteractiveShell", "_get_exc_info", "_showtraceback")
 TRACEBACK = "_render_traceback_"
-"""A method of an exception by which it says itself how it is shown; documented by IPython."""
+"""The method with which an exception renders its own traceback; documented by IPython."""
 PRETTY = "_repr_pretty_"
-"""A method by which an object says how a cell shows it; documented by IPython."""
+"""The method with which an object says how a cell shows it; documented by IPython."""
 MODEL_VERSION, VIEW_VERSION = "_model_module_version", "_view_module_version"
-"""Traits of a widget: of which version its front end is to be."""
+"""The traits of a widget that say which version of its front end to load."""
 
-Way = tuple[Any, Callable[[], Any], Callable[[list[Any]], None]]
+ShellChannel = tuple[Any, Callable[[], Any], Callable[[list[Any]], None]]
 
 
 class ShownErrors(InteractiveShell):
     """A shell that is asked how an error is shown, and told what is shown."""
 
     def shown_traceback(self, error: BaseException, tb: Any) -> Any:
-        """What of the stack is shown."""
+        """The part of the stack to show."""
         return tb
 
     def take_traceback(self, lines: list[str]) -> None:
-        """In place of printing it."""
+        """Called with a rendered traceback, which is not printed."""
 
     def _get_exc_info(self, exc_tuple: Any = None) -> Any:
         etype, value, tb = super()._get_exc_info(exc_tuple)
@@ -43,7 +43,7 @@ class ShownErrors(InteractiveShell):
 
 
 def renders(error: BaseException) -> Callable[[], list[str]] | None:
-    """How the exception itself says that it is shown."""
+    """The function with which an exception renders its own traceback, if it has one."""
     found: Callable[[], list[str]] | None = getattr(error, TRACEBACK, None)
     return found
 
@@ -60,12 +60,12 @@ def cell_names(shell: Any) -> dict[str, int] | None:
 
 
 def autoreloader(shell: Any) -> Any:
-    """What `%autoreload` works with; None where it was never loaded."""
+    """The object behind `%autoreload`; None where it was never loaded."""
     return getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
 
 
 def busy(kernel: Any, message: Any = None) -> None:
-    """Tell the front end that the kernel works, on this message."""
+    """Tell the front end that the kernel is busy with this message."""
     kernel._publish_status("busy", "shell", **({} if message is None else {"parent": message}))
 
 
@@ -73,8 +73,9 @@ def idle(kernel: Any, message: Any) -> None:
     kernel._publish_status("idle", "shell", parent=message)
 
 
-def door(kernel: Any) -> Way | None:
-    """The main thread's socket, where replies go, and what puts a message back; None where it is not known how."""
+def shell_channel(kernel: Any) -> ShellChannel | None:
+    """The main thread's socket, a function that returns the stream for replies, and one that puts a message back; None
+    where this kernel works differently."""
     try:
         thread = getattr(kernel, "shell_channel_thread", None)
         if thread is not None:  # ipykernel 7: another thread reads, and passes on what is for the main one

@@ -17,15 +17,15 @@ its.members("torch.nn.SyncBatchNorm", "_check_input_dim")
 
 
 def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Its hooks and its forward, whatever `__call__` of its class, or of the module itself, has become."""
+    """Call a module's hooks and forward, whatever has replaced `__call__` of its class or of the module itself."""
     return nn.Module._call_impl(module, *args, **kwargs)
 
 
 def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """As a class that is not the module's own would."""
+    """Call a module as another class than its own does."""
     return cls._call_impl(module, *args, **kwargs)
 
 
 def check_input(norm: nn.SyncBatchNorm, x: Any) -> None:
-    """Raise what the layer says of an input of other dimensions."""
+    """Raise what the layer raises for an input of other dimensions."""
     norm._check_input_dim(x)

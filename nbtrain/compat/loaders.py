@@ -1,4 +1,4 @@
-"""DataLoader's iterators: where they stand, and from what they draw. Nothing here imports torch.
+"""DataLoader's iterators: how far they are, and what they draw from. Nothing here imports torch.
 
 All of it is there in torch 2.8 to 2.15.
 """
@@ -15,7 +15,7 @@ check = its.check
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 """The class of what `iter(loader)` returns, with and without workers."""
 BATCHES = "torch.utils.data.DataLoader._index_sampler"
-"""The property by which an iterator asks its loader what to take: of batches, or of single samples."""
+"""The loader's property that gives its iterator the sampler to draw from, of batches or of single samples."""
 RUNNING = "_iterator"
 """The attribute of a loader with `persistent_workers` that holds its iterator from epoch to epoch."""
 its.members(ITERATOR, "__init__", "__next__", "_next_data")
@@ -40,12 +40,12 @@ def running(loader: Any) -> Any:
 
 
 def take_batches_anew(loader: Any, iterator: Any) -> None:
-    """An iterator whose workers live on keeps what it takes from where it was made: an earlier cell."""
+    """Give an iterator whose workers live on the loader's present sampler; it keeps the one of an earlier cell."""
     iterator._index_sampler = loader._index_sampler
 
 
 def base_seed(iterator: Any) -> int:
-    """From which its workers seed theirs."""
+    """The seed from which its workers seed their own generators."""
     return int(iterator._base_seed)
 
 
@@ -54,12 +54,12 @@ def set_base_seed(iterator: Any, seed: int) -> None:
 
 
 def pass_over(iterator: Any) -> None:
-    """Take a batch and count nothing. Raises StopIteration at the end."""
+    """Take a batch without counting it. Raises StopIteration at the end."""
     iterator._next_data()
 
 
 def end_workers(iterator: Any) -> None:
-    """Now, and not when the iterator is collected; one without workers has nothing to end."""
+    """End the workers now, not when the iterator is collected."""
     shut = getattr(iterator, "_shutdown_workers", None)
     if shut is not None:
         shut()

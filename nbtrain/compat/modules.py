@@ -30,18 +30,18 @@ ALL_HOOKS = (
 COMPILED_CALL = "_compiled_call_impl"
 """What `model.compile()` made; it stays in its process."""
 CALL = "_call_impl"
-"""What `model(...)` comes to below its `__call__`: the hooks, and the forward between them."""
+"""Called by `__call__`: the hooks, and the forward between them."""
 EXTRA_STATE = "_extra_state"
-"""How the entry of a state dict ends that `get_extra_state` made."""
+"""The end of the names of a state dict's entries that `get_extra_state` made."""
 INITIALIZER = "_init_weights"
 """Hugging Face's models fill each of their modules by this method."""
 NORM_LAYER = "torch.nn.modules.batchnorm._NormBase"
-"""What BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions have in common: running statistics."""
+"""The class with running statistics below BatchNorm, SyncBatchNorm and InstanceNorm of all dimensions."""
 RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
-"""Methods by which a module fills what it holds: there is no one name. torch's attention and transformers have the
+"""Methods that initialise a module's parameters: there is no one name. torch's attention and transformers have the
 second."""
 FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
-"""Lists of its weights that a recurrent layer keeps besides, and of weak references to them."""
+"""Further lists that a recurrent layer keeps: of its weights, and of weak references to them."""
 
 its.fields("torch.nn.Module", *TABLES, NOT_SAVED, *ALL_HOOKS)
 its.members("torch.nn.Module", CALL)
@@ -55,14 +55,14 @@ its.members("torch.utils.hooks.RemovableHandle", "next_id")
 
 
 def hooks_made() -> int:
-    """How many this process has registered so far, wherever."""
+    """How many hooks this process has registered so far."""
     from torch.utils.hooks import RemovableHandle
 
     return int(RemovableHandle.next_id)
 
 
 def parameters(module: Any) -> dict[str, Any]:
-    """Its own, by name, those that are None among them; what is written into it is what the module has."""
+    """A module's own table of parameters, with those that are None; writing to it changes the module."""
     table: dict[str, Any] = module._parameters
     return table
 
@@ -93,7 +93,7 @@ def is_hook_table(attribute: str) -> bool:
 
 
 def new_hook_key() -> int:
-    """Under which no hook hangs anywhere in this process: as each `register_…_hook` takes its own."""
+    """A key that no hook of this process has, as each `register_…_hook` takes one."""
     from torch.utils.hooks import RemovableHandle
 
     key: int = RemovableHandle(OrderedDict()).id  # it wants a table that can be referred to weakly
@@ -101,7 +101,7 @@ def new_hook_key() -> int:
 
 
 def reserve_hook_keys(keys: Iterable[Any]) -> None:
-    """No hook of this process gets one of these: they came with hooks of another."""
+    """Keep new hooks of this process from getting these keys, which came with hooks of another."""
     from torch.utils.hooks import RemovableHandle
 
     largest = max((key for key in keys if isinstance(key, int)), default=-1)
@@ -115,12 +115,12 @@ def compiled(module: Any) -> Any:
 
 
 def compiled_by(module: Any) -> Any:
-    """What `torch.compile` runs the module with that it returned."""
+    """The context in which what `torch.compile(model)` returned runs the module."""
     return module.dynamo_ctx
 
 
 def uncompiled_path(path: str) -> str:
-    """Of a parameter or buffer: as it is without `torch.compile(model)` around the model or a part of it."""
+    """The path of a parameter or buffer without `torch.compile` around the model or a part of it."""
     return path.replace("_orig_mod.", "")
 
 
@@ -130,7 +130,7 @@ def is_compiled_class(cls: type) -> bool:
 
 
 def recompile_call(module: Any) -> None:
-    """A copy of what `torch.compile(model)` returned calls its own inner module."""
+    """Have a copy of what `torch.compile(model)` returned call its own inner module."""
     vars(module)["forward"] = module.dynamo_ctx(module._modules["_orig_mod"].__call__)
 
 
@@ -141,7 +141,7 @@ def is_parametrized_class(cls: type) -> bool:
 
 
 def parametrize_again(module: Any) -> None:
-    """Its class becomes the one that `torch.nn.utils.parametrize` makes, for the parametrizations that it holds."""
+    """Give a module the class that `torch.nn.utils.parametrize` makes for the parametrizations that it holds."""
     from torch.nn.utils import parametrize
 
     inject: Any = parametrize
@@ -151,6 +151,6 @@ def parametrize_again(module: Any) -> None:
 
 
 def flat_weight_names(module: Any) -> list[str]:
-    """In the order of the lists that a recurrent layer keeps."""
+    """A recurrent layer's names of weights, in the order of its lists of them."""
     names: list[str] = module._flat_weights_names
     return names

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 EXIT_CODE = "_exit_code"
-"""IPython keeps there what `!command` returned."""
+"""where IPython keeps the exit code of `!command`"""
 KEPT_OF_CELLS = r"_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|In|Out"
-"""A pattern: what was shown and what was typed."""
+"""a pattern for the names of what cells showed and what was typed"""
 LISTS_OF_CELLS = frozenset(("In", "Out", "_ih", "_oh"))
-"""Those of them that hold one for each cell."""
+"""those of them that hold an entry for each cell"""
 OF_IPYTHON = rf"{KEPT_OF_CELLS}|{EXIT_CODE}|get_ipython"
-"""A pattern: the same, and how to ask."""
+"""a pattern for all names that IPython binds"""
 OF_COMPILER = (
     r"__(compiled_fn|resume_at|import|builtins_dict|gen_rand_values|warnings_warn_wrapper|dtensor_spec)_\w*|___\w+"
 )
-"""A pattern: torch writes what it compiles for a function into that function's globals."""
+"""a pattern for the names that torch's compiler binds in the globals of a function that it compiles"""

@@ -1,4 +1,4 @@
-"""Optimizers and schedules: what they need besides what they hold. Nothing here imports torch.
+"""Optimizers and schedules: hooks around a step, and the marks that schedules leave. Nothing here imports torch.
 
 All of it is there in torch 2.8 to 2.15.
 """
@@ -26,27 +26,28 @@ its.members("torch.optim.Optimizer", "_patch_step_function")
 
 
 def make_hook_tables(optimizer: Any) -> None:
-    """As its constructor does, of an optimizer that is made without one."""
+    """Make the tables that an optimizer's constructor makes, for one that is made without it."""
     for name in (*_STEP_HOOKS, *_STATE_HOOKS):
         setattr(optimizer, name, OrderedDict())
 
 
 def prepare_step(optimizer: Any) -> None:
-    """Have torch see its steps (hooks, profiler), as the constructor does."""
+    """Have torch notice an optimizer's steps (hooks, profiler), as the constructor does."""
     optimizer._patch_step_function()
 
 
 def call_last_before_step(optimizer: Any, hook: Any) -> None:
-    """This hook, by its handle, comes after all others that are called before a step."""
+    """Move a hook, given by its handle, behind all others that are called before a step."""
     optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
 
 
 def call_first_after_step(optimizer: Any, hook: Any) -> None:
+    """Move a hook, given by its handle, before all others that are called after a step."""
     optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
 
 
 def say_stepped(optimizer: Any) -> None:
-    """What a schedule's wrapper around `step` notes: else the schedule warns that it comes before the first step."""
+    """Note a step as a schedule's wrapper around `step` does; else the schedule warns that it came before the first."""
     optimizer._opt_called = True
 
 
@@ -55,7 +56,7 @@ def has_schedule_mark(step: Any) -> bool:
 
 
 def watch_for_schedule(optimizer: Any, schedule: Any) -> None:
-    """The mark that a schedule leaves on its optimizer's `step` when it is made; ReduceLROnPlateau leaves none."""
+    """Mark an optimizer's `step` as a schedule does when it is made; ReduceLROnPlateau leaves no mark."""
     if "step" in vars(optimizer) or not hasattr(schedule, "_step_count"):
         return
     plain = type(optimizer).step

@@ -1,6 +1,7 @@
-"""pandas: its options all at once. `pandas.get_option` warns of those that have gone out of use. pandas 1.5 to 3.1.
+"""pandas' options, all at once: `pandas.get_option` warns of those that have gone out of use. pandas 1.5 to 3.1.
 
-Nothing here imports pandas before it is used."""
+Nothing here imports pandas.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ its.members(_CONFIG, "_global_config", "_registered_options")
 
 
 def options() -> dict[str, Any] | None:
-    """pandas' options that somebody has set. None: pandas is not loaded, or keeps them elsewhere."""
+    """The options that are not at their defaults; None where pandas is not loaded, or keeps them elsewhere."""
     config: Any = sys.modules.get(_CONFIG)
     known = getattr(config, "_registered_options", None)
     values = getattr(config, "_global_config", None)

@@ -1,4 +1,4 @@
-"""cloudpickle's ways to take functions and classes apart and to make them anew. cloudpickle 3.0 to 3.1."""
+"""How cloudpickle takes functions and classes apart and makes them again. cloudpickle 3.0 to 3.1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ its.members(
 
 
 def goes_by_name(obj: Any) -> bool:
-    """The other side can import this function or class."""
+    """Whether the other side can import this function or class."""
     return bool(cp._should_pickle_by_reference(obj))
 
 
@@ -43,7 +43,7 @@ def make_enum(bases: Any, name: str, qualname: str, members: Any, module: str) -
 
 
 def make_class(meta: Any, name: str, bases: Any, body: Any) -> Any:
-    """Without what is in it, which comes afterwards and may hold the class itself."""
+    """Make a class without its body, which comes afterwards and may refer to the class."""
     return cp._make_skeleton_class(meta, name, bases, body, None, None)
 
 

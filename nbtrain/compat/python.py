@@ -1,4 +1,4 @@
-"""Python's own insides. All of it is there in CPython 3.10 to 3.13."""
+"""Python's own internals. All of it is there in CPython 3.10 to 3.13."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def set_running_loop(loop: asyncio.AbstractEventLoop | None) -> None:
 
 
 def put_sockets_into(directory: str) -> None:
-    """Has multiprocessing put its sockets there: it would make a directory of its own, and leave it when it is
-    killed."""
+    """Have multiprocessing put its sockets there; a directory of its own would stay when the process is killed."""
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
 
 
@@ -79,8 +78,7 @@ _listeners: list[Callable[[ModuleType], None]] = []
 
 
 def after_execution(then: Callable[[ModuleType], None]) -> bool:
-    """Whenever Python has executed the file of a module, also again, `then` is called with the module. False: it is
-    already."""
+    """Have `then` called with each module whose file Python has executed, also again. False if it is called already."""
     if not _listeners:
         names: dict[str, Any] = {}
         exec(compile(_AFTER, _IMPORTS, "exec"), names)
@@ -102,10 +100,10 @@ def started_mocks() -> list[tuple[Any, str]]:
 
 
 own_filters: list[Any] = []
-"""for warnings: those of nbtrain's own, which no cell has set"""
+"""filters for warnings that nbtrain has set, and no cell"""
 
 
 def ignore_always(message: str, category: type[Warning]) -> None:
-    """Warnings of this process that nobody can do anything about."""
+    """Hide warnings of this process that nobody can do anything about."""
     warnings.filterwarnings("ignore", message, category)
     own_filters.append(warnings.filters[0])

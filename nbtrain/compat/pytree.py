@@ -18,10 +18,10 @@ _known = its.name("torch.utils._pytree.SUPPORTED_NODES")
 
 
 def is_container(cls: type) -> bool:
-    """Objects of this class are looked into."""
+    """Whether torch looks into objects of this class."""
     return cls in _known
 
 
 def is_named_tuple(value: Any) -> bool:
-    """A tuple whose class takes its parts one by one."""
+    """Whether it is a tuple whose class takes its items one by one."""
     return isinstance(value, tuple) and hasattr(value, "_fields")

@@ -1,4 +1,4 @@
-"""Whether a strategy fits the installed packages: asked before it is set up, by `%distributed strategies` and by the
+"""Checks that a strategy fits the installed packages: before it is set up, for `%distributed strategies` and for the
 doctor. What does not fit is told in one line, with a strategy and a version that do."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from nbtrain.compat import versions
 from nbtrain.errors import VersionMismatch
 
 EVERYWHERE = (
-    "autograd_engine", "compiler", "cuda", "fake_tensors", "generators", "groups", "layers", "loaders", "modules",
+    "autograd_engine", "compiler", "cuda", "fake_tensors", "groups", "layers", "loaders", "modules",
     "optimizers", "python", "pytree", "tensors",
 )  # fmt: skip
 """The files that every strategy needs but `none`, which touches nothing."""
@@ -47,8 +47,8 @@ def refusal(strategy: str, files: Sequence[str], instead: str = "", look: bool =
 
 
 def explain(error: BaseException | None) -> None:
-    """An error of nbtrain's own that looks as if a package had changed says so, if the one here is newer than any that
-    was tried."""
+    """Add to an error of nbtrain's own code that a package has changed, if the installed one is newer than any that was
+    tried."""
     if not isinstance(error, (AttributeError, ImportError, NameError, TypeError, VersionMismatch)):
         return
     if not _is_ours(error.__traceback__) or "pip install" in str(error):

@@ -23,11 +23,11 @@ GRADIENT_HOOKS = "_backward_hooks"
 ACCUMULATED_HOOKS = "_post_accumulate_grad_hooks"
 """the table behind `register_post_accumulate_grad_hook`"""
 ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view", "_has_compatible_shallow_copy_type"})
-"""Functions of a tensor, as `__torch_function__` is told their names, that say nothing of its numbers."""
+"""Functions of a tensor that read none of its values, as `__torch_function__` is told their names."""
 ZERO_MANY = "_foreach_zero_"
-"""The name, too, of what zeroes many tensors in one call, as `zero_grad` does."""
+"""The function that zeroes many tensors in one call, as `zero_grad` does."""
 COMPILER_NOTES = ("_dynamo", "_specialize_on", "_has_dynamo_dim_marking")
-"""How attributes begin that torch's compiler sets on a tensor, as `mark_dynamic` does."""
+"""The beginnings of attributes that torch's compiler sets on a tensor, as `mark_dynamic` does."""
 
 _PRINTED = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
 its.members("torch._tensor_str", "PRINT_OPTS")
@@ -57,13 +57,13 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """It shows another tensor's memory, and autograd knows."""
+    """Whether autograd knows that it shows another tensor's memory."""
     return bool(tensor._is_view())
 
 
 def memory_id(storage: Any) -> int:
-    """By which one memory is known: Python wraps the same storage anew each time it is asked for, and memory without
-    bytes has no address."""
+    """A number that identifies a storage's memory: Python wraps the same storage anew each time it is asked for, and
+    memory without bytes has no address."""
     return int(storage._cdata)
 
 
@@ -77,14 +77,14 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def conjugate_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Marked as conjugated, whatever it was: `tensor.conj()` would take the mark off again."""
+    """A view marked as conjugated, whatever the tensor was: `tensor.conj()` would take the mark off again."""
     import torch
 
     return torch._conj(tensor)
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Marked as negated; there is no public way."""
+    """A view marked as negated; there is no public way."""
     import torch
 
     return torch._neg_view(tensor)
@@ -111,28 +111,28 @@ BY_LIBRARIES = (*BY_STRATEGIES, "torch.")
 
 
 def is_users_hook(hook: Any, others: tuple[str, ...] = BY_STRATEGIES) -> bool:
-    """`others`: modules of hooks that are not."""
+    """Whether the user's program has registered this hook. `others`: modules whose hooks do not count."""
     return not module_of(hook).startswith(others)
 
 
 def module_of(hook: Any) -> str:
-    """In which it was written, or its class."""
+    """The module in which a hook, or its class, was written."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def users_hooks(tensor: Any, name: str) -> list[tuple[int, Any]]:
-    """(key, hook) of what the program has hung there; a strategy hangs its averaging beside it."""
+    """(key, hook) of those that the user's program has registered; a strategy has its averaging beside them."""
     table = hook_table(tensor, name)
     return [pair for pair in table.items() if is_users_hook(pair[1])] if table else []
 
 
 def put_gradient_hooks(tensor: Any, table: dict[int, Any]) -> None:
-    """From now on its hooks are those in this very table: the one that the handles of these hooks know."""
+    """Make this very dict a tensor's table of hooks: it is the one that the handles of these hooks know."""
     tensor._backward_hooks = table
 
 
 def can_have_hooks(kind: type) -> bool:
-    """A class of tensors, told without importing torch."""
+    """Whether this is a class of tensors, told without importing torch."""
     return hasattr(kind, GRADIENT_HOOKS)
 
 
@@ -140,12 +140,13 @@ def can_have_hooks(kind: type) -> bool:
 
 
 def has_other_owners(tensor: Any) -> bool:
-    """Something of torch's own refers to it: a graph, a view."""
+    """Whether something of torch's own refers to it: a graph, a view."""
     return bool(tensor._use_count() > 1)
 
 
 def swap_memory(tensor: Any, new: Any) -> None:
-    """As `torch.utils.swap_tensors`, which refuses a tensor that has weak references; recurrent layers keep some."""
+    """Swap two tensors as `torch.utils.swap_tensors` does, which refuses those with weak references; recurrent layers
+    keep some."""
     import torch
 
     torch._C._swap_tensor_impl(tensor, new)
@@ -203,13 +204,32 @@ def norms(tensors: list[torch.Tensor], power: float) -> tuple[torch.Tensor, ...]
 
 
 def unscale(gradients: list[torch.Tensor], flag: torch.Tensor, share: torch.Tensor) -> None:
-    """Times `share`; `flag` becomes 1 where one of them is not finite. What torch's GradScaler does."""
+    """Multiply by `share`, and set `flag` to 1 where one is not finite, as torch's GradScaler does."""
     import torch
 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, share)
 
 
 def print_options() -> dict[str, Any] | None:
-    """What `torch.set_printoptions` has set. None: torch is not loaded, or keeps it elsewhere."""
+    """What `torch.set_printoptions` has set; None where torch is not loaded, or keeps it elsewhere."""
     found: Any = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)
     return None if found is None else {name: getattr(found, name) for name in _PRINTED if hasattr(found, name)}
+
+
+# --- the state of the generator of the CPU -----------------------------------------------------------
+# Its form is documented nowhere; it is this in torch 2.8 to 2.15.
+
+_SEED = 8
+"""bytes at its beginning that hold what `torch.initial_seed()` says, and that no number is drawn from"""
+
+
+def seed_in(state: torch.Tensor) -> torch.Tensor:
+    """The seed in a generator's state, as one number that can be written to."""
+    import torch
+
+    return state[:_SEED].view(torch.int64)
+
+
+def without_seed(state: torch.Tensor) -> torch.Tensor:
+    """The part of a generator's state that numbers are drawn from."""
+    return state[_SEED:]

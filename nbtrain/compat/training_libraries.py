@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessAware:
-    """A class that looks how many processes there are when an object of it is made."""
+    """A class whose objects look how many processes there are when they are made."""
 
     word: str
     """how a user calls it"""
@@ -30,7 +30,7 @@ class ProcessAware:
 
 
 def processes(settings: Any) -> int:
-    """So many they have seen."""
+    """The number of processes that these settings have seen."""
     return int(getattr(settings, "world_size", 1))
 
 

@@ -24,7 +24,7 @@ def installed(package: str) -> str:
 
 
 def newest(package: str) -> str:
-    """That was tried; empty where nbtrain keeps no list."""
+    """The newest version that was tried; empty where nbtrain keeps no list."""
     return TRIED.get(package, ("",))[-1]
 
 
@@ -33,13 +33,13 @@ def oldest(package: str) -> str:
 
 
 def is_older(package: str) -> bool:
-    """The installed version is older than any that was tried."""
+    """Whether the installed version is older than any that was tried."""
     here, known = installed(package), oldest(package)
     return bool(here and known) and release(here) < release(known)
 
 
 def is_newer(package: str) -> bool:
-    """The installed version is newer than any that was tried."""
+    """Whether the installed version is newer than any that was tried."""
     here, known = installed(package), newest(package)
     return bool(here and known) and release(here) > release(known)
 

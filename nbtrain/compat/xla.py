@@ -13,8 +13,8 @@ its.members("torch_xla._internal.pjrt", "initialize_multiprocess", "initialize_s
 
 
 def runtime() -> Any:
-    """What tells this process which of the machine's devices is its own, as under torchrun
-    `init_process_group("xla", init_method="xla://")` does, which opens a port besides. Raises ImportError."""
+    """The module that gives this process its own device. Under torchrun
+    `init_process_group("xla", init_method="xla://")` does that, and opens a port besides. Raises ImportError."""
     from torch_xla._internal import pjrt
 
     return pjrt

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
 from nbtrain.compat import dtensor, fsdp2
 from tests.support.ranks import run_on_ranks
@@ -309,3 +310,16 @@ def _mixed(rank: int) -> None:
 
 def test_tensors_in_pieces_are_told_from_others() -> None:
     run_on_ranks(_mixed)
+
+
+def test_policies_that_are_objects() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2))
+    classes = ModuleWrapPolicy({nn.Linear})
+    custom = CustomPolicy(lambda module: {"sharding": 1} if module is model[2] else module is model[1])
+    assert fsdp2.is_policy_object(classes)
+    assert fsdp2.is_policy_object(custom)
+    assert not fsdp2.is_policy_object(always_wrap_policy)
+    assert fsdp2.classes_of(classes) == (nn.Linear,)
+    assert fsdp2.classes_of(custom) is None
+    assert fsdp2.chosen(classes, model) == {model[0]: {}}
+    assert fsdp2.chosen(custom, model) == {model[1]: {}, model[2]: {"sharding": 1}}

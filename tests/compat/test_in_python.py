@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain.compat import arrays, kernel, namespaces, pandas, pickling, python
+from nbtrain.compat import kernel, namespaces, numpy_random, pandas, pickling, python
 from nbtrain.training.setup.replace_references import replace_references
 from tests.support.kernels import Kernel, Result
 from tests.support.shells import bare_shell
@@ -193,17 +193,17 @@ def test_what_python_keeps_on_an_enum_and_calls_its_modules() -> None:
 
 def test_numpys_generators() -> None:
     generator, legacy = np.random.default_rng(5), np.random.RandomState(5)
-    assert arrays.bit_generator(generator) is generator.bit_generator
-    assert isinstance(arrays.bit_generator(legacy), np.random.MT19937)
-    sequence = arrays.seed_sequence(generator.bit_generator)
+    assert numpy_random.bit_generator(generator) is generator.bit_generator
+    assert isinstance(numpy_random.bit_generator(legacy), np.random.MT19937)
+    sequence = numpy_random.seed_sequence(generator.bit_generator)
     assert isinstance(sequence, np.random.SeedSequence)
     assert sequence.entropy == 5
     (child,) = generator.spawn(1)
     assert sequence.n_children_spawned == 1
     assert child is not generator
-    assert not arrays.is_global_state(legacy)
+    assert not numpy_random.is_global_state(legacy)
     state = np.random.rand.__self__
-    assert arrays.is_global_state(state)
+    assert numpy_random.is_global_state(state)
 
 
 # --- pickling ------------------------------------------------------------------------------------
@@ -350,14 +350,14 @@ def inside(function: Callable[[], Any], notebook: Kernel) -> Result:
 
 def _door() -> None:
     ip = get_ipython().kernel  # type: ignore[name-defined]  # noqa: F821
-    way = kernel.door(ip)
+    way = kernel.shell_channel(ip)
     assert way is not None
     socket, replies, back = way
     assert hasattr(socket, "recv_multipart")
     assert callable(replies)
     assert replies() is not None
     assert callable(back)
-    assert kernel.door(object()) is None
+    assert kernel.shell_channel(object()) is None
     message = ip.get_parent()
     kernel.idle(ip, message)
     kernel.busy(ip, message)

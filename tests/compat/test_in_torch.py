@@ -21,7 +21,6 @@ from nbtrain.compat import (
     cuda,
     extensions,
     fake_tensors,
-    generators,
     layers,
     loaders,
     modules,
@@ -676,11 +675,11 @@ def test_trees_are_taken_apart_and_made_anew() -> None:
 def test_a_state_begins_with_its_seed() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert generators.seed_in(before).item() == 5
+    assert tensors.seed_in(before).item() == 5
     numbers = torch.rand(3)
     other = before.clone()
-    generators.seed_in(other).fill_(7)
-    assert torch.equal(generators.without_seed(other), generators.without_seed(before))
+    tensors.seed_in(other).fill_(7)
+    assert torch.equal(tensors.without_seed(other), tensors.without_seed(before))
     torch.set_rng_state(other)
     assert torch.initial_seed() == 7
     assert torch.equal(torch.rand(3), numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbtrain.compat import arrays
+from nbtrain.compat import numpy_random
 from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import SENTINEL
 
@@ -47,14 +47,14 @@ class BitGenerator(Kind):
     lasting = True
 
     def shell(self, node: Node, walk: Sender) -> Any:
-        return type(node.obj), arrays.seed_sequence(node.obj)
+        return type(node.obj), numpy_random.seed_sequence(node.obj)
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         cls, seed = args
         return cls(seed)
 
     def look(self, node: Node, walk: Sender) -> Any:
-        state = _plain(node.obj.state), getattr(arrays.seed_sequence(node.obj), "n_children_spawned", 0)
+        state = _plain(node.obj.state), getattr(numpy_random.seed_sequence(node.obj), "n_children_spawned", 0)
         if state == node.seen:
             return None
         node.seen = state
@@ -62,7 +62,7 @@ class BitGenerator(Kind):
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         node.obj.state = _arrays(state[0])
-        seed = arrays.seed_sequence(node.obj)
+        seed = numpy_random.seed_sequence(node.obj)
         children = state[1] - getattr(seed, "n_children_spawned", state[1])
         if children > 0:  # the other side spawned some, and the same may not come twice
             seed.spawn(children)
@@ -76,7 +76,7 @@ class NumpyGenerator(Kind):
     lasting = True
 
     def shell(self, node: Node, walk: Sender) -> Any:
-        return type(node.obj), walk.encode(arrays.bit_generator(node.obj))
+        return type(node.obj), walk.encode(numpy_random.bit_generator(node.obj))
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         cls, bits = args
@@ -129,5 +129,5 @@ def kind_of(obj: Any) -> Kind | None:
     if numpy is None or not cls.__module__.startswith("numpy.random"):
         return None
     if cls is numpy.Generator or cls is numpy.RandomState:
-        return SENTINEL if arrays.is_global_state(obj) else NUMPY
+        return SENTINEL if numpy_random.is_global_state(obj) else NUMPY
     return BITS if isinstance(obj, numpy.BitGenerator) else None

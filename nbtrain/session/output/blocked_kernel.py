@@ -33,15 +33,15 @@ class BlockedKernel:
         self._ours = ours
         self._kernel: Any = getattr(shell, "kernel", None)
         self._controls: set[str] = set()
-        self._door = kernel.door(self._kernel)
+        self._channel = kernel.shell_channel(self._kernel)
 
     def answer(self) -> None:
         """Answer what has come since the last call."""
-        if self._door is None:
+        if self._channel is None:
             return
         import zmq
 
-        socket, reply_to, later = self._door
+        socket, reply_to, later = self._channel
         try:
             # Read all: what is left unread after a send would wake nobody up.
             while True:
@@ -54,7 +54,7 @@ class BlockedKernel:
         except zmq.Again:
             pass
         except Exception:  # this kernel works differently
-            self._door = None
+            self._channel = None
 
     def _serve(self, frames: Frames, kind: str, stream: Any) -> None:
         own = self._kernel

@@ -135,18 +135,18 @@ def _classes_of(part: Any) -> tuple[type, ...] | None:
         return None
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    from nbtrain.compat import wrap_policies
+    from nbtrain.compat import fsdp2
 
     if isinstance(part, partial) and part.func is transformer_auto_wrap_policy and not part.args:
         classes = part.keywords.get("transformer_layer_cls")
         return None if classes is None else tuple(classes)
-    return wrap_policies.classes_of(part)
+    return fsdp2.classes_of(part)
 
 
 def _is_policy_object(part: Any) -> bool:
-    from nbtrain.compat import wrap_policies
+    from nbtrain.compat import fsdp2
 
-    return wrap_policies.is_policy_object(part)
+    return fsdp2.is_policy_object(part)
 
 
 def _check_function(function: Any) -> None:
@@ -219,9 +219,9 @@ def _test(part: Any) -> Callable[[nn.Module], bool]:
 
 
 def _by_policy_object(root: nn.Module, policy: Any) -> list[nn.Module]:
-    from nbtrain.compat import wrap_policies
+    from nbtrain.compat import fsdp2
 
-    found = wrap_policies.chosen(policy, root)
+    found = fsdp2.chosen(policy, root)
     for module, options in found.items():
         if options:
             raise UsageError(

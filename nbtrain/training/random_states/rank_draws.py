@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat.generators import seed_in
+from nbtrain.compat.tensors import seed_in
 from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MARK = 0x6E62747261696E

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import fake_tensors, generators
+from nbtrain.compat import fake_tensors
 from nbtrain.compat.modules import BUFFERS, CHILDREN, INITIALIZER, PARAMETERS, RESETS
-from nbtrain.compat.tensors import hook_tables, memory_id
+from nbtrain.compat.tensors import hook_tables, memory_id, without_seed
 from nbtrain.empty_models import NOTE
 from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds.gradient_hooks import hooked
@@ -167,7 +167,7 @@ def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
     """By id of the module; children come after their parents."""
     found: dict[int, _Part] = {}
     held: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
-    base = zlib.crc32(generators.without_seed(torch.get_rng_state()).numpy().tobytes())  # the seed itself is nbtrain's
+    base = zlib.crc32(without_seed(torch.get_rng_state()).numpy().tobytes())  # the seed itself is nbtrain's
     for root in roots:
         for path, module in root.named_modules():
             if id(module) in found:

@@ -14,7 +14,7 @@ its.members("numpy.random.mtrand", "_rand")
 
 
 def seed_sequence(bits: Any) -> Any:
-    """What `spawn` goes on from: public from numpy 1.25 on."""
+    """The seed sequence of a bit generator, from which `spawn` goes on; public from numpy 1.25 on."""
     return getattr(bits, "seed_seq", None) or getattr(bits, "_seed_seq", None)
 
 
@@ -24,6 +24,6 @@ def bit_generator(generator: Any) -> Any:
 
 
 def is_global_state(state: Any) -> bool:
-    """The one behind `numpy.random.rand()` and all functions of the module."""
+    """Whether it is the state behind `numpy.random.rand()` and the module's other functions."""
     numpy: Any = sys.modules["numpy.random"]
     return state is numpy.mtrand._rand
