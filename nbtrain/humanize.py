@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -23,6 +23,13 @@ def quantity(value: float) -> str:
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 2`, `ranks 0, 1, 3`."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
 
 
 def flags(options: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from nbtrain.compat.fake_tensors import FakeTensor, without_modes
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 _task = its.name("torch._C._current_graph_task_id")
 _keeps = its.name("torch._C._autograd._get_current_graph_task_keep_graph")

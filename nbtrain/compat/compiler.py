@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 MODULE = "torch._dynamo"
 """Imported when an optimizer is made; the nursery of the ranks imports it beforehand."""

@@ -8,7 +8,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 INITIALISE = "torch.cuda._lazy_init"
 """Called first by whatever needs a card."""

@@ -11,14 +11,13 @@ stages 1 and 2 silently send no gradients on the CPU without `contiguous_gradien
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 from nbtrain.compat.internals import Internals
 
-its = Internals("deepspeed")
+its = Internals("deepspeed", only_if_loaded="deepspeed")  # importing it settles on a kind of device
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _BASE = "deepspeed.runtime.base_optimizer.ZeROOptimizer"
@@ -94,11 +93,6 @@ its.fields(
     *("_offload_boundary_param_ids", "fp16_groups", "fp16_partitioned_groups_flat_numel"),
     *("fp32_partitioned_groups_flat", "grad_position", "ipg_buckets", "offload_optimizer", "params_already_reduced"),
 )
-
-
-def check() -> list[str]:
-    """What the installed version lacks. DeepSpeed is not imported for it, as that settles on a kind of device."""
-    return its.check() if "deepspeed" in sys.modules else []
 
 
 # --- the whole process ---------------------------------------------------------------------------

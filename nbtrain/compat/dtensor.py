@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import torch
 
 its = Internals("torch")
-check = its.check
 
 LOCAL = "_local_tensor"
 """The attribute that holds a rank's part."""

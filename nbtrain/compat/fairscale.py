@@ -23,32 +23,6 @@ from typing import Any
 
 from nbtrain.compat.internals import Internals
 
-its = Internals("fairscale")
-
-_OSS = "fairscale.optim.oss.OSS"
-_PARALLEL = "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel"
-its.fields(_OSS, "buckets")
-its.members(_OSS, "_param_to_rank", "_per_device_params", "_broadcast_params", "refresh_trainable")
-its.members(_PARALLEL, "refresh_trainable", "_clear_counters", "_consume_work_handles", "_setup_backward_hooks")
-its.fields(
-    _PARALLEL,
-    *("_grad_hooks", "_trainable_params", "_manual_reduce", "_work_handles", "_bucket_flush_callback_set"),
-)
-
-
-def check() -> list[str]:
-    with quiet():
-        return its.check()
-
-
-def classes() -> tuple[Any, Any]:
-    """(OSS, ShardedDataParallel)"""
-    with quiet():
-        return (
-            import_module("fairscale.optim.oss").OSS,
-            import_module("fairscale.nn.data_parallel.sharded_ddp").ShardedDataParallel,
-        )
-
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -61,6 +35,28 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+its = Internals("fairscale", around=quiet)
+
+_OSS = "fairscale.optim.oss.OSS"
+_PARALLEL = "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel"
+its.fields(_OSS, "buckets")
+its.members(_OSS, "_param_to_rank", "_per_device_params", "_broadcast_params", "refresh_trainable")
+its.members(_PARALLEL, "refresh_trainable", "_clear_counters", "_consume_work_handles", "_setup_backward_hooks")
+its.fields(
+    _PARALLEL,
+    *("_grad_hooks", "_trainable_params", "_manual_reduce", "_work_handles", "_bucket_flush_callback_set"),
+)
+
+
+def classes() -> tuple[Any, Any]:
+    """(OSS, ShardedDataParallel)"""
+    with quiet():
+        return (
+            import_module("fairscale.optim.oss").OSS,
+            import_module("fairscale.nn.data_parallel.sharded_ddp").ShardedDataParallel,
+        )
 
 
 # --- OSS -----------------------------------------------------------------------------------------

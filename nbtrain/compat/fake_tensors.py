@@ -13,7 +13,6 @@ import torch
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 FakeTensor: Any = its.name("torch._subclasses.fake_tensor.FakeTensor")
 FakeTensorMode: Any = its.name("torch._subclasses.fake_tensor.FakeTensorMode")

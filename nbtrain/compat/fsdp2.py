@@ -21,7 +21,6 @@ from nbtrain.compat.dtensor import local
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 _FOLDER = "torch.distributed.fsdp._fully_shard"
 _STATE, _GROUP = f"{_FOLDER}._fsdp_state.FSDPState", f"{_FOLDER}._fsdp_param_group.FSDPParamGroup"

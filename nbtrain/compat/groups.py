@@ -8,7 +8,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 MAKE = "torch.distributed.distributed_c10d._new_process_group_helper"
 """Makes every group, also those of `new_group` and of device meshes."""

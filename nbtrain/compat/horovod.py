@@ -16,7 +16,6 @@ from contextlib import suppress
 from nbtrain.compat.internals import Internals
 
 its = Internals("horovod")
-check = its.check
 
 # --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
 

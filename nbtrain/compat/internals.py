@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +15,14 @@ from nbtrain.errors import VersionMismatch
 class Internals:
     """The internals that one file uses. Listing one costs nothing; only `check` and `name` import the package."""
 
-    def __init__(self, package: str) -> None:
-        """`package`: as pip calls it."""
+    def __init__(
+        self, package: str, only_if_loaded: str = "", around: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """`package`: as pip calls it. `only_if_loaded`: a module that must not be imported for a check. `around`: a
+        context for each check."""
         self.package = package
+        self._only_if_loaded = only_if_loaded
+        self._around = around
         self._needs: list[Callable[[], str]] = []
 
     def name(self, path: str) -> Any:
@@ -42,7 +48,10 @@ class Internals:
 
     def check(self) -> list[str]:
         """What the installed version lacks, in words: `FSDPState has no _lazy_init`. Empty if it fits."""
-        return [found for need in self._needs if (found := need())]
+        if self._only_if_loaded and self._only_if_loaded not in sys.modules:
+            return []
+        with self._around():
+            return [found for need in self._needs if (found := need())]
 
 
 class Missing:

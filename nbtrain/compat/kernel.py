@@ -11,7 +11,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbtrain.compat.internals import Internals
 
 its = Internals("ipython")
-check = its.check
 
 its.members("IPython.core.interactiveshell.InteractiveShell", "_get_exc_info", "_showtraceback")
 TRACEBACK = "_render_traceback_"

@@ -10,7 +10,6 @@ from nbtrain.compat.internals import Internals
 from nbtrain.compat.modules import NORM_LAYER
 
 its = Internals("torch")
-check = its.check
 
 NormLayer: Any = its.name(NORM_LAYER)
 its.members("torch.nn.SyncBatchNorm", "_check_input_dim")

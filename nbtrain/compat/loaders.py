@@ -10,7 +10,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 """The class of what `iter(loader)` returns, with and without workers."""

@@ -12,7 +12,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)

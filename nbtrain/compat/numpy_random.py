@@ -8,7 +8,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("numpy")
-check = its.check
 
 its.members("numpy.random.mtrand", "_rand")
 

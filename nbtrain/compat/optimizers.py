@@ -12,7 +12,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 MARK = "_wrapped_by_lr_sched"
 """A schedule looks for it on an optimizer's `step`, to warn of steps that it cannot see."""

@@ -11,7 +11,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("pandas")
-check = its.check
 _CONFIG = "pandas._config.config"
 its.members(_CONFIG, "_global_config", "_registered_options")
 

@@ -9,7 +9,6 @@ import cloudpickle.cloudpickle as cp
 from nbtrain.compat.internals import Internals
 
 its = Internals("cloudpickle")
-check = its.check
 
 its.members(
     "cloudpickle.cloudpickle",

@@ -17,7 +17,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("python")
-check = its.check
 
 LruCache: Any = type(functools.lru_cache(lambda: 0))
 """The class of what `lru_cache` returns has no public name."""

@@ -7,7 +7,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
-check = its.check
 
 tree_flatten = its.name("torch.utils._pytree.tree_flatten")
 tree_unflatten = its.name("torch.utils._pytree.tree_unflatten")

@@ -24,7 +24,7 @@ LIBRARIES = ("deepspeed", "fairscale", "horovod", "xla")
 
 def lacks(file: str) -> tuple[str, ...]:
     """What the installed version lacks of what one file here uses: some microseconds, once the package is imported."""
-    return tuple(import_module(f"nbtrain.compat.{file}").check())
+    return tuple(import_module(f"nbtrain.compat.{file}").its.check())
 
 
 def package_of(file: str) -> str:

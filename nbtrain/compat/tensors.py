@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 its = Internals("torch")
-check = its.check
 
 GRADIENT_HOOKS = "_backward_hooks"
 """the table behind `register_hook`"""

@@ -7,7 +7,6 @@ from typing import Any
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch_xla")
-check = its.check
 
 its.members("torch_xla._internal.pjrt", "initialize_multiprocess", "initialize_singleprocess")
 

@@ -16,10 +16,12 @@ from nbtrain.magics import cells, completion, grow_option, manual, trial_options
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Request, parse_ranks
 from nbtrain.magics.line.resolve import check_flags
-from nbtrain.magics.state import MagicsState, OpenSession, Session
+from nbtrain.magics.state import MagicsState, OpenSession
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+    from nbtrain.session import Session
 
 _LOADED: dict[InteractiveShell, Extension] = {}
 

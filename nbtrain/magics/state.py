@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Resolver
-from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbtrain.magics.cells import Seen
-    from nbtrain.planning.compare.comparison import Comparison
-    from nbtrain.planning.compare.receipt import Receipt
-    from nbtrain.session import Cell
-    from nbtrain.session.trials.attempt import RunWay
-    from nbtrain.session.trials.compare_trials import Question
+    from nbtrain.session import Cell, Session
 
 
-class Session(Protocol):
-    """What the magics need of a session (`nbtrain.session.Session`, or a test's)."""
-
-    background: Any
-
-    def run(self, run: RunSpec, cell: Cell) -> object: ...
-    def compare(
-        self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Callable[[Comparison], None]
-    ) -> Comparison: ...
-    def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt: ...
-    def start(self, pool: PoolSpec) -> None: ...
-    def stop(self) -> None: ...
-    def restart(self) -> None: ...
-    def recover(self) -> str: ...
-    def where(self) -> str: ...
-    def status(self) -> str: ...
-    def check(self, names: list[str]) -> object: ...
-    def close(self) -> None: ...
-
-
-OpenSession = Callable[[Any, Callable[[], None]], Session]
+OpenSession = Callable[[Any, Callable[[], None]], "Session"]
 """Makes the session of a shell; it calls the second argument when idle ranks have given their GPUs back."""
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import nbtrain.registry as registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.exchange.names.name_order import NameOrder
+from nbtrain.humanize import listed
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.session.background.background_run import BackgroundRun, refuse
-from nbtrain.session.background.cell_refusal import Refusal
+from nbtrain.session.background.background_run import BackgroundRun, CellRefusal, refuse
 from nbtrain.session.cell import Cell
 from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.pool.status import report
-from nbtrain.session.report.report import drop_ahead, listed, report_lost
+from nbtrain.session.report.cell_report import drop_ahead, report_lost
 from nbtrain.session.run import in_kernel
 from nbtrain.session.run.cell_run import CellRun
 from nbtrain.session.run.public_record import PublicRecord
@@ -46,7 +46,7 @@ class Session:
         self.public_record = PublicRecord(shell.user_ns, self.ranks)
         self.background: BackgroundRun | None = None
         self._in_cell = False
-        self._refusal = Refusal(shell)
+        self._refusal = CellRefusal(shell)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._between_cells)
         # Who forks ranks from a nursery has others to clean up; who spawns them has not.
@@ -136,10 +136,9 @@ class Session:
         self.ranks.rest()
 
     def stop(self) -> None:
-        if self._going:
-            assert self.background is not None
+        if (run := self._going) is not None:
             with suppress(Exception):  # what it raised is shown below its cell
-                self.background.stop()
+                run.stop()
         report_lost(self.ranks.notebook_side, self.shell.user_ns)
         self.ranks.stop()
         self.public_record.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
@@ -184,8 +183,8 @@ class Session:
         return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
 
     def status(self) -> str:
-        if self._going:
-            return "\n".join([f"{self.background!r}", report(self.ranks.pool, self.ranks.notebook_side)])
+        if (run := self._going) is not None:
+            return "\n".join([f"{run!r}", report(self.ranks.pool, self.ranks.notebook_side)])
         self.ranks.listen(0)
         dead = {death.rank for death in self.ranks.deaths}
         if self.ranks.pool is not None and len(dead) == len(self.ranks.pool.ranks):
@@ -194,7 +193,7 @@ class Session:
 
     def check(self, names: list[str]) -> CheckReport:
         """Whether these names, or all, can travel; nothing is sent."""
-        if not self._going:
+        if self._going is None:
             self.ranks.listen(0)
         return check(self.shell.user_ns, self.ranks.notebook_side, self.ranks.numbers(), names)
 
@@ -217,22 +216,20 @@ class Session:
     def _leave(self) -> None:
         """The kernel ends, and the ranks with it."""
         self.public_record.close()
-        if self._going:
-            assert self.background is not None
-            self.background.leave()
+        if (run := self._going) is not None:
+            run.leave()
         self.ranks.stop()
 
     @property
-    def _going(self) -> bool:
-        """Whether a run in the background uses the ranks."""
-        return self.background is not None and not self.background.over
+    def _going(self) -> BackgroundRun | None:
+        """The run in the background that uses the ranks, if there is one."""
+        return None if self.background is None or self.background.over else self.background
 
     def _check_free(self) -> None:
-        if self._going:
-            assert self.background is not None
-            self.background.finish()
-            if not self.background.over:
-                raise refuse(self.background)
+        if (run := self._going) is not None:
+            run.finish()
+            if not run.over:
+                raise refuse(run)
 
     def _when_idle(self, run: BackgroundRun) -> None:
         """Called in the thread of a run that has ended: bring home what it did as soon as no cell runs."""
@@ -249,21 +246,18 @@ class Session:
     def _before_cell(self, info: Any) -> None:
         self._in_cell = True
         self._refusal.leave()
-        if self._going:
-            assert self.background is not None
+        if (run := self._going) is not None:
             try:
-                self.background.before_cell(self.shell.transform_cell(info.raw_cell))
+                run.before_cell(self.shell.transform_cell(info.raw_cell))
             except KeyboardInterrupt:  # IPython shows what its callbacks raise, and runs the cell all the same
                 self._refusal.enter()
 
     def _between_cells(self, *_: Any) -> None:
         self._in_cell = False
-        if self._going:
-            assert self.background is not None
-            self.background.finish()
+        if (run := self._going) is not None:
+            run.finish()
             return
         self.stale_modules.look()
-        if (
-            self.ranks.notebook_side is not None and self.ranks.left is None
-        ):  # `recover` may need what the user let go of
-            self.ranks.notebook_side.release_dropped()
+        side = self.ranks.notebook_side
+        if side is not None and self.ranks.left is None:  # `recover` may need what the user let go of
+            side.release_dropped()

@@ -332,7 +332,7 @@ class Runtime:
         return {name: sentence for name, sentence in found.items() if sentence}
 
     def compared(self) -> dict[str, int]:
-        """Numbers by name, which the notebook compares between ranks (session/report/same_work_report.py)."""
+        """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""
         work, data = self.backward_and_step.same_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
         found |= self.backward_and_step.summed_losses.divisors()

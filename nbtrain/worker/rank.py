@@ -23,16 +23,13 @@ from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
-from nbtrain.worker.home.trial_baseline import trial_steps
 from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
-from nbtrain.worker.process.malloc_trim import give_back
 from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.process.rank_environment import BuiltinsGuard, NotebookEnvironment, apply_environment, bind_device
-from nbtrain.worker.process.stack_dump import answer_in
-from nbtrain.worker.process.start import RankConfig
+from nbtrain.worker.process.start import RankConfig, answer_in
 from nbtrain.worker.shell.meters import Meters
 from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
@@ -122,7 +119,7 @@ class Rank:
             self.twins.pieces.serve(message.lead)
         elif type(message) is Leave:
             home = self.twins.leave(message.key, message.reason, message.together)
-            self._send(Repacked(rank=self.info.rank, time=time.time(), home=home))
+            self.link.send(Repacked(rank=self.info.rank, time=time.time(), home=home))
         elif type(message) is Forget:
             self.twins.forget(self._close_runtime, message.keep, message.known, message.whole)
             self._found = None
@@ -169,7 +166,9 @@ class Rank:
             return
         self._last = None  # what it holds would count for what was there before
         self.shell.clear_last_error()
-        self._trial_steps = trial_steps(run.spec, self.info.device)
+        from nbtrain.training.measure.trial_steps import make_trial_steps
+
+        self._trial_steps = make_trial_steps(run.spec, self.info.device)
         try:
             with self._trial_steps.limited():
                 self._run_cell(run)
@@ -197,7 +196,6 @@ class Rank:
                 self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
             return
         self._last = run, names
-        steps = self.runtime.steps
         self.outputs.outlet.begin(running)
         self.meters.begin(self.runtime.readings, run.number)
         self.group.begin(self.runtime.strategy.hands_off, run.number)
@@ -215,20 +213,13 @@ class Rank:
         if self._trial_steps is not None and self._trial_steps.well(failure):
             told = self._trial_steps.told(self.info.rank)
             self._trial_steps.release_loaders()
-            self._finish(
-                Finished(rank=told.rank, time=told.time, steps=steps.count, tried=told, grouped=self.group.intact)
-            )
+            self._finish(self._finished(tried=told))
         elif failure is not None:
             self.outputs.outlet.announce()
             self._fail(failure, lines, run.number)
         elif self._shares_pieces(run):
             # All ranks are needed to bring it home: the kernel says so once each has come to the end of the cell.
-            now, calls = time.time(), steps.calls
-            self._finish(
-                Finished(
-                    rank=self.info.rank, time=now, steps=steps.count, calls=calls, waits=True, grouped=self.group.intact
-                )
-            )
+            self._finish(self._finished(calls=self.runtime.steps.calls, waits=True))
         else:
             self._go_home(run, names, lead)
 
@@ -257,17 +248,13 @@ class Rank:
                 self.twins.compare(self.runtime.components.pieces(), names)
             homeward = self.twins.homeward(names, run.spec.keep, limit)
             values = homeward.values() if len(run.ranks) > 1 else None
-            finished = Finished(
-                rank=self.info.rank,
-                time=time.time(),
-                steps=self.runtime.steps.count,
+            finished = self._finished(
                 home=self._home(homeward, run, lead),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
                 replica_checksums=self.runtime.replica_checksums() if self.info.world_size > 1 else None,
                 values=values,
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
-                grouped=self.group.intact,
                 notes=(*self._notes, *self.twins.unsendable),
                 advice=self.runtime.advice() if lead and self.info.world_size > 1 else {},
             )
@@ -276,9 +263,9 @@ class Rank:
         else:
             self.outputs.finish()
             unsaid = self.outputs.outlet.unsaid()
-            self._send(finished if unsaid is None else replace(finished, began=unsaid))
+            self.link.send(finished if unsaid is None else replace(finished, began=unsaid))
             if finished.steps and self.twins.pieces:
-                give_back()
+                self.twins.pieces.return_freed_memory()
 
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> Home | None:
         together = self._shares_pieces(run)
@@ -401,7 +388,7 @@ class Rank:
     def _adopt(self, message: Adopt) -> None:
         lacking = self.twins.adopt(message.news)
         self._found = None
-        self._send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
+        self.link.send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
 
     def _pull(self, message: Pull) -> None:
         self.twins.packer.released(KERNEL, message.released.get(self.info.rank, ()))
@@ -410,19 +397,20 @@ class Rank:
         except Exception as error:  # the object's own pickle method, or no memory left
             parcel, reason = None, f"{type(error).__name__}: {error}"
         rank = self.info.rank
-        self._send(Pulled(rank=rank, time=time.time(), asked=message.asked, parcel=parcel, reason=reason))
+        self.link.send(Pulled(rank=rank, time=time.time(), asked=message.asked, parcel=parcel, reason=reason))
 
     # -- what it says --------------------------------------------------------------------
 
     def _state(self, state: str, notes: tuple[str, ...] = ()) -> None:
-        self._send(RankState(rank=self.info.rank, time=time.time(), state=state, notes=notes))
+        self.link.send(RankState(rank=self.info.rank, time=time.time(), state=state, notes=notes))
 
-    def _send(self, event: Event) -> None:
-        self.link.send(event)
+    def _finished(self, **more: Any) -> Finished:
+        rank, steps, grouped = self.info.rank, self.runtime.steps.count, self.group.intact
+        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, **more)
 
     def _finish(self, event: Event) -> None:
         self.outputs.finish()
-        self._send(event)
+        self.link.send(event)
 
     def _fail(self, error: BaseException, lines: list[str], number: int = 0) -> None:
         """`number`: the run whose code raised."""

@@ -53,7 +53,7 @@ def engine_of(stage: int) -> Any:
     from nbtrain.strategies.deepspeed.library import as_local_rank, library, quiet
 
     deepspeed = library(CPU)
-    assert ds.check() == []
+    assert ds.its.check() == []
     zero = {"stage": stage, "stage3_param_persistence_threshold": 1}
     config = {
         "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False, "gradient_clipping": 0.0,
@@ -177,7 +177,7 @@ def test_deepspeed_communicates_by_what_it_is_given() -> None:
 def _to_their_owners(rank: int) -> None:
     from nbtrain.strategies.sharded.library import make_oss, make_parallel
 
-    assert fairscale.check() == []
+    assert fairscale.its.check() == []
     with fairscale.quiet():
         oss_class, parallel_class = fairscale.classes()
     model = Wrapped()

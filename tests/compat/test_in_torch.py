@@ -164,7 +164,7 @@ def test_a_copy_of_a_parameter() -> None:
 
 
 def test_ninja_is_run_by_a_function_that_takes_a_folder() -> None:
-    assert extensions.check() == []
+    assert extensions.its.check() == []
 
 
 def test_an_ordinary_node_gathers_no_unit() -> None:

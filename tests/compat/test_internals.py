@@ -45,7 +45,7 @@ def load(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FRAME])
 def test_nothing_is_missing(name: str) -> None:
-    assert load(name).check() == []
+    assert load(name).its.check() == []
 
 
 # --- every function has a test -------------------------------------------------------------------

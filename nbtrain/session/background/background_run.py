@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextvars
 import threading
 import time
@@ -9,16 +10,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from IPython.core.error import InputRejected
+
 from nbtrain.compat import kernel
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import UsageError
 from nbtrain.exchange.home import Home
+from nbtrain.humanize import listed
 from nbtrain.session.background.name_conflicts import NameConflicts
 from nbtrain.session.background.weight_reads import WeightReads
-from nbtrain.session.report.report import listed
 from nbtrain.session.run.cell_run import CellRun
 
 PAUSE = 0.05
+NOT_RUN = "KeyboardInterrupt: stopped while it waited for the run in the background; the cell was not run"
 
 
 class BackgroundRun:
@@ -207,3 +211,29 @@ def refuse(run: BackgroundRun) -> UsageError:
         f"the ranks are in use: {run!r}. Wait for it with run.wait(), or end it with run.stop(), which keeps its work; "
         "run = nbtrain.background() is the run"
     )
+
+
+class NotRun(InputRejected):
+    """Shown as one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+class CellRefusal:
+    """Keeps a cell from running that IPython has begun with, as an AST transformer that raises: callbacks cannot."""
+
+    def __init__(self, shell: Any) -> None:
+        self._transformers: list[Any] = shell.ast_transformers
+
+    def enter(self) -> None:
+        """Refuse the cell that is about to run."""
+        self._transformers.append(self)
+
+    def leave(self) -> None:
+        if self in self._transformers:
+            self._transformers.remove(self)
+
+    def visit(self, tree: ast.AST) -> ast.AST:
+        self.leave()
+        raise NotRun(NOT_RUN)

@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.exchange.kinds.base import ATOMS
-from nbtrain.session.sync.notebook_side import MISSING
+from nbtrain.session.sync.notebook_side import MISSING, same
 
 if TYPE_CHECKING:
     from nbtrain.session.run.cell_run import CellRun
@@ -31,7 +31,7 @@ class NameConflicts:
         they are the notebook's again, and what the run left under them, if it differs, is in `values`."""
         namespace = self._namespace
         theirs = {name: namespace.get(name, MISSING) for name in self._before}
-        theirs = {name: value for name, value in theirs.items() if not _same(value, self._before[name])}
+        theirs = {name: value for name, value in theirs.items() if not same(value, self._before[name])}
         for name in theirs:
             _put(namespace, name, self._before[name])
         try:
@@ -39,7 +39,7 @@ class NameConflicts:
         finally:
             for name, value in theirs.items():
                 found = namespace.get(name, MISSING)
-                if self._run.home.came and self._is_work(name, found) and not _same(found, value):
+                if self._run.home.came and self._is_work(name, found) and not same(found, value):
                     values[name] = found
                 _put(namespace, name, value)
 
@@ -47,11 +47,7 @@ class NameConflicts:
         """Whether the run has assigned it, or may have changed it in place."""
         if found is MISSING:
             return False
-        return not _same(found, self._before[name]) or not isinstance(found, UNCHANGING)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in ATOMS and one == other)
+        return not same(found, self._before[name]) or not isinstance(found, UNCHANGING)
 
 
 def _put(namespace: dict[str, Any], name: str, value: Any) -> None:

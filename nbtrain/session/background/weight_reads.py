@@ -10,7 +10,7 @@ import nbtrain.registry as registry
 from nbtrain.defer_interrupts import shielded
 from nbtrain.exchange.graph.rank_paths import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
-from nbtrain.session.report.report import listed
+from nbtrain.humanize import listed
 
 if TYPE_CHECKING:
     from nbtrain.session.run.cell_run import CellRun

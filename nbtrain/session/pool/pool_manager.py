@@ -21,11 +21,11 @@ from nbtrain.exchange.home import Home
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
 from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
 from nbtrain.session.report import exception_message
+from nbtrain.session.report.cell_report import drop_ahead, report_lost, report_partly_lost
 from nbtrain.session.report.oom_report import LESS
-from nbtrain.session.report.report import drop_ahead, report_lost, report_partly_lost
 from nbtrain.session.report.stacks import where
 from nbtrain.session.sync.handles import SLOW, Fetch
-from nbtrain.session.sync.kept_handles import handles, kept
+from nbtrain.session.sync.kept_handles import kept, live_handles
 from nbtrain.session.sync.kernel_environment import SentEnvironment
 from nbtrain.session.sync.notebook_side import NotebookSide
 from nbtrain.specs import PoolSpec, difference
@@ -180,9 +180,15 @@ class PoolManager:
 
     def fork(self, spec: PoolSpec, side: NotebookSide) -> None:
         """Start ranks that are copies of this process, once `side` knows what they hold."""
-        from nbtrain.session.pool.fork_child import body
+        from nbtrain.worker.process.start import RankConfig
+        from nbtrain.worker.rank import Rank
 
-        self.pool = registry.engine(spec.engine).load()(spec, body(self.shell, side.table))
+        def live(config: RankConfig) -> None:
+            from nbtrain.worker.shell.shell import make_shell
+
+            Rank(config, make_shell(self.shell.user_module), side.table).serve()
+
+        self.pool = registry.engine(spec.engine).load()(spec, live)
         self.notebook_side = side
 
     def side_for_forks(self, spec: PoolSpec) -> NotebookSide:
@@ -249,9 +255,9 @@ class PoolManager:
         if fetch is not None:
             fetch.close()
         self.fetch = Fetch(
-            self.notebook_side, ranks, self.send, self.answers, self._dead, lambda: self.parted_as is not None
-        )
-        self.fetch.busy = lambda: self.running
+            self.notebook_side, self.send, self.answers, self._dead, lambda: self.parted_as is not None,
+            lambda: self.running,
+        )  # fmt: skip
         if keeps_handles and fetch is not None:
             self.fetch.inherit(fetch)
 
@@ -288,8 +294,8 @@ class PoolManager:
         assert self.notebook_side is not None
         self.notebook_side.release_dropped()
         table = self.notebook_side.table
-        keep = tuple(node.key for node in handles(table, worth=True))
-        known = table.nodes.keys() - set(table.unreachable(keep)) - {node.key for node in handles(table)}
+        keep = tuple(node.key for node in live_handles(table, worth=True))
+        known = table.nodes.keys() - set(table.unreachable(keep)) - {node.key for node in live_handles(table)}
         forget = Forget(keep=keep, known=tuple(known), whole=not self._replaced)
         self.pool.send(forget, [info.rank for info in self.pool.ranks])
         self.parted_as = None
@@ -327,7 +333,7 @@ class PoolManager:
     def _give_back(self) -> bool:
         """Called in the timer's thread: it may end processes, and must not touch sockets."""
         pool, side = self.pool, self.notebook_side
-        if pool is None or side is None or self.left is not None or handles(side.table, worth=True):
+        if pool is None or side is None or self.left is not None or live_handles(side.table, worth=True):
             return False
         pool.kill()
         return True

@@ -14,11 +14,11 @@ from nbtrain.events import Event, Failed
 from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.messages import Conclude
-from nbtrain.session.output.relay import figures_can_be_shown
+from nbtrain.session.output.rank_output import figures_can_be_shown
 from nbtrain.session.report import exception_message
+from nbtrain.session.report.cell_report import Reporter, drop_ahead, report
 from nbtrain.session.report.error_hints import hint
 from nbtrain.session.report.oom_report import ran_out, readings
-from nbtrain.session.report.report import Reporter, drop_ahead, report
 from nbtrain.session.run.stop_ranks import SAID
 from nbtrain.session.sync.notebook_side import MISSING, NotebookSide
 
@@ -185,10 +185,7 @@ class Homecoming:
         self._keeps = keeps
         error = self._error(stuck, held_back)
         try:
-            if self.spec.pool.start == "fork" or any(death.said for death in ranks.deaths):  # new ones would not start
-                ranks.lose()
-            elif dead or stuck or not self.run.quiet:
-                ranks.regroup(dead | stuck)
+            self._replace(dead | stuck, self.run.quiet)
             if keeps and ranks.pool is not None:
                 ranks.left = self
                 self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}
@@ -199,6 +196,13 @@ class Homecoming:
             ranks.lose()
         self.run.over = True
         raise error
+
+    def _replace(self, anew: set[int], sound: bool) -> None:
+        """Replace these ranks after the cell, and form the group anew where it is not `sound`."""
+        if self.spec.pool.start == "fork" or any(death.said for death in self.ranks.deaths):  # new ones would not start
+            self.ranks.lose()
+        elif anew or not sound:
+            self.ranks.regroup(anew)
 
     def _error(self, stuck: set[int], held_back: str) -> BaseException:
         deaths = self.ranks.deaths

@@ -17,12 +17,11 @@ from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.blocked_kernel import BlockedKernel
-from nbtrain.session.output.relay import Relay
-from nbtrain.session.output.screens import CellScreen, NullScreen, OriginCellScreen
+from nbtrain.session.output.rank_output import Relay, screen_of
 from nbtrain.session.pool.pool_manager import BEAT, PoolManager, starting
-from nbtrain.session.report.report import check_ahead, slow
+from nbtrain.session.report.cell_report import check_ahead, slow
 from nbtrain.session.run.bring_home import Homecoming
-from nbtrain.session.run.controls import Controls
+from nbtrain.session.run.controls import RunControls
 from nbtrain.session.run.discard_trial import DiscardTrial
 from nbtrain.session.run.observers import Observers
 from nbtrain.session.run.run_outcome import Outcome
@@ -45,12 +44,10 @@ class CellRun(RunState):
         """`kernel`: its id, as the Jupyter server knows it."""
         count = run.pool.world_size
         outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
-        screen = (
-            OriginCellScreen(shell) if run.background else CellScreen(shell) if run.trial is None else NullScreen(shell)
-        )
+        screen = screen_of(shell, run)
         relay = Relay(screen, run.output, outcome.lead, outcome.ranks)
         super().__init__(shell, ranks, run, cell, names, outcome, relay)
-        self.controls = Controls(self)
+        self.controls = RunControls(self)
         self.observers = Observers(shell, run, cell, self.controls, kernel, relay.say, screen)
         self._blocked_kernel = None if run.background else BlockedKernel(shell, self.observers.shows_through)
         self._running = False

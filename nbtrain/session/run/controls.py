@@ -13,8 +13,8 @@ Answer = tuple[bool, str]
 """whether the command is carried out, and a sentence"""
 
 
-class Controls:
-    """Commands for one run. `do` may be called from any thread, and repeated."""
+class RunControls:
+    """The `views.base.Controls` of one run. `do` may be called from any thread, and repeated."""
 
     def __init__(self, run: RunState) -> None:
         self._run: RunState | None = run

@@ -45,10 +45,7 @@ class DiscardTrial(Homecoming):
         sound = ok and all(done.grouped for done in self.outcome.finished.values())
         self.outcome.without(dead)
         try:
-            if self.spec.pool.start == "fork" or any(death.said for death in ranks.deaths):  # new ones would not start
-                ranks.lose()
-            elif dead or stuck or not (sound or run.quiet):
-                ranks.regroup(dead | stuck)
+            self._replace(dead | stuck, sound or run.quiet)
             if ranks.pool is not None:
                 ranks.forget()
         except PoolError:  # a rank takes no message

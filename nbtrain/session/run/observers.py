@@ -16,8 +16,8 @@ from nbtrain.watch.series import points
 
 if TYPE_CHECKING:
     from nbtrain.session.cell import Cell
-    from nbtrain.session.output.screens import CellScreen
-    from nbtrain.session.run.controls import Controls
+    from nbtrain.session.output.rank_output import CellScreen
+    from nbtrain.session.run.controls import RunControls
     from nbtrain.specs import RunSpec
 
 
@@ -29,7 +29,7 @@ class Observers:
         shell: Any,
         spec: RunSpec,
         cell: Cell,
-        controls: Controls | None,
+        controls: RunControls | None,
         kernel: str,
         say: Callable[[str], object],
         screen: CellScreen,
@@ -42,7 +42,7 @@ class Observers:
                 "cell": cell.number,
                 "summary": "",
                 "strategy": spec.strategy,
-                "devices": _devices(spec),
+                "devices": [spec.pool.where] if spec.pool.together else list(spec.pool.devices),
                 "began": time.time(),
                 "kernel": kernel,
                 "background": spec.background,
@@ -105,8 +105,3 @@ class Observers:
         self.view.closed(ok)
         for sink in self._others:
             sink.closed(ok)
-
-
-def _devices(spec: RunSpec) -> list[str]:
-    pool = spec.pool
-    return [pool.where] if pool.together else list(pool.devices)

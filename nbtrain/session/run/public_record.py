@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import nbtrain.machine.host as host
 from nbtrain.beacon import Beacon
 from nbtrain.runs.run_folder import notebook
-from nbtrain.session.run.controls import Answer, Controls
+from nbtrain.session.run.controls import Answer, RunControls
 
 if TYPE_CHECKING:
     from nbtrain.session.pool.pool_manager import PoolManager
@@ -25,7 +25,7 @@ class PublicRecord:
         self._ranks = ranks
         self._run: dict[str, Any] | None = None
         """what does not change about the last run"""
-        self._controls: Controls | None = None
+        self._controls: RunControls | None = None
         """of the run that goes on"""
         self._beacon: Beacon | None = None
 

@@ -10,7 +10,7 @@ from nbtrain.defer_interrupts import Presses
 from nbtrain.events import Memory
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.session.cell import Cell
-from nbtrain.session.output.relay import Relay
+from nbtrain.session.output.rank_output import Relay
 from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.run.run_outcome import Outcome
 from nbtrain.session.run.stop_ranks import StopRanks

@@ -14,24 +14,10 @@ from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, reac
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.session.cell import Cell
 
-ON_RANKS = frozenset(
-    (
-        "rank",
-        "world_size",
-        "local_rank",
-        "device",
-        "log",
-        "reduce",
-        "gather",
-        "barrier",
-        "setup",
-        "save",
-        "load",
-        "resumable",
-        "get_ipython",
-        "display",
-    )
-)
+ON_RANKS = frozenset((
+    "rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup", "save", "load",
+    "resumable", "get_ipython", "display",
+))  # fmt: skip
 """Names that every rank has in its builtins."""
 
 

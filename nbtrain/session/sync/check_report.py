@@ -20,7 +20,7 @@ from nbtrain.exchange.names.cell_names import CellNames, private, reach
 from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.records import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
-from nbtrain.session.sync import trial_unpickling
+from nbtrain.session.sync import unpickle_check
 from nbtrain.session.sync.notebook_side import NotebookSide
 
 HEAVY = 16 << 20
@@ -68,9 +68,9 @@ class CheckReport:
                 listed.append(f"{len(more)} more {humanize.size(sum(self.sizes[name] for name in more))}")
             parts.append(f"{humanize.size(total)} would be sent: {', '.join(listed)}")
         if self.resident:
-            parts.append(f"on the ranks already: {_some(self.resident)}")
+            parts.append(f"on the ranks already: {humanize.listed(self.resident, 2 * SHOWN)}")
         if self.by_name:
-            parts.append(f"by name: {_some(self.by_name)}")
+            parts.append(f"by name: {humanize.listed(self.by_name, 2 * SHOWN)}")
         head = "the rest can travel" if self.findings else "everything can travel"
         return " · ".join([head, *parts])
 
@@ -93,7 +93,7 @@ def check(
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
         able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
         looked.walk.cargo.buffers.clear()  # of what is on a device they are copies
-        for name, text in trial_unpickling.tried(namespace, able, looked.walk):
+        for name, text in unpickle_check.cannot_open(namespace, able, looked.walk):
             found = unopened(text, namespace, cells)
             report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
         refused = {finding.path for finding in report.findings}
@@ -150,11 +150,6 @@ class _CheckWalk:
                 self.report.sizes[name] = size + stream
         walk.finish()
         return None
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - 2 * SHOWN
-    return ", ".join(names[: 2 * SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _below(path: str, name: str) -> bool:

@@ -11,7 +11,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.events import Event, Pulled
 from nbtrain.exchange.kinds.base import GONE, Handle, Node
 from nbtrain.messages import Message, Pull, Serve
-from nbtrain.session.sync import kept_handles
+from nbtrain.session.sync.kept_handles import live_handles
 from nbtrain.session.sync.notebook_side import NotebookSide
 
 SLOW = 2.0
@@ -22,21 +22,22 @@ class Fetch:
     """Asks the ranks of one pool for copies."""
 
     def __init__(
-        self, side: NotebookSide, ranks: Iterable[int], send: Callable[[Message, Iterable[int]], None],
+        self, side: NotebookSide, send: Callable[[Message, Iterable[int]], None],
         listen: Callable[[Iterable[int]], list[Event]], dead: Callable[[], set[int]], together: Callable[[], bool],
+        busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`listen` raises when one of these ranks is gone. `dead`: ranks that died since the last cell. `together`:
-        whether a rank may have only a piece of an object."""
+        whether a rank may have only a piece of an object. `busy`: whether a run in the background talks to the
+        ranks."""
         self.notebook_side = side
-        self.ranks = tuple(ranks)
+        self.ranks = side.readers
         self.send = send
         self.listen = listen
         self.dead = dead
         self.together = together
+        self.busy = busy
         self.leads: dict[int, int] = {}
         """handle → the rank that ran the cell which left the object behind"""
-        self.busy: Callable[[], bool] = lambda: False
-        """whether a run in the background talks to the ranks"""
         self._asked = self._expected = 0
         self._open = True
         self._thread = threading.get_ident()
@@ -49,7 +50,7 @@ class Fetch:
 
     def replaced(self, ranks: Iterable[int]) -> None:
         """New processes take these ranks' places: what the others have can still be pulled."""
-        for node in kept_handles.handles(self.notebook_side.table):
+        for node in live_handles(self.notebook_side.table):
             node.obj.lost.update(ranks)
             if node.obj.lost >= set(self.ranks):
                 node.obj.fetch, node.obj.holds = None, []
@@ -61,7 +62,7 @@ class Fetch:
 
     def close(self) -> None:
         self._open = False
-        for node in kept_handles.handles(self.notebook_side.table):
+        for node in live_handles(self.notebook_side.table):
             node.obj.fetch, node.obj.holds = None, []
 
     def _way(self, key: int, lead: int, lost: set[int]) -> Callable[[bool], dict[int, Any]]:

@@ -16,7 +16,7 @@ from nbtrain.exchange.kinds.base import Handle, Node
 from nbtrain.exchange.names.cell_names import private
 
 
-def handles(table: ObjectTable, worth: bool = False) -> list[Node]:
+def live_handles(table: ObjectTable, worth: bool = False) -> list[Node]:
     """Handles whose ranks live. `worth`: only those of objects that could travel, which must not be dropped unasked."""
     return [
         node
@@ -33,7 +33,7 @@ def held(node: Node) -> bool:
 def kept(table: ObjectTable, namespace: Mapping[str, Any]) -> dict[str, int]:
     """How the notebook reaches each handle: a name, or a path such as `results['big']` → its key."""
     found: dict[str, int] = {}
-    nodes = handles(table, worth=True)
+    nodes = live_handles(table, worth=True)
     mine = [(name, value) for name, value in list(namespace.items()) if not private(name)] if nodes else []
     for node in nodes:
         names = [name for name, value in mine if value is node.obj]

@@ -7,12 +7,13 @@ import os
 import pickle
 import socket
 import sys
+from dataclasses import fields
 from typing import Any
 
 from nbtrain.compat import python
 from nbtrain.messages import KernelEnvironment
 from nbtrain.worker.process.library_settings import Settings, read
-from nbtrain.worker.process.rank_environment import torch_flags
+from nbtrain.worker.process.rank_environment import torch_flags, working_directory
 
 
 class SentEnvironment:
@@ -35,15 +36,9 @@ class SentEnvironment:
         port = self._port
         if meets and not (port and _is_free(port)):
             self._port = _free_port()
-        return KernelEnvironment(
-            directory=None if now.directory == told.directory else now.directory,
-            path=None if now.path == told.path else now.path,
-            environ=None if now.environ == told.environ else now.environ,
-            colors=None if now.colors == told.colors else now.colors,
-            torch_flags=None if now.torch_flags == told.torch_flags else now.torch_flags,
-            port=None if self._port == port else self._port,
-            settings=self._changed_settings() or None,
-        )
+        news = {one.name: value for one in fields(now) if (value := getattr(now, one.name)) != getattr(told, one.name)}
+        port = None if self._port == port else self._port
+        return KernelEnvironment(**news, port=port, settings=self._changed_settings() or None)
 
     def _changed_settings(self) -> dict[str, bytes]:
         now, self.notes = read(), []
@@ -62,10 +57,7 @@ class SentEnvironment:
         return packed
 
     def _now(self) -> KernelEnvironment:
-        try:
-            directory = os.getcwd()
-        except FileNotFoundError:  # it was deleted under the notebook
-            directory = None
+        directory = working_directory()
         # The empty entry means the working directory, which is where a notebook's own modules lie.
         path = tuple(directory if entry == "" and directory else entry for entry in sys.path)
         environ = self._told.environ

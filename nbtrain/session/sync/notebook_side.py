@@ -27,7 +27,7 @@ from nbtrain.exchange.origin import Cells
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
-from nbtrain.session.sync import kept_handles
+from nbtrain.session.sync.kept_handles import held, live_handles
 from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MISSING = object()
@@ -251,8 +251,7 @@ class NotebookSide:
             walk.undo()
 
     def _other(self, name: str, value: Any) -> bool:
-        now = self.namespace.get(name, MISSING)
-        return now is not value and not (type(now) is type(value) and type(now) in ATOMS and now == value)
+        return not same(self.namespace.get(name, MISSING), value)
 
     def rename(self, names: Iterable[str]) -> None:
         """Let these names hold again what was sent for the last cell."""
@@ -295,7 +294,7 @@ class NotebookSide:
     def inherit(self, before: NotebookSide) -> None:
         """After a failure: take over handles whose objects the ranks kept. What these hold is sent again before use."""
         self.table = before.table
-        handles = set(kept_handles.handles(self.table, worth=True))
+        handles = set(live_handles(self.table, worth=True))
         gone = set(self.table.unreachable(node.key for node in handles))
         gone |= {node.key for node in self.table.nodes.values() if type(node.obj) is Handle and node not in handles}
         self.table.drop(gone)
@@ -340,7 +339,7 @@ class NotebookSide:
         cell. Also called between cells."""
         namespace = self.namespace
         gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
-        if not gone and all(map(kept_handles.held, self._orphans)):
+        if not gone and all(map(held, self._orphans)):
             return
         for name in gone:
             del self._names[name]
@@ -362,7 +361,7 @@ class NotebookSide:
     def _sweep(self) -> None:
         """Drop what nothing reaches; the ranks are told with the next cell."""
         roots = {key for roots in self._roots.values() for key in roots}
-        handles = [node for node in kept_handles.handles(self.table) if kept_handles.held(node)]
+        handles = [node for node in live_handles(self.table) if held(node)]
         keys = self.table.unreachable({*roots, *(node.key for node in handles)})
         self._orphans = [node for node in handles if node.key not in roots]
         self._dropped += keys
@@ -375,6 +374,11 @@ class NotebookSide:
 
     def close(self) -> None:
         self.packer.close()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether both are one object, or equal atoms."""
+    return one is other or (type(one) is type(other) and type(one) in ATOMS and one == other)
 
 
 def _place(kind: str) -> str:

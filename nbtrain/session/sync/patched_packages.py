@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from nbtrain.compat import pickling, python
+from nbtrain.humanize import listed
 from nbtrain.local_files import local
 
 _MAY_SET = re.compile(r"\.\s*\w+\s*(?::[^=\n]+)?[-+*/|&^%@<>]{0,2}=(?!=)|\bsetattr\b")
@@ -50,13 +51,13 @@ class PatchedPackages:
         said = []
         if mine:
             said.append(
-                f"{_some(mine)}: set in the notebook, and each process has its own: write the line in a %%distributed "
-                "cell, too, and the ranks have it until they end"
+                f"{listed(mine, SHOWN)}: set in the notebook, and each process has its own: write the line in a "
+                "%%distributed cell, too, and the ranks have it until they end"
             )
         if theirs:
             said.append(
-                f"{_some(theirs)}: set on the ranks only, until they end: the notebook's stays as it is. Write the "
-                "line in an ordinary cell, too, if it is to hold there"
+                f"{listed(theirs, SHOWN)}: set on the ranks only, until they end: the notebook's stays as it is. Write "
+                "the line in an ordinary cell, too, if it is to hold there"
             )
         return said
 
@@ -150,8 +151,3 @@ def _is_foreign(holder: ModuleType | type, name: str) -> bool:
             isinstance(holder, type) or pickling.goes_by_name(value) or not hasattr(value, "__module__")
         )
     return True
-
-
-def _some(paths: list[str]) -> str:
-    more = len(paths) - SHOWN
-    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")

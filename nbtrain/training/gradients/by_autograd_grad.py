@@ -4,7 +4,7 @@ Such a gradient is of the rank's own share of a batch. Put into `p.grad` it is a
 made of it (fast weights, a penalty, a norm) is of this share: right where each rank works on tasks of its own,
 otherwise not what one process has with the whole batch. The two cannot be told apart, so nothing is averaged unasked:
 it is said, and `reduce(gradient)` brings it together, which can be differentiated again if the gradient can. The first
-ones of a cell are looked at; the ranks compare them as the cell ends (session/report/same_work_report.py). Where a
+ones of a cell are looked at; the ranks compare them as the cell ends (session/report/cell_report.py). Where a
 `p.grad` is a sum of them and of the weight (decay by hand, several losses), the factors are compared: if they are the
 same everywhere it is right.
 

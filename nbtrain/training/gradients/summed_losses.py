@@ -5,7 +5,7 @@ samples are such a sum, too, if each is divided by the size of the batch that th
 each rank divides by a number of its own (targets that are ignored, class weights, a mask), the mean of these means is
 not the mean of all. Both are read from the graph of the first losses of a cell, so they are found wherever they stand.
 The first is known to a rank; the second, when the ranks' numbers are compared as the cell ends
-(session/report/same_work_report.py).
+(session/report/cell_report.py).
 """
 
 from __future__ import annotations

@@ -6,18 +6,21 @@ Every rank counts the same steps, so that all end after the same one without com
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
+import nbtrain.registry as registry
 from nbtrain.compat.loaders import end_workers
 from nbtrain.events import Tried
-from nbtrain.specs import Trial
+from nbtrain.specs import RunSpec, Trial
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import TrialOver
 from nbtrain.training.measure.memory_peak import MemoryPeak
@@ -26,6 +29,18 @@ from nbtrain.training.measure.step_record import StepRecord
 ENDLESS = 10**9
 SEEN = 2
 """Steps after which it is known what they take: the first makes the optimizer's state, the second has all at once."""
+
+
+def make_trial_steps(spec: RunSpec, device: str) -> TrialSteps:
+    """Prepare a trial's measurement. A library is loaded once for all models, so it is imported before, and not
+    counted."""
+    entry = registry.find_strategy(spec.strategy)
+    for name in entry.needs.packages if entry is not None else ():
+        if name not in sys.modules:
+            with suppress(Exception):  # why it cannot be had is said where it is used
+                import_module(name)
+    assert spec.trial is not None
+    return TrialSteps(spec.trial, torch.device(device))
 
 
 class StepMark(NamedTuple):

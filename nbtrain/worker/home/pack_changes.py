@@ -135,28 +135,22 @@ def pull(
 ) -> tuple[Parcel | None, str]:
     """A copy of what lives under a handle's key; or why there can be none."""
     with _writing(packer, pieces) as write:
-        return _pull(table, namespace, key, write)
-
-
-def _pull(
-    table: ObjectTable, namespace: dict[str, Any], key: int, write: Callable[[Changes], Parcel]
-) -> tuple[Parcel | None, str]:
-    node = table.nodes.get(key)
-    if node is None:
-        return None, "it was never made there"
-    numeric.learn_atoms()
-    identity = node.kind.identity(node.obj)
-    walk = Walk(table, namespace)
-    del table.by_id[identity]  # for this walk it is an object like any other
-    try:
-        walk.name("it", node.obj)
-        cargo = walk.finish()
-        if walk.culprits:
-            return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
-        return write(cargo), ""
-    finally:
-        walk.undo()
-        table.by_id[identity] = node
+        node = table.nodes.get(key)
+        if node is None:
+            return None, "it was never made there"
+        numeric.learn_atoms()
+        identity = node.kind.identity(node.obj)
+        walk = Walk(table, namespace)
+        del table.by_id[identity]  # for this walk it is an object like any other
+        try:
+            walk.name("it", node.obj)
+            cargo = walk.finish()
+            if walk.culprits:
+                return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
+            return write(cargo), ""
+        finally:
+            walk.undo()
+            table.by_id[identity] = node
 
 
 def spared(table: ObjectTable, keys: Iterable[int]) -> list[tuple[int, Any]]:

@@ -6,10 +6,13 @@ a time, while the parcel is written: only the rank that packs it ever has a whol
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,7 +24,6 @@ from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
-from nbtrain.worker.home.split_leftovers import find_strays
 
 Ranges = list[tuple[int, int]]
 
@@ -44,8 +46,8 @@ class Pieces:
         self.world_size = world_size
         self.table = table
         self._held: list[HeldPiece] = []
-        self.strays: list[tuple[Any, Any]] = []
-        """tensors in pieces that cells have made: a `state_dict`, gradients that were kept"""
+        self.made_by_cells: list[tuple[Any, Any]] = []
+        """tensors in pieces: a `state_dict`, gradients that were kept, a norm that no rank has whole"""
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -53,7 +55,7 @@ class Pieces:
     def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
         """Take these as the tensors in pieces; True if they changed. Collective. Before a cell, a new one that the
         notebook knows has the notebook's content; one that was divided in a cell may have changed since."""
-        found = [*pieces, *self.strays]
+        found = [*pieces, *self.made_by_cells]
         before = {id(held.tensor): held for held in self._held}
         now = []
         same = True
@@ -84,14 +86,14 @@ class Pieces:
         from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
 
         known = set(known)
-        held = {id(tensor): piece for tensor, piece in self.strays}
-        divided, others = find_strays(values, known, self.world_size)
+        held = {id(tensor): piece for tensor, piece in self.made_by_cells}
+        divided, others = find_made_by_cell(values, known, self.world_size)
         found = {id(t): t for t in divided}
         # A dict of states that no name of this cell leads to goes on being in pieces while the notebook has it; so does
         # what an optimizer was given another state in the place of.
         left: list[Any] = [one.tensor for one in self._held if is_divided(one.tensor) and id(one.tensor) not in known]
         found |= {id(t): t for t in left if self.table.find(t) is not None and by_rows(t)}
-        self.strays = [(t, held.get(id(t)) or RowShards(t)) for t in found.values()]
+        self.made_by_cells = [(t, held.get(id(t)) or RowShards(t)) for t in found.values()]
         return [(t, whole_of(t) if is_stage_tensor(t) else whole(t)) for t in others if id(t) not in found]
 
     def put_together(self) -> list[tuple[Any, Any]]:
@@ -109,7 +111,7 @@ class Pieces:
         return pairs
 
     def forget(self) -> None:
-        self.strays = []
+        self.made_by_cells = []
         for held in self._held:
             self._rejoin(held)
         self._held = []
@@ -167,6 +169,12 @@ class Pieces:
             for _, flat in self._parts(held):
                 dist.send(flat, lead)
 
+    def return_freed_memory(self) -> None:
+        """Gathering and freeing a model unit by unit leaves hundreds of megabytes of holes in the C library's heap."""
+        if sys.platform == "linux":
+            with suppress(AttributeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
+
     def _fetch(self, apart: SplitTensor) -> memoryview:
         """The whole tensor's bytes, on the rank that packs."""
         assert isinstance(apart, HeldPiece)
@@ -219,3 +227,68 @@ def _number(held: HeldPiece) -> int:
     for flat in held.piece.read():
         number = zlib.crc32(b"%d" % checksum(flat.detach()), number)
     return number
+
+
+def find_made_by_cell(values: Mapping[str, Any], known: set[int], world_size: int) -> tuple[list[Any], list[Any]]:
+    """Tensors in pieces that a cell has made, below these names: those that are divided by rows, and all others.
+    Collective. `known`: ids of those that are passed by.
+
+    To bring one together every rank has to hold its part: they compare what they have, name by name. What is below a
+    name that only some ranks have, or have otherwise, stays as it is.
+    """
+    if not {"torch.distributed.tensor", "nbtrain.strategies.kit.tensor_spots"} & sys.modules.keys():
+        return [], []
+    from nbtrain.strategies.kit.row_shards import by_rows as rows
+
+    def by_rows(tensor: Any) -> bool:
+        return not _on_one_rank(tensor) and rows(tensor)
+
+    found = {name: [t for t in _parted_tensors([value]) if id(t) not in known] for name, value in values.items()}
+    mine = {name: [(tuple(t.shape), str(t.dtype), by_rows(t)) for t in held] for name, held in found.items() if held}
+    identities = {name: [id(t) for t in found[name]] for name in mine}
+    everybody: list[Any] = [(mine, identities)]
+    if world_size > 1:
+        everybody = [None] * world_size
+        dist.all_gather_object(everybody, (mine, identities))
+    agreed = [name for name in sorted(mine) if all(theirs.get(name) == mine[name] for theirs, _ in everybody)]
+    alike = _pattern(agreed, identities)
+    if any(_pattern(agreed, theirs) != alike for _, theirs in everybody):  # two names of one here, two objects there
+        return [], []
+    tensors = list({id(t): t for name in agreed for t in found[name]}.values())
+    return [t for t in tensors if by_rows(t)], [t for t in tensors if not by_rows(t)]
+
+
+def _parted_tensors(values: Iterable[Any]) -> list[Any]:
+    """DTensors in these and in the containers and plain objects below them, in an order that ranks share."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo = list(values)[::-1]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, DTensor) or _on_one_rank(value):
+            found.setdefault(id(value), value)
+        elif id(value) not in seen:
+            if isinstance(value, dict):
+                inner: Iterable[Any] = value.values()
+            elif isinstance(value, (list, tuple, deque)):
+                inner = value
+            elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
+                inner = vars(value).values()
+            else:
+                continue
+            seen.add(id(value))
+            todo.extend(list(inner)[::-1])
+    return list(found.values())
+
+
+def _on_one_rank(value: Any) -> bool:
+    """As views of weights do that a cell under pipeline has kept."""
+    spots = sys.modules.get("nbtrain.strategies.kit.tensor_spots")
+    return spots is not None and spots.is_stage_tensor(value)
+
+
+def _pattern(names: list[str], identities: dict[str, list[int]]) -> list[int]:
+    first: dict[int, int] = {}
+    return [first.setdefault(number, len(first)) for name in names for number in identities[name]]

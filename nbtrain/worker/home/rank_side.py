@@ -147,15 +147,16 @@ class RankSide:
         notebook sent for it."""
         pieces = list(pieces)
         if pieces or self.pieces:
-            now, before = self.namespace, self._holds
-            bound = [
-                name for name, value in now.items() if not private(name) and before.get(name, MISSING) is not value
-            ]
-            values = {name: now[name] for name in {*names, *bound} if name in now}
+            values = {name: self.namespace[name] for name in {*names, *self._bound()} if name in self.namespace}
             values |= {f"{key} before": held for key, (one, held) in self._states.items() if one.state is not held}
             self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
             self.pieces.learn(pieces, before_cell=False)
             self.pieces.compare()
+
+    def _bound(self) -> list[str]:
+        """Names that the cell has assigned."""
+        held = self._holds
+        return [name for name, v in self.namespace.items() if not private(name) and held.get(name, MISSING) is not v]
 
     def start(self, touched: Iterable[Node], lead: bool) -> None:
         """Just before the cell: remember the present state, so that its changes are found afterwards."""
@@ -182,12 +183,11 @@ class RankSide:
         if self._homeward is not None:  # this rank has ended the cell, and is the lead after all
             return self._homeward
         now, before = self.namespace, self._holds
-        bound = [n for n, v in now.items() if not private(n) and before.get(n, MISSING) is not v]
         deleted = tuple(name for name in before if name not in now)
         names = list(names)
         held = {name: before[name] for name in names if name in before}
         modules, self.unsendable = module_baseline.look(self.table, now)
-        self._homeward = PackChanges(self.table, now, names, bound, deleted, keep, limit, held, modules)
+        self._homeward = PackChanges(self.table, now, names, self._bound(), deleted, keep, limit, held, modules)
         self._holds = {}
         return self._homeward
 

@@ -58,6 +58,10 @@ def _set_logging(wanted: Any) -> None:
             logging.getLogger(name or None).setLevel(level)
 
 
+def _set_locale(wanted: str) -> None:
+    locale.setlocale(locale.LC_ALL, wanted)
+
+
 def _decimal() -> Any:
     held = decimal.getcontext().copy()
     held.clear_flags()
@@ -80,10 +84,6 @@ def _set_numpy(wanted: Any) -> None:
     numpy: Any = sys.modules["numpy"]
     numpy.seterr(**wanted[0])
     numpy.set_printoptions(**wanted[1])
-
-
-def _torch() -> Any:
-    return tensors.print_options()
 
 
 def _set_torch(wanted: Any) -> None:
@@ -139,18 +139,14 @@ def _set_matplotlib(wanted: Any) -> None:
 _KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "warnings": (_warnings, _set_warnings),
     "logging": (_logging, _set_logging),
-    "locale": (lambda: locale.setlocale(locale.LC_ALL), lambda wanted: _set_locale(wanted)),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL), _set_locale),
     "decimal": (_decimal, _set_decimal),
     "numpy": (_numpy, _set_numpy),
-    "torch": (_torch, _set_torch),
+    "torch": (tensors.print_options, _set_torch),
     "pandas": (pandas.options, _set_pandas),
     "matplotlib": (_matplotlib, _set_matplotlib),
 }
 LIBRARIES = frozenset(("numpy", "torch", "pandas", "matplotlib"))
-
-
-def _set_locale(wanted: str) -> None:
-    locale.setlocale(locale.LC_ALL, wanted)
 
 
 def read() -> Settings:

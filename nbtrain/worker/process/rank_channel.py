@@ -45,8 +45,8 @@ def address(directory: str) -> str:
     return os.path.join(directory, "channel")
 
 
-class _Seals:
-    """The seals of one direction of one connection; both ends count them alike."""
+class Sealer:
+    """The seals of one direction of one connection, which both ends count alike."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
         self._key = blake2b(direction, key=secret).digest()
@@ -58,26 +58,19 @@ class _Seals:
         made.update(data)
         return made.digest()
 
-
-class Sealer:
-    """Makes sealed frames for one direction of one connection."""
-
-    def __init__(self, secret: bytes, direction: bytes) -> None:
-        self._seals = _Seals(secret, direction)
-
     def name(self, rank: int) -> bytes:
-        return NAME.pack(rank, self._seals.next(NUMBER.pack(rank)))
+        return NAME.pack(rank, self.next(NUMBER.pack(rank)))
 
     def frame(self, data: bytes) -> bytes:
         size = len(data)
-        return HEAD.pack(size, self._seals.next(LENGTH.pack(size)), self._seals.next(data)) + data
+        return HEAD.pack(size, self.next(LENGTH.pack(size)), self.next(data)) + data
 
 
 class Frames:
     """Unpickles frames from incoming bytes, once they are whole and their seals are right."""
 
     def __init__(self, secret: bytes, direction: bytes) -> None:
-        self._seals = _Seals(secret, direction)
+        self._seals = Sealer(secret, direction)
         self._buffer = bytearray()
         self._awaited: tuple[int, bytes] | None = None
         """length and seal of the pickle whose head was right"""

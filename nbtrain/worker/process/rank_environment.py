@@ -207,7 +207,7 @@ class NotebookEnvironment:
         if self._directory is None:
             return []
         try:
-            if _directory() != self._directory:
+            if working_directory() != self._directory:
                 os.chdir(self._directory)
         except OSError as error:
             return [f"a rank cannot enter {self._directory}: {error.strerror}"]
@@ -236,10 +236,11 @@ def _look_again() -> None:
             finder.invalidate_caches()
 
 
-def _directory() -> str | None:
+def working_directory() -> str | None:
+    """None where it was deleted under this process."""
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was deleted
+    except FileNotFoundError:
         return None
 
 

@@ -9,13 +9,17 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel
+from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.parcel import Opener, Parcel
 from nbtrain.worker.process.rank_environment import NotebookEnvironment
 
 
 def serve(end: int, shell: Any) -> None:
     """`end`: of a pipe to the kernel; `shell`: a rank's, whose namespace is `__main__`."""
+    import torch
+
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
@@ -27,3 +31,14 @@ def serve(end: int, shell: Any) -> None:
     NotebookEnvironment(shell, {"MPLBACKEND": os.environ["MPLBACKEND"]}).take(environment)
     warnings.simplefilter("ignore")
     kernel.send(job(payload))
+
+
+def open_parcel(parcel: Parcel) -> str | None:
+    """Open what ranks would be sent; returns why that failed, or None."""
+    numeric.learn_atoms()
+    try:
+        cargo, buffer = Opener().open(parcel)
+        OpenedParcel(ObjectTable(-1, -1), vars(sys.modules["__main__"]), cargo, buffer, lambda kind: "cpu").commit()
+    except Exception as error:  # a class may raise anything
+        return str(error)
+    return None

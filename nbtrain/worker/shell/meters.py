@@ -1,20 +1,28 @@
-"""Sends a running cell's text up to twenty times a second, its speed and phases twice, memory and use once.
+"""Sends a running cell's text up to twenty times a second, its speed and phases twice, and once the rank's use of
+memory, processor and GPU.
 
 This goes on while the cell's own thread waits for other ranks, for data, or for ever.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from nbtrain.events import Event
-from nbtrain.worker.shell.gauges import Gauges
+import nbtrain.machine.host as host
+from nbtrain.events import Event, Memory, Use
 from nbtrain.worker.shell.output import FLUSH_EVERY, Outputs
 
 SPEED_EVERY = 0.5
 USE_EVERY = 1.0
+LIGHT = 1000
+"""The system counts a process's private memory for milliseconds, for a large one tens of them: it is asked again
+after so many times as long."""
 
 
 class Meters:
@@ -77,3 +85,89 @@ class Meters:
                     use = now
                     self._send(self._gauges.use())
                     self._send(self._gauges.memory())
+
+
+class Gauges:
+    """A rank's use of memory, processor and GPU; read by the meters' thread alone."""
+
+    def __init__(
+        self,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.rank = rank
+        self._clock = clock
+        self._processor = processor
+        self._machine: int | None = None
+        self._private = self._written = 0
+        self._due = 0.0
+        self._silent = False
+        """the driver does not tell the card's use"""
+        self.begin()
+
+    def begin(self) -> None:
+        """Count use from here on."""
+        self._before = self._clock(), self._processor()
+
+    def memory(self) -> Memory:
+        torch = _cuda()
+        process = self._process()
+        if torch is None:
+            if self._machine is None:
+                self._machine = host.memory().limit
+            return Memory(rank=self.rank, time=time.time(), process=process, limit=self._machine)
+        return Memory(
+            rank=self.rank,
+            time=time.time(),
+            process=process,
+            allocated=torch.cuda.memory_allocated(),
+            reserved=torch.cuda.memory_reserved(),
+            peak=torch.cuda.max_memory_allocated(),
+            limit=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        )
+
+    def _process(self) -> int:
+        """The process's private memory: what the system had counted, and what has been written to since then."""
+        now = self._clock()
+        if now >= self._due:
+            began = time.thread_time()
+            self._private, self._written = host.private_memory(os.getpid()) or 0, _written()
+            self._due = now + LIGHT * (time.thread_time() - began)
+        return max(0, self._private + _written() - self._written)
+
+    def use(self) -> Use:
+        """Use since the last call."""
+        now, processor = self._clock(), self._processor()
+        since, used = self._before
+        self._before = now, processor
+        busy = (processor - used) / (now - since) if now > since else 0.0
+        return Use(rank=self.rank, time=time.time(), processor=busy, card=self._card())
+
+    def _card(self) -> float | None:
+        torch = _cuda()
+        if torch is None or self._silent:
+            return None
+        try:
+            return float(torch.cuda.utilization()) / 100
+        except Exception:  # without pynvml, or in a container that hides the driver's counters
+            self._silent = True
+            return None
+
+
+def _written() -> int:
+    """Bytes in memory that are in no file, those included that are shared with the process that this one is forked
+    from; 0 where the system does not say at once."""
+    try:
+        with open("/proc/self/statm") as file:
+            _, present, of_files, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0
+    return (present - of_files) * mmap.PAGESIZE
+
+
+def _cuda() -> Any:
+    """torch, where it has a card; a process that has not begun to use one is not made to."""
+    torch: Any = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None

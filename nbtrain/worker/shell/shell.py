@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import builtins
+import gc
 import getpass
+import linecache
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -22,8 +23,8 @@ from traitlets.config import Config
 
 from nbtrain.compat import kernel, namespaces, python
 from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.messages import LATELY, CellSource
 from nbtrain.worker.modules.installed_packages import InstalledPackages
-from nbtrain.worker.shell.cell_sources import CellSources
 from nbtrain.worker.shell.output import Outlet
 
 INLINE = "module://matplotlib_inline.backend_inline"
@@ -54,6 +55,39 @@ class _Hook(DisplayHook):
         data, metadata = self.shell.display_formatter.format(result)
         if data:
             self.shell.outlet.show(data, metadata)
+
+
+class CellSources:
+    """The texts of cells in `linecache`, for tracebacks. An old one stays while a function defined in it lives."""
+
+    def __init__(self, numbers: dict[str, int] | None) -> None:
+        """`numbers`: where IPython looks a cell's number up."""
+        self._numbers = numbers
+        self._known: dict[str, None] = {}
+        """the latest last"""
+        self._full = 2 * LATELY
+        """number of sources at which old ones are dropped"""
+
+    def learn(self, sources: Iterable[CellSource]) -> None:
+        for source in sources:
+            lines = source.text.splitlines(keepends=True)
+            linecache.cache[source.filename] = (len(source.text), None, lines, source.filename)
+            if self._numbers is not None and source.number is not None:
+                self._numbers[source.filename] = source.number
+            self._known.pop(source.filename, None)
+            self._known[source.filename] = None
+        if len(self._known) >= self._full:
+            self._let_go()
+            self._full = 2 * max(LATELY, len(self._known))
+
+    def _let_go(self) -> None:
+        alive = {obj.__code__.co_filename for obj in gc.get_objects() if type(obj) is FunctionType}
+        for filename in list(self._known)[:-LATELY]:
+            if filename not in alive:
+                del self._known[filename]
+                linecache.cache.pop(filename, None)
+                if self._numbers is not None:
+                    self._numbers.pop(filename, None)
 
 
 class RankShell(kernel.ShownErrors):
@@ -221,10 +255,3 @@ def _as_a_script() -> None:
         if hasattr(place, name):
             delattr(place, name)
     sys.argv[:] = [""]
-
-
-def parse(code: str, filename: str) -> ast.Module:
-    """As the shell would parse it: top-level `await` is fine."""
-    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    tree: ast.Module = compile(code, filename, "exec", flags, dont_inherit=True)
-    return tree

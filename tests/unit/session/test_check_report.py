@@ -16,7 +16,7 @@ import pytest
 
 import nbtrain.engines._local.warm as warm
 from nbtrain.errors import CannotTravel, UsageError
-from nbtrain.session.sync import trial_unpickling
+from nbtrain.session.sync import unpickle_check
 from nbtrain.session.sync.check_report import CheckReport, check
 from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.sides import Sides
@@ -239,7 +239,7 @@ def test_what_packs_but_does_not_open_is_named_and_nothing_is_touched(sides: Sid
 
 
 def test_a_setstate_that_waits_for_ever_is_given_up(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_unpickling, "PATIENCE", 0.3)
+    monkeypatch.setattr(unpickle_check, "PATIENCE", 0.3)
     sides.run("""
         import time
         class Slow:

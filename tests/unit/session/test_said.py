@@ -7,7 +7,7 @@ import torch
 
 from nbtrain.events import Failed
 from nbtrain.session.report import error_hints
-from nbtrain.session.report.loop_variables import loop_variables
+from nbtrain.session.report.cell_report import loop_variables
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.training.setup import option_advice
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbtrain.events import Finished
-from nbtrain.session.report.same_work_report import compared
+from nbtrain.session.report.cell_report import work_advice
 from nbtrain.training.data import split_datasets
 from nbtrain.training.gradients.same_work import SameWork
 from nbtrain.training.gradients.summed_losses import SummedLosses
@@ -74,8 +74,8 @@ def test_ranks_of_which_nothing_is_known_are_told_nothing() -> None:
     def ended(**numbers: int) -> Finished:
         return Finished(rank=0, time=0.0, steps=1, compared=numbers)
 
-    assert compared([ended(work=1), ended(work=1)]).keys() == {"work"}
-    assert compared([ended(work=1), ended()]) == {}
-    assert compared([ended(work=1)]) == {}
-    assert compared([ended(data=1), ended(data=2), ended(data=1)]).keys() == {"data"}
-    assert compared([ended(data=1), ended()]) == {}
+    assert work_advice([ended(work=1), ended(work=1)]).keys() == {"work"}
+    assert work_advice([ended(work=1), ended()]) == {}
+    assert work_advice([ended(work=1)]) == {}
+    assert work_advice([ended(data=1), ended(data=2), ended(data=1)]).keys() == {"data"}
+    assert work_advice([ended(data=1), ended()]) == {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.events import Finished
-from nbtrain.session.report.same_work_report import compared
+from nbtrain.session.report.cell_report import work_advice
 from nbtrain.training.gradients.summed_losses import SummedLosses
 
 BATCH = 6
@@ -141,7 +141,7 @@ def told(loss: Callable[[int], torch.Tensor], sizes: tuple[int, int]) -> dict[st
         summed.begin(2)
         summed.look(loss(rank), size, {p.shape for p in MODEL.parameters()})
         ended.append(Finished(rank=rank, time=0.0, steps=1, compared=summed.divisors()))
-    return compared(ended)
+    return work_advice(ended)
 
 
 @pytest.mark.parametrize("name", OF_ITS_OWN)

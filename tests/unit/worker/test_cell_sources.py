@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 
 from nbtrain.messages import LATELY, CellSource
-from nbtrain.worker.shell.cell_sources import CellSources
+from nbtrain.worker.shell.shell import CellSources
 
 
 def test_texts_of_old_cells_go_unless_a_function_lives() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import nbtrain.machine.host as host
-from nbtrain.worker.shell.gauges import Gauges
+from nbtrain.worker.shell.meters import Gauges
 
 
 def test_use_is_that_since_the_last_reading() -> None:
@@ -37,7 +37,7 @@ def test_memory_that_was_just_written_to_counts_before_the_system_has_counted_ag
         return 2**30
 
     monkeypatch.setattr(host, "private_memory", private)
-    monkeypatch.setattr("nbtrain.worker.shell.gauges.LIGHT", 1e9)
+    monkeypatch.setattr("nbtrain.worker.shell.meters.LIGHT", 1e9)
     gauges = Gauges(0, lambda: 100.0)
     assert abs(gauges.memory().process - 2**30) < 2**22
     held = bytearray(os.urandom(1)) * 2**26

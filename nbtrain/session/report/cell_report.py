@@ -1,21 +1,46 @@
-"""Reports on a cell when it is over, below its output."""
+"""Reports on a cell when it is over, below its output: what differs between ranks, what stayed there, what to write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
 from nbtrain.events import GROUP, Finished
 from nbtrain.session.cell import Cell
-from nbtrain.session.report.loop_variables import loop_variables
-from nbtrain.session.report.same_work_report import compared
 from nbtrain.session.sync.kept_handles import kept
 from nbtrain.session.sync.notebook_side import NotebookSide
 
-SHOWN = 8
-"""Names in one line."""
+SAME_WORK = (
+    "all {count} ranks computed the same gradients, so they did the work of one (the numbers are right). Give each its "
+    "own samples: a DataLoader, which is shared out by itself; X[rank::world_size] of a whole data set; a Generator "
+    "with manual_seed(seed + rank)"
+)
+OTHER_DATA = (
+    "the data set of a loader is not the same on all ranks, and its batches were shared out all the same: if the cell "
+    "has split it by rank, each rank has seen 1/{count} of its part. Leave the split out, or write --no-sampler"
+)
+OTHER_DIVISORS = (
+    "each rank divides its loss by a number of its own (ignored targets, class weights, a mask, a mean of its losses), "
+    "and gradients are averaged over the ranks, where one process divides all by one number. Bring that together: "
+    'loss = total * world_size / reduce(count, "sum"), where total is the sum over this rank\'s samples and count what '
+    "they count, (y != -100).sum() or weight[y].sum(); reduce(mean) for a mean"
+)
+OWN_GRADIENTS = (
+    "torch.autograd.grad gives each rank the gradients of its own share of a batch. They are averaged where they are "
+    "put into p.grad; what else is made of them (fast weights, a penalty, a norm) is of that share, and not what one "
+    "process has. Write grads = [reduce(g) for g in grads], which can be differentiated again, unless each rank works "
+    "on tasks of its own"
+)
+OWN_RATES = (
+    "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
+    "{lead}'s came home. Was it set from a loss? That is each rank's own: `reduce(loss.item())` is one number for all"
+)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+          ast.GeneratorExp)  # fmt: skip
+"""Names that are assigned in these are not the cell's."""
 
 
 class Reporter:
@@ -37,18 +62,12 @@ class Reporter:
         return [name for name in names if name not in passing]
 
 
-OWN_RATES = (
-    "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
-    "{lead}'s came home. Was it set from a loss? That is each rank's own: `reduce(loss.item())` is one number for all"
-)
-
-
 def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said: Reporter) -> None:
     """Report on a cell that came home. What differs between ranks is sent again from the notebook."""
     done, say = finished[lead], said.say
     for note in done.notes:
         say(note)
-    for name, sentence in compared(finished.values()).items():
+    for name, sentence in work_advice(finished.values()).items():
         said.once(name, sentence, of_this_cell=True)
     for name, sentence in done.advice.items():
         said.once(name, sentence, of_this_cell=False)
@@ -62,7 +81,7 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
     if differing := _differing(finished):
         side.differs(differing)
         if names := said.worth_saying(differing):
-            say(f"differ between ranks: {listed(names)}; the notebook has rank {lead}'s")
+            say(f"differ between ranks: {humanize.listed(names)}; the notebook has rank {lead}'s")
     if disagreements := _disagreements(finished, lead):
         say("\n".join(disagreements))
         side.resend()
@@ -71,7 +90,7 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
 def report_lost(side: NotebookSide | None, namespace: Mapping[str, Any]) -> None:
     """Say what is lost because the ranks end."""
     if side is not None and (lost := kept(side.table, namespace)):
-        print(f"{listed(lost)}: lived on these ranks only, which are ended; to be made again")
+        print(f"{humanize.listed(lost)}: lived on these ranks only, which are ended; to be made again")
     drop_ahead(side)
 
 
@@ -82,13 +101,13 @@ def report_partly_lost(side: NotebookSide, namespace: Mapping[str, Any], ranks: 
         said = (
             f"{humanize.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
         )
-        print(f"{listed(held)}: {said}")
+        print(f"{humanize.listed(held)}: {said}")
 
 
 def drop_ahead(side: NotebookSide | None) -> None:
     """Drop what --keep left on the ranks: they get the notebook's objects again."""
     if side is not None and side.ahead:
-        names = listed(sorted(side.ahead))
+        names = humanize.listed(sorted(side.ahead))
         print(f"{names}: what --keep had left on the ranks is dropped; the notebook's is as it was")
         side.ahead.clear()
 
@@ -98,7 +117,7 @@ def check_ahead(side: NotebookSide, parted_as: tuple[Any, ...]) -> None:
     if side.ahead:
         strategy, options, precision = parted_as
         given = f" {humanize.flags(options)}".rstrip() + (f" --precision {precision}" if precision != "32" else "")
-        names = listed(sorted(side.ahead))
+        names = humanize.listed(sorted(side.ahead))
         raise UsageError(
             f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "
             f"a cell under the same options that reads {names}, or let it go with %distributed stop"
@@ -110,13 +129,6 @@ def slow(name: str, value: Any, seconds: float) -> str:
         f"looking for changes in {name}, a {type(value).__name__} of {len(value):,}, took {seconds:.1f} s, and does so "
         "before each cell that reads it; an array, a tensor or a tuple of the same costs next to nothing"
     )
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
 
 
 def _differing(finished: Mapping[int, Finished]) -> list[str]:
@@ -138,8 +150,60 @@ def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
                 differing.setdefault(name, []).append(rank)
     if groups := [name for name in differing if GROUP in name]:  # the reason for all the others
         ranks = sorted({rank for name in groups for rank in differing[name]})
-        return [OWN_RATES.format(groups=listed(groups), ranks=", ".join(map(str, ranks)), lead=lead)]
+        return [OWN_RATES.format(groups=humanize.listed(groups), ranks=", ".join(map(str, ranks)), lead=lead)]
     return [
         f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name}; rank {lead}'s came home"
         for name, ranks in differing.items()
     ]
+
+
+def work_advice(finished: Iterable[Finished]) -> dict[str, str]:
+    """Sentences on what the ranks did, by name: the same work, or work on different data."""
+    ended = [done.compared for done in finished]
+    count = len(ended)
+    if count < 2:
+        return {}
+    found = {}
+    work = {numbers.get("work") for numbers in ended}
+    if len(work) == 1 and None not in work:
+        found["work"] = SAME_WORK.format(count=count)
+    data = {numbers["data"] for numbers in ended if "data" in numbers}
+    if len(data) > 1:
+        found["data"] = OTHER_DATA.format(count=count)
+    everywhere = set.intersection(*(set(numbers) for numbers in ended))
+    differ = {name for name in everywhere if len({numbers[name] for numbers in ended}) > 1}
+    if any(f"{name} for each" in differ for name in differ):
+        found["divisors"] = OTHER_DIVISORS
+    if len({numbers["asked"] for numbers in ended if "asked" in numbers}) > 1:
+        found["own gradients"] = OWN_GRADIENTS
+    return found
+
+
+def loop_variables(code: str) -> frozenset[str]:
+    """Loop variables that are assigned nowhere else but in their own loop (`x = x.to(device)`)."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):  # a top-level await, say
+        return frozenset()
+    passing: set[str] = set()
+    others: set[str] = set()
+    _look(tree, frozenset(), passing, others)
+    return frozenset(passing - others)
+
+
+def _look(node: ast.AST, of_loops: frozenset[str], passing: set[str], others: set[str]) -> None:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.For, ast.AsyncFor)):
+            targets = frozenset(_stored(child.target))
+            passing |= targets
+            for part in (*child.body, *child.orelse):
+                _look(ast.Module([part], []), of_loops | targets, passing, others)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            if child.id not in of_loops:
+                others.add(child.id)
+        elif not isinstance(child, SCOPES):
+            _look(child, of_loops, passing, others)
+
+
+def _stored(target: ast.AST) -> Iterator[str]:
+    return (node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))

@@ -1,6 +1,6 @@
-"""Objects that pack and do not unpack: tried in a scratch process, because opening runs the classes' own code.
+"""Finds objects that pickle and do not unpickle, in a scratch process, because unpickling runs the classes' own code.
 
-Large buffers go without their numbers. What fails so is tried again with them.
+Large buffers go without their numbers. What fails so is opened again with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.parcel import Packer
 from nbtrain.session.sync.kernel_environment import SentEnvironment
-from nbtrain.worker.home.trial_opening import open_parcel
+from nbtrain.worker.process.scratch_job import open_parcel
 
 PATIENCE = 20.0
 """Seconds for opening: a `__setstate__` may wait for a thread that exists in the kernel only."""
@@ -39,7 +39,7 @@ def _may_fail(node: Node) -> bool:
     return node.kind.name == "instance" and cls.__new__ is not object.__new__
 
 
-def tried(namespace: dict[str, Any], names: list[str], walk: Walk) -> list[tuple[str, str]]:
+def cannot_open(namespace: dict[str, Any], names: list[str], walk: Walk) -> list[tuple[str, str]]:
     """The names that could not be opened, and what was said. `walk`: the one that looked at them."""
 
     def needed(by: Iterable[str]) -> list[str]:
