@@ -1,15 +1,12 @@
 """FairScale's OSS and ShardedDataParallel. Nothing here imports FairScale before it is used.
 
-FairScale is at its last release, 0.4.13 of 2022, and what nbtrain uses of it runs with a new torch. Of torch it takes
-the public optimizer, `torch.distributed`, the autograd engine's `queue_callback` and hooks on the nodes that
-accumulate gradients, all still there; and on import, in parts that nobody here calls, `_BatchNorm`, `_get_global_rank`
-and `amp` as it was, which leave warnings. What has changed is what it finds there: `zero_grad()` sets gradients to None
-now, and FairScale's buffers for small gradients, which stand for them, are never zeroed any more, so they are switched
-off; an optimizer's constructor, `state_dict` and hooks have grown, and nothing of OSS but who owns what and the sending
-after a step is used, with an optimizer inside that never steps; and hooks that FairScale hangs up by itself are taken
-off again, for nbtrain calls its reductions from hooks that torch has for this since 2.1
-(`register_post_accumulate_grad_hook`). It has no wheel, and its setup wants the setuptools and torch that are there:
-`pip install --no-build-isolation`.
+FairScale's last release, 0.4.13 of 2022, runs with a new torch: it takes public names, the autograd engine's
+`queue_callback` and hooks on the nodes that accumulate gradients, all still there, and on import, in parts that nobody
+here calls, names that have gone out of use, which leave warnings. Its buffers for small gradients are switched off:
+`zero_grad()` sets gradients to None now, so they would never be zeroed. Of OSS nothing is used but who owns what and
+the sending after a step; the optimizer inside never steps. FairScale's own hooks are taken off: nbtrain calls its
+reductions from `register_post_accumulate_grad_hook`. It has no wheel, and its setup wants the setuptools and torch
+that are there: `pip install --no-build-isolation`.
 """
 
 from __future__ import annotations

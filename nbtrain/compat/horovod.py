@@ -1,12 +1,10 @@
 """Horovod. Nothing here imports it before it is used.
 
-Horovod's last release, 0.28.1 of 2023, runs with a new torch because what nbtrain uses of it takes little from torch:
-the tensors' memory, by a C++ extension, and in Python `torch.jit.unused`, `_BatchNorm` and the number of torch's
-version, all still there. Its DistributedOptimizer, which hangs hooks on the nodes that accumulate gradients and makes
-optimizers anew, is not used: nbtrain gives it flat tensors to add up. What has changed is how it is compiled. torch's
-headers want C++20 (2.13; C++17 since 2.1), and Horovod's CMake asks for C++14; a torch built for CUDA makes it ask for
-CUDA's toolkit; its setup wants the setuptools and torch that are there. `.ci/horovod` compiles it with all of this put
-right, once for a torch and a Python: an extension that was compiled for another torch does not load, or warns.
+Horovod's last release, 0.28.1 of 2023, runs with a new torch: nbtrain gives it flat tensors to add up, and does not use
+its DistributedOptimizer, so it takes the tensors' memory, by a C++ extension, and a few names that are still there. The
+extension is compiled once for a torch and a Python; for another torch it does not load, or warns. torch's headers want
+C++20 (2.13; C++17 since 2.1) and Horovod's CMake asks for C++14; a torch built for CUDA makes it ask for CUDA's
+toolkit; its setup wants the setuptools and torch that are there. `.ci/horovod` compiles it with all of this put right.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ class ProcessAware:
     word: str
     """how a user calls it"""
     module: str
-    """that defines it"""
     name: str
     uses: tuple[str, ...]
     """methods that train: the object has to know the ranks by then"""

@@ -73,7 +73,7 @@ def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
     from nbtrain.session.sync.captured_names import captured
     from nbtrain.strategies.memory_estimate import World
 
-    read = captured(cell.code, state.notebook, (), cell, NameOrder(state.notebook))
+    read = captured(cell, state.notebook, NameOrder(state.notebook))
     try:
         found = find_model_and_batch({name: state.notebook[name] for name in (*read.hard, *read.soft)})
         told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import nbtrain.registry as registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.humanize import listed
@@ -55,8 +54,7 @@ class Session:
     def run(self, run: RunSpec, cell: Cell) -> BackgroundRun | None:
         """Run a cell; raises what it raised. In the background it returns the run."""
         self._check_free()
-        extra = () if registry.find_strategy(run.strategy) else (run.strategy,)
-        names = captured(cell.code, self.shell.user_ns, extra, cell, self._places, run.options.values())
+        names = captured(cell, self.shell.user_ns, self._places, run)
         check_kept(run.keep, names, self.shell.user_ns)
         run, said = advise(names, self.shell.user_ns, run, self.ranks.pids)
         if said:

@@ -1,12 +1,9 @@
 """Answers a front end while a cell blocks the kernel: which widgets there are, and what they show.
 
-A kernel reads such requests when its cell has ended. So a page that is reloaded in the middle of a run would show
-nothing until then, and on kernels without subshells the dashboard's buttons would do nothing. These messages wait in
-the main thread's socket, and the main thread looks there whenever it has looked at the ranks.
-
-Only these are answered: what kernel this is, which comms there are, the state of widgets, and messages to the
-dashboard. All others are kept in order until the cell has ended: neither a queued cell nor a callback of the user's may
-run inside of this one.
+A kernel reads such requests when its cell has ended: a page that is reloaded in the middle of a run would show nothing
+until then, and on kernels without subshells the dashboard's buttons would do nothing. So the main thread looks into its
+socket whenever it has looked at the ranks. All other messages are kept in order until the cell has ended: neither a
+queued cell nor a callback of the user's may run inside of this one.
 """
 
 from __future__ import annotations

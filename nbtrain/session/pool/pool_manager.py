@@ -64,7 +64,7 @@ class PoolManager:
         self.left: Any = None
         """the failed run whose last step is still on the ranks"""
         self.advised: set[tuple[str, str]] = set()
-        """what the user has been told once (report.py)"""
+        """what the user has been told once (cell_report.py)"""
         self._runs = 0
         self._killed = 0
         """how many processes the system had ended for lack of memory when the ranks were started"""

@@ -181,8 +181,7 @@ class CellRun(RunState):
         if not self.stopped or not self.outcome.failed:
             return False
         assert self.ending is not None
-        board, number = self.ending.pool.board, self.ending.number
-        return self.outcome.cut or any(board.waits(rank, number) is not None for rank in self.open)
+        return self.outcome.cut or any(wait is not None for wait in self.ending.waits(self.open).values())
 
     def _watch(self, events: list[Event]) -> None:
         ranks, ending = self.ranks, self.ending
@@ -274,9 +273,8 @@ class CellRun(RunState):
         """Say, once a cell, that some rank has waited for others for longer than `--hang-after`."""
         if self._said_hang or self.ending is None or self.stopped:
             return
-        board, number = self.ending.pool.board, self.ending.number
-        waits = {rank: board.waits(rank, number) for rank in self.open}
-        longest = max((self._waited.seconds(rank, wait) for rank, wait in waits.items() if wait is not None), default=0)
+        waits = self.ending.waits(self.open).items()
+        longest = max((self._waited.seconds(rank, wait) for rank, wait in waits if wait is not None), default=0)
         if longest > self.spec.hang_after:
             self._said_hang = True
             said = f"ranks have waited for each other for {longest:.0f} s (--hang-after {self.spec.hang_after:g}):"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from nbtrain.awake_time import Stopwatch
 from nbtrain.engines.base import Pool
@@ -68,6 +69,10 @@ class StopRanks:
         head[TARGET] = most + 1 if most - min(ended, default=0) < 2 else 0
         if not most:
             self._press(running)
+
+    def waits(self, running: set[int]) -> dict[int, Any]:
+        """What each of these ranks waits for at this moment, as the board tells; None: nothing."""
+        return {rank: self.pool.board.waits(rank, self.number) for rank in running}
 
     def late(self, rank: int) -> None:
         """A rank starts only now, and has missed earlier interrupts."""

@@ -6,13 +6,16 @@ import builtins
 import difflib
 import linecache
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import nbtrain.registry as registry
 from nbtrain.compat import namespaces
 from nbtrain.errors import MissingName, UsageError
 from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, reach
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.session.cell import Cell
+from nbtrain.specs import RunSpec
 
 ON_RANKS = frozenset((
     "rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup", "save", "load",
@@ -21,30 +24,21 @@ ON_RANKS = frozenset((
 """Names that every rank has in its builtins."""
 
 
-def captured(
-    code: str,
-    namespace: dict[str, Any],
-    extra: Iterable[str],
-    cell: Cell,
-    places: NameOrder,
-    options: Iterable[object] = (),
-) -> Captured:
-    """The notebook's names that this cell needs. Raises where it certainly reads one that does not exist. `options`:
-    values of the strategy's options; functions among them read names, too."""
-    names = analyse(code)
+def captured(cell: Cell, namespace: dict[str, Any], places: NameOrder, run: RunSpec | None = None) -> Captured:
+    """The notebook's names that this cell needs, also for the strategy and the options of `run`: both may be the
+    notebook's. Raises where the cell certainly reads one that does not exist."""
+    names = analyse(cell.code)
     found = reach(names, namespace, places=places)
     _check(names, found, namespace, cell)
-    wanted = [name for name in extra if name in namespace and name not in (*found.hard, *found.soft)]
-    used = [*(namespace[name] for name in wanted), *_functions(options)]
+    if run is None:
+        return found
+    own = registry.find_strategy(run.strategy) is None and run.strategy in namespace
+    wanted = [run.strategy] if own and run.strategy not in (*found.hard, *found.soft) else []
+    used = [*(namespace[name] for name in wanted), *_functions(run.options.values())]
     if used:
         more = reach(CellNames(), namespace, values=used, places=places)
         hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
-        found = Captured(
-            hard=tuple(hard),
-            soft=tuple(n for n in found.soft if n not in hard),
-            writes=found.writes,
-            opaque=found.opaque,
-        )
+        found = replace(found, hard=tuple(hard), soft=tuple(name for name in found.soft if name not in hard))
     return found
 
 

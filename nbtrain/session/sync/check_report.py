@@ -49,10 +49,8 @@ class CheckReport:
         return not self.findings
 
     def __repr__(self) -> str:
-        return "\n".join([*self._refused(), self._rest(), *self.warnings]).strip()
-
-    def _refused(self) -> list[str]:
-        return [told(self.findings, "{} objects cannot travel:") + "\n"] if self.findings else []
+        refused = [told(self.findings, "{} objects cannot travel:") + "\n"] if self.findings else []
+        return "\n".join([*refused, self._rest(), *self.warnings]).strip()
 
     def _rest(self) -> str:
         count = len(self.sizes) + len(self.resident) + len(self.by_name)

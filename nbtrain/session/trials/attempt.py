@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import nbtrain.humanize as humanize
 import nbtrain.machine.host as host
-import nbtrain.registry as registry
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import NameOrder
@@ -68,14 +67,14 @@ class Attempt:
         spec = way.spec()
         if spec.pool.engine == "inprocess":
             raise UsageError("--engine inprocess has no ranks: leave it out, and the cell is tried on some")
-        names = self.reads(_own(spec), spec.options.values())
+        names = self.reads(spec)
         return _bare(advise(names, self._shell.user_ns, spec, self._ranks.pids, keep=False)[0])
 
     def play(self, spec: RunSpec, trial: Trial) -> tuple[DiscardTrial, RunSpec]:
         """Run the trial; returns how it ended, and what was run."""
         self._have(spec)
         spec = replace(spec, trial=replace(trial, memory=self._limit(spec)))
-        names = self.reads(_own(spec), spec.options.values())
+        names = self.reads(spec)
         run = CellRun(self._shell, self._ranks, spec, self._cell, names)
         run.run()
         assert isinstance(run.home, DiscardTrial)
@@ -99,9 +98,9 @@ class Attempt:
         sizes = (getattr(one.batch_sampler, "batch_size", None) for one in held if isinstance(one, DataLoader))
         return next((size for size in sizes if isinstance(size, int) and size), 0)
 
-    def reads(self, extra: Iterable[str] = (), options: Iterable[object] = ()) -> Captured:
+    def reads(self, spec: RunSpec | None = None) -> Captured:
         namespace = self._shell.user_ns
-        return captured(self._cell.code, namespace, extra, self._cell, NameOrder(namespace), options)
+        return captured(self._cell, namespace, NameOrder(namespace), spec)
 
     def _have(self, spec: RunSpec) -> None:
         """Start the right ranks, or have those that run forget everything."""
@@ -119,11 +118,6 @@ class Attempt:
         if self._memory or spec.pool.kind != "cpu":
             return self._memory
         return int(ROOM * host.memory().available / spec.pool.world_size)
-
-
-def _own(spec: RunSpec) -> tuple[str, ...]:
-    """The name of a strategy that is the notebook's own."""
-    return () if registry.find_strategy(spec.strategy) else (spec.strategy,)
 
 
 def _bare(spec: RunSpec) -> RunSpec:

@@ -106,7 +106,7 @@ class Verifying:
         self._plays += 1
         folder = self._folder / str(self._plays)
         folder.mkdir()
-        names = self._attempt.reads((), spec.options.values())
+        names = self._attempt.reads(spec)
         record = Record(folder=str(folder), numbers=tuple(sorted(names.writes)), **how)
         home, _ = self._attempt.play(spec, Trial(steps=self._steps, warm=0, record=record))
         found = home.tried

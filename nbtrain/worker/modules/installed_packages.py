@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,14 +95,11 @@ class InstalledPackages:
 
 def _packages(folder: str) -> dict[str, str]:
     found = {}
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith((".dist-info", ".egg-info")):
-                    name, _, version = entry.name.rpartition(".")[0].partition("-")
-                    found[name] = version.partition("-py3")[0]
-    except OSError:
-        pass
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith((".dist-info", ".egg-info")):
+                name, _, version = entry.name.rpartition(".")[0].partition("-")
+                found[name] = version.partition("-py3")[0]
     return found
 
 

@@ -2,7 +2,12 @@
 
 Local is what lies neither in the standard library nor in site-packages. Whatever local module imported from a
 changed one is loaded again too, after it. `importlib.reload` does it, so what is true of it is true here: names that
-the new text does not bind stay. What the rank holds of the old text becomes the new: see `module_reload.py`.
+the new text does not bind stay.
+
+What the rank holds of the old text then becomes the new, as if it had just arrived. Instances get the new class, the
+notebook's classes below an old one get the new one as their base, and names, lists, dicts, attributes and closures that
+hold an old function, class or enum member hold the new one. What Python does not allow (other slots, a base with
+another layout) stays as it was.
 
 Files are noted when they are read, not when a cell ends: somebody may edit one while the cell that imported it runs.
 """
@@ -10,20 +15,25 @@ Files are noted when they are read, not when a cell ends: somebody may edit one 
 from __future__ import annotations
 
 import ast
+import enum
+import gc
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import SourceFileLoader
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds.module_state import state_of, states
 from nbtrain.exchange.module_baseline import kept_over
 from nbtrain.local_files import Stamp, local, local_modules, note_executed, stamp
-from nbtrain.worker.modules.module_reload import pairs, renew
+
+Pair = tuple[Any, Any]
 
 
 @cache
@@ -172,3 +182,84 @@ def _at_import(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield from _at_import(ast.iter_child_nodes(node))
+
+
+# --- what a rank holds of the old text -------------------------------------------------------------
+
+
+def pairs(module: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pair]:
+    """Pairs (old, new) of what this module itself defines."""
+    found: list[Pair] = []
+    for name, old in before.items():
+        new = after.get(name)
+        if getattr(old, "__module__", None) == module and old is not new:
+            found += _of(old, new)
+    return found
+
+
+def _of(old: Any, new: Any) -> Iterator[Pair]:
+    if isinstance(old, FunctionType) and isinstance(new, FunctionType):
+        if old.__qualname__ == new.__qualname__:
+            yield old, new
+    elif isinstance(old, type) and isinstance(new, type) and old.__qualname__ == new.__qualname__:
+        yield old, new
+        if issubclass(old, enum.Enum) and issubclass(new, enum.Enum):
+            yield from ((old[name], new[name]) for name in old.__members__ if name in new.__members__)
+            return
+        for name, held in list(vars(old).items()):
+            if isinstance(held, type) and held.__module__ == old.__module__ and name in vars(new):
+                yield from _of(held, vars(new)[name])
+
+
+def renew(replaced: Iterable[Pair], namespace: dict[str, Any]) -> None:
+    """Replace old objects by new ones wherever the garbage collector finds a reference, and in `namespace`.
+
+    Objects made before the rank was forked are not searched: they refer to no local module."""
+    swap = {id(old): (old, new) for old, new in replaced}
+    if not swap:
+        return
+    olds = tuple(old for old, _ in swap.values())  # as such it is passed on; of a list Python 3.13 shows a copy
+    ours = {id(olds), id(swap), *map(id, swap.values())}
+    _in_table(namespace, swap)
+    for holder in gc.get_referrers(*olds):
+        if id(holder) not in ours:
+            _in_holder(holder, swap)
+    for old, new in list(swap.values()):
+        if isinstance(old, type) and not issubclass(old, enum.Enum):
+            _rebase(old, swap)
+            for instance in gc.get_referrers(old):
+                if type(instance) is old:
+                    with suppress(TypeError):
+                        object.__setattr__(instance, "__class__", new)
+
+
+def _rebase(old: type, swap: Mapping[int, Pair]) -> None:
+    subclasses: list[type] = type.__subclasses__(old)
+    for below in subclasses:
+        if id(below) not in swap:
+            with suppress(TypeError):
+                below.__bases__ = tuple(swap[id(base)][1] if id(base) in swap else base for base in below.__bases__)
+
+
+def _in_holder(holder: Any, swap: Mapping[int, Pair]) -> None:
+    if type(holder) is dict:
+        if not ("__module__" in holder and "__doc__" in holder):  # a class's own: Python keeps notes of what is in it
+            _in_table(holder, swap)
+    elif isinstance(holder, list):
+        for index, value in enumerate(holder):
+            if id(value) in swap:
+                holder[index] = swap[id(value)][1]
+    elif isinstance(holder, dict):
+        _in_table(holder, swap)
+    elif isinstance(holder, CellType):
+        holder.cell_contents = swap[id(holder.cell_contents)][1]
+    elif not isinstance(holder, (type, ModuleType, FunctionType)) and isinstance(
+        attributes := getattr(holder, "__dict__", None), dict
+    ):
+        _in_table(attributes, swap)
+
+
+def _in_table(table: dict[Any, Any], swap: Mapping[int, Pair]) -> None:
+    for key, value in list(table.items()):
+        if id(value) in swap:
+            table[key] = swap[id(value)][1]

@@ -110,20 +110,17 @@ def _matplotlib() -> dict[str, Any] | None:
     default = matplotlib.rcParamsDefault
     values = list(dict.values(matplotlib.rcParams))
     if not same_items(values, _drawn[0]):
-        _drawn[:] = values, _drawn_so(matplotlib.rcParams, default)
+        differing = {
+            name: value
+            for name, value in dict.items(matplotlib.rcParams)
+            if name not in _OF_THE_SCREEN and not name.startswith("webagg") and value != dict.get(default, name)
+        }
+        _drawn[:] = values, differing
     return _drawn[1]  # type: ignore[no-any-return]
 
 
 _drawn: list[Any] = [[], {}]
 """values at the last look, and those that differ from the defaults"""
-
-
-def _drawn_so(now: Any, default: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in dict.items(now)
-        if name not in _OF_THE_SCREEN and not name.startswith("webagg") and value != dict.get(default, name)
-    }
 
 
 def _set_matplotlib(wanted: Any) -> None:

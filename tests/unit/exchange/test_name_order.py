@@ -84,7 +84,7 @@ def test_a_cell_costs_no_more_looks_after_twenty_thousand_others(before: int, tm
         """The way of a `%%distributed` cell, out and home, and what is looked at when the next cell ends."""
         here.steps = 0
         cell = Cell(source=code, code=code, filename="<cell>", first_line=1, number=1)
-        names = captured(code, here, (), cell, places)
+        names = captured(cell, here, places)
         sides.out([*names.hard, *names.soft])
         exec(code, sides.twins[0].namespace)
         sides.home()
