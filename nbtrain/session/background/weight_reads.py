@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.defer_interrupts import shielded
 from nbtrain.exchange.graph.rank_paths import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.humanize import listed
-
-if TYPE_CHECKING:
-    from nbtrain.session.run.cell_run import CellRun
+from nbtrain.session.run.cell_run import CellRun
 
 LONG = 10.0
 """Seconds that a cell waits for a step to end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from nbtrain.awake_time import Stopwatch
 from nbtrain.defer_interrupts import presses, shielded
@@ -19,11 +19,9 @@ from nbtrain.session.report import exception_message
 from nbtrain.session.report.cell_report import Reporter, drop_ahead, report
 from nbtrain.session.report.error_hints import hint
 from nbtrain.session.report.oom_report import ran_out, readings
+from nbtrain.session.run.run_state import RunState
 from nbtrain.session.run.stop_ranks import SAID
 from nbtrain.session.sync.notebook_side import MISSING, NotebookSide
-
-if TYPE_CHECKING:
-    from nbtrain.session.run.run_state import RunState
 
 APART = (
     "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nbtrain.session.run.run_state import RunState
+from nbtrain.session.run.run_state import RunState
 
 COMMANDS = ("stop", "stacks", "kill")
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed, Tried
 from nbtrain.session.report.oom_report import ran_out
 from nbtrain.session.run.bring_home import Homecoming
-
-if TYPE_CHECKING:
-    from nbtrain.session.run.run_state import RunState
+from nbtrain.session.run.run_state import RunState
 
 EXITS = (1, 127)
 """exit codes of a process that could not start a thread, or load a library"""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtrain.events import Event, RankState, Sink
 from nbtrain.runs.write_run_file import Recorder, settings
+from nbtrain.session.cell import Cell
+from nbtrain.session.output.rank_output import CellScreen
+from nbtrain.session.run.controls import RunControls
+from nbtrain.specs import RunSpec
 from nbtrain.views import choose
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.log_to import LogTo
 from nbtrain.watch.series import points
-
-if TYPE_CHECKING:
-    from nbtrain.session.cell import Cell
-    from nbtrain.session.output.rank_output import CellScreen
-    from nbtrain.session.run.controls import RunControls
-    from nbtrain.specs import RunSpec
 
 
 class Observers:

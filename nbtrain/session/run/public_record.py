@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbtrain.machine.host as host
 from nbtrain.beacon import Beacon
 from nbtrain.runs.run_folder import notebook
+from nbtrain.session.pool.pool_manager import PoolManager
+from nbtrain.session.run.cell_run import CellRun
 from nbtrain.session.run.controls import Answer, RunControls
-
-if TYPE_CHECKING:
-    from nbtrain.session.pool.pool_manager import PoolManager
-    from nbtrain.session.run.cell_run import CellRun
 
 IDLE = "no cell runs on the ranks"
 
